@@ -9,39 +9,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
-from multiprocessing import active_children, get_context
+from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from pages import RESULTS_FOLDER, markdown_table, page, save
-from progress import TERMINAL_EVERY_SECONDS, Progress
+from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
 from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, Nesterov, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
-from thinwire.demo.model import (
-    GPT,
-    SIZES,
-    GPTConfig,
-    Text,
-    batch_generator,
-    heldout_loss,
-    load_text,
-    sample_batch,
-)
+from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
 from thinwire.simulation import Simulation
+from trainings import EXACT, command_line, cosine, percents, text, train_all, windows
 
 RECORDS = RESULTS_FOLDER / "adamw.jsonl"
 MODELS = {
@@ -54,56 +42,34 @@ WINDOWS = 8
 MAX_GRADIENT_NORM = 1.0
 WARMUP_SHARE = 0.05
 HELDOUT_BATCHES = 64
-EXACT = "exact"
 FIRST_TUNING_SEED = 1_000
-SHARED_STEPS: Any = None
-# By degrees of freedom: of a two-sided 95 % interval.
-STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs have in common that are compared.
+    """What runs have in common that are compared."""
 
-    Attributes:
-        members: How many share a step's windows.
-        inner: What trains each model: "AdamW", or "Muon" for the blocks' matrices and AdamW for the rest.
-        model: Its name in `MODELS`.
-        steps: Of the inner optimizer.
-    """
-
-    members: int = 4
-    inner: str = "AdamW"
-    model: str = "0.14 M"
-    steps: int = 2_000
+    members: int = 4  # that share a step's windows
+    inner: str = "AdamW"  # or "Muon" for the blocks' matrices, and AdamW for the rest
+    model: str = "0.14 M"  # of `MODELS`
+    steps: int = 2_000  # of the inner optimizer
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One training.
+    """One training."""
 
-    Attributes:
-        rate: The inner optimizer's peak learning rate.
-        seed: Of the start and the batches.
-    """
-
-    rate: float
-    seed: int
+    rate: float  # the inner optimizer's peak learning rate
+    seed: int  # of the start and the batches
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training.
+    """What came of a training."""
 
-    Attributes:
-        loss: On held-out text, in nats a byte.
-        times_fewer: Bytes of a bf16 ring over those that were sent (and received).
-        seconds: Of this processor, the lane's share.
-    """
-
-    loss: float
-    times_fewer: float
-    seconds: float
+    loss: float  # on held-out text, in nats a byte
+    times_fewer: float  # bytes of a bf16 ring over those that were sent (and received)
+    seconds: float  # of this processor, the lane's share
 
 
 class Averaging:
@@ -235,9 +201,7 @@ def averaging(algorithm: Algorithm) -> Method:
 def local(
     every_steps: int, algorithm: Algorithm | None = None, **options: Any
 ) -> Callable[[StackedGPT, Setting, Sequence[float]], LocalTraining]:
-    front: Callable[..., LocalSGD] = partial(
-        LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), **options
-    )
+    front = partial(LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), **options)
     return partial(LocalTraining, front=front)
 
 
@@ -248,8 +212,7 @@ def warmed_up(share: float, warmup: Algorithm, then: Callable[..., LocalTraining
 
 def diloco(every_steps: int, **options: Any) -> Callable[..., LocalTraining]:
     """DiLoCo as it comes, but for `options`."""
-    front: Callable[..., LocalSGD] = partial(DiLoCo, every_steps=every_steps, **options)
-    return partial(LocalTraining, front=front)
+    return partial(LocalTraining, front=partial(DiLoCo, every_steps=every_steps, **options))
 
 
 # How a front that averages models may stream, by the words that a method's name has for it.
@@ -351,11 +314,6 @@ def clip(gradients: Tensor) -> None:
     gradients.mul_((MAX_GRADIENT_NORM / (norms + 1e-6)).clamp_(max=1.0))
 
 
-@cache
-def text() -> Text:
-    return load_text()
-
-
 def train(
     setting: Setting,
     lanes: Sequence[Lane],
@@ -376,7 +334,7 @@ def train(
         stacked.backward(inputs, targets)
         for optimizer in training.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * schedule(step, setting.steps)
+                group["lr"] = group["peak"] * cosine(step, setting.steps, warmup_share=WARMUP_SHARE)
         training.step()
     times_fewer = training.finish() / 2
     losses = [
@@ -390,26 +348,12 @@ def train(
 
 def batches(seeds: Sequence[int], step: int, setting: Setting, length: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, `(members, lanes, batch, length)`."""
-    drawn = [
-        sample_batch(
-            text().train,
-            batch_size=WINDOWS,
-            context_length=length,
-            generator=batch_generator(seed=seed, step=step, process_rank=0),
-        )
-        for seed in seeds
-    ]
+    drawn = [windows(text().train, WINDOWS, length, seed=seed, step=step) for seed in seeds]
     inputs, targets = (
         torch.stack(each).view(len(seeds), setting.members, -1, length).transpose(0, 1)
         for each in zip(*drawn, strict=True)
     )
     return inputs, targets
-
-
-def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate at `step`: a linear rise, then half a cosine to nothing."""
-    rise = min(1.0, (step + 1) / (WARMUP_SHARE * steps))
-    return rise * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 Part = TypeVar("Part", Setting, Lane, Outcome)
@@ -445,81 +389,57 @@ def records(path: Path) -> list[Record]:
     return [Record.of_line(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+class Together(NamedTuple):
+    """Lanes that are trained in one pass."""
+
+    method: str
+    setting: Setting
+    lanes: tuple[Lane, ...]
+
+    def __str__(self) -> str:
+        return self.method
+
+
 def add_runs(arguments: argparse.Namespace) -> None:
     """Train what the file lacks: every rate with every seed, of each method some side by side."""
     setting = Setting(arguments.members, arguments.inner, arguments.model, arguments.steps)
     lanes = [Lane(rate, seed) for rate in arguments.rates for seed in arguments.seeds]
     done = {(each.method, each.setting, each.lane) for each in records(arguments.file)}
-    together = []
+    together = {}
     for name in arguments.methods:
         missing = [lane for lane in lanes if (name, setting, lane) not in done]
-        starts = range(0, len(missing), arguments.side_by_side)
-        together += [(name, missing[start : start + arguments.side_by_side]) for start in starts]
-    context = get_context("spawn")
-    steps = context.Array("l", len(together))
-    with (
-        Progress(len(together) * setting.steps, kept=arguments.file) as progress,
-        ProcessPoolExecutor(arguments.jobs, context, _share_steps, (steps,)) as pool,
-    ):
-        training = {
-            pool.submit(train_named, number, name, setting, now): (number, name, now)
-            for number, (name, now) in enumerate(together)
-        }
-        try:
-            while training:
-                ended, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
-                for future in ended:
-                    number, name, now = training.pop(future)
-                    with arguments.file.open("a") as file:
-                        for lane, outcome in zip(now, future.result(), strict=True):
-                            file.write(Record(name, setting, lane, outcome).line() + "\n")
-                    steps[number] = setting.steps
-                counts: list[int] = list(steps[:])
-                names = [
-                    name
-                    for (name, _), count in zip(together, counts, strict=True)
-                    if 0 < count < setting.steps
-                ]
-                progress.show(sum(counts), "; ".join(names))
-        except BaseException:
-            # Else the pool would wait for trainings of minutes.
-            for process in active_children():
-                process.terminate()
-            raise
+        for start in range(0, len(missing), arguments.side_by_side):
+            now = tuple(missing[start : start + arguments.side_by_side])
+            together[Together(name, setting, now)] = setting.steps
+
+    def add(part: Together, outcomes: list[Outcome]) -> None:
+        with arguments.file.open("a") as file:
+            for lane, outcome in zip(part.lanes, outcomes, strict=True):
+                file.write(Record(part.method, setting, lane, outcome).line() + "\n")
+
+    train_all(train_named, together, arguments.jobs, arguments.file, add)
 
 
-def _share_steps(steps: Any) -> None:
-    """In a new process: what it tells its steps in, by training."""
-    global SHARED_STEPS  # noqa: PLW0603 - a pool's processes have no other room
-    SHARED_STEPS = steps
-    # Ctrl-C reaches all; the first process ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def train_named(number: int, name: str, setting: Setting, lanes: Sequence[Lane]) -> list[Outcome]:
+def train_named(part: Together, at_step: Callable[[int], None]) -> list[Outcome]:
     """Train with a method of `METHODS`, in a process of its own."""
-    torch.set_num_threads(1)
-
-    def at_step(step: int) -> None:
-        SHARED_STEPS[number] = step
-
-    return train(setting, lanes, METHODS[name], at_step)
+    return train(part.setting, part.lanes, METHODS[part.method], at_step)
 
 
-def add_page(arguments: argparse.Namespace) -> None:
-    """Make the page of all that the file holds."""
-    by_setting: dict[Setting, list[Record]] = {}
-    for record in records(arguments.file):
-        by_setting.setdefault(record.setting, []).append(record)
+def by_setting(found: Sequence[Record]) -> dict[Setting, list[Record]]:
+    return {
+        setting: [each for each in found if each.setting == setting]
+        for setting in dict.fromkeys(each.setting for each in found)
+    }
+
+
+def made_page(file: Path) -> str:
+    found = by_setting(records(file))
     sections = [
-        f"## {section_title(setting)}\n\n{table(setting, by_setting)}"
-        for setting in by_setting
-        if compared(by_setting[setting])
+        f"## {section_title(setting)}\n\n{table(setting, found)}"
+        for setting in found
+        if compared(found[setting])
     ]
-    result = page("AdamW with less to send, after equally many tokens", EXPLANATION, *sections)
-    print(result)
-    if arguments.save:
-        print(f"saved as {save(result, 'adamw')}")
+    return page("AdamW with less to send, after equally many tokens", EXPLANATION, *sections)
 
 
 EXPLANATION = (
@@ -565,10 +485,17 @@ def tuning_loss(of_method: Sequence[Record], rate: float) -> float:
     return fmean(losses) if losses else math.inf
 
 
-def table(setting: Setting, by_setting: dict[Setting, list[Record]]) -> str:
+def losses_by_seed(runs: Sequence[Record]) -> dict[int, float]:
+    return {each.lane.seed: each.outcome.loss for each in runs}
+
+
+def table(setting: Setting, found: dict[Setting, list[Record]]) -> str:
     """One row a method; gaps to exact averaging with the same inner optimizer, and with AdamW."""
-    by_method = compared(by_setting[setting])
-    with_adamw = compared(by_setting.get(replace(setting, inner="AdamW"), []))
+    by_method = compared(found[setting])
+    baselines = {"gap to exact": losses_by_seed(by_method.get(EXACT, []))}
+    if setting.inner != "AdamW":
+        with_adamw = compared(found.get(replace(setting, inner="AdamW"), []))
+        baselines["gap to exact AdamW"] = losses_by_seed(with_adamw.get(EXACT, []))
     header = [
         "method",
         "peak rate",
@@ -576,49 +503,30 @@ def table(setting: Setting, by_setting: dict[Setting, list[Record]]) -> str:
         "times fewer bytes than bf16",
         "seeds",
         "held-out loss",
-        "gap to exact",
     ]
-    if setting.inner != "AdamW":
-        header.append("gap to exact AdamW")
     rows = []
     for name, runs in sorted(by_method.items(), key=lambda each: each[1][0].outcome.times_fewer):
-        tried = sorted({each.lane.rate for each in by_setting[setting] if each.method == name})
-        losses = [each.outcome.loss for each in runs]
-        row = [
-            name,
-            f"{runs[0].lane.rate:g}",
-            " ".join(f"{rate:g}" for rate in tried),
-            f"{runs[0].outcome.times_fewer:.1f}",
-            str(len(runs)),
-            f"{fmean(losses):.4f}" + (f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""),
-            "" if name == EXACT else gap(runs, by_method.get(EXACT, [])),
-        ]
-        if setting.inner != "AdamW":
-            row.append(gap(runs, with_adamw.get(EXACT, [])))
-        rows.append(row)
-    return markdown_table(header, rows)
-
-
-def gap(runs: Sequence[Record], exact: Sequence[Record]) -> str:
-    """Return by how much more loss, of seeds that both have: the mean, and its 95 % interval."""
-    losses = {each.lane.seed: each.outcome.loss for each in exact}
-    gaps = [
-        100 * (each.outcome.loss / losses[each.lane.seed] - 1) for each in runs if each.lane.seed in losses
-    ]
-    if not gaps:
-        return "not measured"
-    if len(gaps) == 1:
-        return f"{gaps[0]:+.2f} %"
-    half = STUDENT_T[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps))
-    return f"{fmean(gaps):+.2f} % ({fmean(gaps) - half:+.2f} to {fmean(gaps) + half:+.2f})"
+        tried = sorted({each.lane.rate for each in found[setting] if each.method == name})
+        losses = losses_by_seed(runs)
+        gaps = [with_interval(percents(losses, exact)) for exact in baselines.values()]
+        if name == EXACT:
+            gaps[0] = ""
+        rows.append(
+            [
+                name,
+                f"{runs[0].lane.rate:g}",
+                " ".join(f"{rate:g}" for rate in tried),
+                f"{runs[0].outcome.times_fewer:.1f}",
+                str(len(runs)),
+                spread(list(losses.values()), ".4f"),
+                *gaps,
+            ]
+        )
+    return markdown_table([*header, *baselines], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--file", type=Path, default=RECORDS, help="one line a training")
-    commands = parser.add_subparsers(required=True)
-    training = commands.add_parser("train", help="what the file lacks")
-    training.set_defaults(command=add_runs)
+    parser, training = command_line(__doc__, RECORDS, add_runs, made_page, "adamw")
     training.add_argument("methods", nargs="+", choices=tuple(METHODS))
     training.add_argument("--members", type=int, default=4)
     training.add_argument("--inner", choices=("AdamW", "Muon"), default="AdamW")
@@ -630,9 +538,6 @@ def main() -> None:
     )
     training.add_argument("--side-by-side", type=int, default=5, help="trainings in one pass")
     training.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
-    making = commands.add_parser("page", help="of all that the file holds")
-    making.set_defaults(command=add_page)
-    making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     arguments.command(arguments)
 

@@ -7,7 +7,6 @@ steps with each, in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import time
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plots
 import thinwire
 from in_lab import leave_job, run_in_lab
-from lstm import new_lstm
+from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, LocalVariant, priced
@@ -101,7 +100,7 @@ class Comparison:
         return self.measured[self.advised] / min(self.measured.values()) - 1
 
 
-def work(setting: Setting, out: Path, rounds: int, local_steps: int) -> None:
+def work(setting: Setting, arguments: argparse.Namespace) -> NoReturn:
     """On each host: predict, then measure."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -111,13 +110,11 @@ def work(setting: Setting, out: Path, rounds: int, local_steps: int) -> None:
     # Any loss: this is about time.
     advice = thinwire.advise(build(), one_step, found, budget_seconds=ADVICE_SECONDS, budget_loss=math.inf)
     predicted = {each.name: each.step_seconds for each in advice.predictions}
-    measured = averaging_seconds(build, one_step, rounds)
+    measured = averaging_seconds(build, one_step, arguments.rounds)
     for way in LOCAL_VARIANTS:
         if way.name in predicted:  # not where a model has fewer layers than fragments
-            measured[way.name] = local_seconds(build(), one_step, way, local_steps)
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps(asdict(Comparison(predicted, measured, advice.best.name))))
-    leave_job()
+            measured[way.name] = local_seconds(build(), one_step, way, arguments.local_steps)
+    leave_job(asdict(Comparison(predicted, measured, advice.best.name)), arguments.work)
 
 
 def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep, rounds: int) -> dict[str, float]:
@@ -162,13 +159,9 @@ def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant, steps:
 
 def compared(setting: Setting, arguments: argparse.Namespace, meanwhile: Callable[[], None]) -> Comparison:
     """Run one setting in the lab."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder, "comparison.json")
-        script = [__file__, f"--work={out}", f"--models={setting.model}"]
-        script += [f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
-        script += [f"--rounds={arguments.rounds}", f"--local-steps={arguments.local_steps}"]
-        run_in_lab(setting.hosts, setting.rate, script, meanwhile=meanwhile)
-        return Comparison(**json.loads(out.read_text()))
+    script = [__file__, f"--models={setting.model}", f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
+    script += [f"--rounds={arguments.rounds}", f"--local-steps={arguments.local_steps}"]
+    return Comparison(**run_in_lab(setting.hosts, setting.rate, script, meanwhile=meanwhile))
 
 
 def table(comparisons: dict[Setting, Comparison]) -> str:
@@ -210,13 +203,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "500mbit", "1gbit"])
     parser.add_argument("--rounds", type=int, default=6, help="timed steps with each algorithm, in turn")
-    parser.add_argument(
-        # Three times thirty: of one window the medians of ways that cost the same were 13 % apart.
-        "--local-steps",
-        type=int,
-        default=90,
-        help="timed ones of what averages now and then, at least",
-    )
+    # Three times thirty: of one window the medians of ways that cost the same were 13 % apart.
+    words = "timed ones of what averages now and then, at least"
+    parser.add_argument("--local-steps", type=int, default=90, help=words)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -230,8 +219,7 @@ def main() -> None:
         for rate in arguments.rates
     ]
     if arguments.work is not None:
-        work(settings[0], arguments.work, arguments.rounds, arguments.local_steps)
-        return
+        work(settings[0], arguments)
     kept = Kept("advice")
     alike = {"rounds": arguments.rounds, "local_steps": arguments.local_steps}
     found = {setting: kept.find(**asdict(setting), **alike) for setting in settings}

@@ -9,14 +9,14 @@ import argparse
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from statistics import median, quantiles
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,11 @@ from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import peers
+from models import SHAPE_SETS, Shape
 from pages import markdown_table, page, save
 from progress import Progress
-from shapes import SHAPE_SETS, Shape
 from thinwire import PowerSGD, Quantize
-from thinwire.algorithms import BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -61,54 +61,31 @@ class OneBucket:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-class Contender(ABC):
+class Contender(Protocol):
     """Something that is done to a bucket of gradients once per step."""
 
-    @abstractmethod
     def step(self) -> None:
         """What is timed."""
 
-    @abstractmethod
     def compression_ratio(self) -> float:
         """Uncompressed over compressed, warm-up included where it counts that."""
 
-    @abstractmethod
     def memory_bytes(self) -> int:
         """Kept from step to step, beyond the gradients."""
 
 
-class Copy(Contender):
-    """One `copy_` of the gradients: the unit of everything that touches them all."""
+class Thinwire:
+    """One of our algorithms as DDP drives it, with Numba's passes or by PyTorch's products only."""
 
-    def __init__(self, bucket: OneBucket) -> None:
+    def __init__(self, bucket: OneBucket, algorithm: Algorithm, *, compiled: bool) -> None:
         self.flat = bucket.flat
-        self.target = torch.empty_like(bucket.flat)
-
-    def step(self) -> None:
-        self.target.copy_(self.flat)
-
-    def compression_ratio(self) -> float:
-        return 1.0
-
-    def memory_bytes(self) -> int:
-        return 0
-
-
-class Thinwire(Contender):
-    """`thinwire.PowerSGD` as DDP drives it, by PyTorch's products only."""
-
-    compiled = False
-    algorithm: type[PowerSGD] | type[BatchedPowerSGD] = PowerSGD
-
-    def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
-        self.flat = bucket.flat
+        self.backends = (dispatch.NUMBA, dispatch.TORCH) if compiled else (dispatch.TORCH,)
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        algorithm = self.algorithm(matrix_rank=matrix_rank)
         self.engine = Engine(algorithm, ProcessGroupTransport(), self.specs)
 
     def step(self) -> None:
-        dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)
+        dispatch.backends = self.backends
         self.engine.average([(self.specs, self.flat)])
 
     def compression_ratio(self) -> float:
@@ -119,45 +96,7 @@ class Thinwire(Contender):
         return storage_bytes([tensor for tensors in slots for tensor in tensors.values()])
 
 
-class ThinwireCompiled(Thinwire):
-    """The same with the compiled passes."""
-
-    compiled = True
-
-
-class Batched(Thinwire):
-    """The whole bucket as one square matrix."""
-
-    algorithm = BatchedPowerSGD
-
-
-class BatchedCompiled(Batched):
-    """The same with the compiled passes."""
-
-    compiled = True
-
-
-class FewBits(Contender):
-    """`thinwire.Quantize`, whatever the matrix rank."""
-
-    def __init__(self, bucket: OneBucket, bits: int, *, compiled: bool) -> None:
-        self.flat, self.compiled = bucket.flat, compiled
-        gradients = enumerate(bucket.gradients())
-        self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        self.engine = Engine(Quantize(bits=bits), ProcessGroupTransport(), self.specs)
-
-    def step(self) -> None:
-        dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)
-        self.engine.average([(self.specs, self.flat)])
-
-    def compression_ratio(self) -> float:
-        return self.engine.stats().compression_ratio
-
-    def memory_bytes(self) -> int:
-        return 0
-
-
-class PyTorch(Contender):
+class PyTorch:
     """PyTorch's `powerSGD_hook`."""
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
@@ -180,7 +119,7 @@ class PyTorch(Contender):
         return storage_bytes(tensor for tensors in kept for tensor in tensors.values())
 
 
-class Epfml(Contender):
+class Epfml:
     """The reference implementation. The residual stays in the gradients: the backward pass adds to it."""
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
@@ -197,27 +136,31 @@ class Epfml(Contender):
 
     def memory_bytes(self) -> int:
         inner = self.aggregator._powersgd
-        return storage_bytes([inner._ps_buffer, inner._qs_buffer]) + 4 * sum(
-            gradient.numel() for gradient in self.gradients
-        )
+        residual = 4 * sum(gradient.numel() for gradient in self.gradients)
+        return storage_bytes([inner._ps_buffer, inner._qs_buffer]) + residual
 
 
+def ours(bucket: OneBucket, rank: int, of_rank: Callable[[int], Algorithm], compiled: bool) -> Contender:
+    return Thinwire(bucket, of_rank(rank), compiled=compiled)
+
+
+# By the matrix rank; few bits, which are only there by name, have none.
+OURS: dict[str, Callable[[int], Algorithm]] = {
+    "Thinwire": lambda matrix_rank: PowerSGD(matrix_rank=matrix_rank),
+    "batched": lambda matrix_rank: BatchedPowerSGD(matrix_rank=matrix_rank),
+    **{f"{bits} bits": lambda _, bits=bits: Quantize(bits=bits) for bits in (8, 4, 3, 2, 1)},  # type: ignore[misc]
+}
 # Not with PyTorch's last: a process that ends while its callbacks are being torn down is aborted.
 CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
     "PyTorch": PyTorch,
     "epfml": Epfml,
-    "Thinwire": Thinwire,
-    "Thinwire, Numba": ThinwireCompiled,
-    "batched": Batched,
-    "batched, Numba": BatchedCompiled,
+    **{
+        f"{name}{', Numba' if compiled else ''}": partial(ours, of_rank=of_rank, compiled=compiled)
+        for name, of_rank in OURS.items()
+        for compiled in (False, True)
+    },
 }
-FEW_BITS: dict[str, Callable[[OneBucket, int], Contender]] = {
-    f"{bits} bits{', Numba' if compiled else ''}": lambda bucket, matrix_rank, bits=bits, compiled=compiled: (  # type: ignore[misc]
-        FewBits(bucket, bits, compiled=compiled)
-    )
-    for bits in (8, 4, 3, 2, 1)
-    for compiled in (False, True)
-}
+BY_NAME_ONLY = tuple(name for name in CONTENDERS if "bits" in name)
 LAYERWISE = {"batched": "Thinwire", "batched, Numba": "Thinwire, Numba"}
 
 
@@ -251,16 +194,17 @@ def measure(
     torch.manual_seed(SEED)
     fresh = torch.randn(sum(map(math.prod, shapes)), device=device)
     bucket = OneBucket(shapes, torch.empty_like(fresh))
-    copy = Copy(bucket)
+    target = torch.empty_like(fresh)
     contenders = {name: make(bucket, matrix_rank) for name, make in CONTENDERS.items()}
-    every = [copy, *contenders.values()]
+    # One copy of the gradients is the unit of everything that touches them all.
+    steps = [lambda: target.copy_(bucket.flat), *(contender.step for contender in contenders.values())]
     for _ in range(UNTIMED_STEPS):
-        for contender in every:
-            step_ms(contender, bucket, fresh)
+        for step in steps:
+            step_ms(step, bucket, fresh)
     rounds = []
     for number in range(num_rounds):
         progress.show(before + number, f"{shape_set}, matrix rank {matrix_rank}")
-        rounds.append([step_ms(contender, bucket, fresh) for contender in every])
+        rounds.append([step_ms(step, bucket, fresh) for step in steps])
     for name, contender in contenders.items():
         assert contender.compression_ratio() > 3.5, f"{name} compressed {contender.compression_ratio()} times"
     copy_ms, *contenders_ms = zip(*rounds, strict=True)
@@ -274,12 +218,12 @@ def measure(
     )
 
 
-def step_ms(contender: Contender, bucket: OneBucket, fresh: torch.Tensor) -> float:
+def step_ms(step: Callable[[], object], bucket: OneBucket, fresh: torch.Tensor) -> float:
     """Refill the gradients, then time one step."""
     bucket.flat.copy_(fresh)
     synchronize(fresh.device)
     start_seconds = time.perf_counter()
-    contender.step()
+    step()
     synchronize(fresh.device)
     return 1000 * (time.perf_counter() - start_seconds)
 
@@ -289,55 +233,37 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_table(measurements: Sequence[Measurement]) -> str:
-    header = ["gradients", "matrix rank", "copy, ms", *[f"{name}, ms" for name in CONTENDERS]]
-    rows = [
-        [
-            m.label,
-            str(m.matrix_rank),
-            *[f"{min(ms):.0f} / {median(ms):.0f}" for ms in (m.copy_ms, *m.step_ms.values())],
-        ]
-        for m in measurements
-    ]
-    return markdown_table(header, rows)
+def table(
+    measurements: Sequence[Measurement], header: Sequence[str], cells: Callable[[Measurement], Iterable[str]]
+) -> str:
+    rows = [[each.label, str(each.matrix_rank), *cells(each)] for each in measurements]
+    return markdown_table(["gradients", "matrix rank", *header], rows)
 
 
 def ratio_table(measurements: Sequence[Measurement]) -> str:
     """Ratios of medians."""
-    ours = [name for name in CONTENDERS if name.startswith("Thinwire") or name in FEW_BITS]
+    ours = [name for name in CONTENDERS if name.startswith("Thinwire") or name in BY_NAME_ONLY]
     others = [name for name in CONTENDERS if name in ("PyTorch", "epfml")]
     pairs = [(other, mine) for mine in ours for other in others] + [(mine, "copy") for mine in ours]
-    rows = []
-    for m in measurements:
+
+    def cells(m: Measurement) -> list[str]:
         medians = {name: median(ms) for name, ms in {"copy": m.copy_ms, **m.step_ms}.items()}
-        rows.append([m.label, str(m.matrix_rank), *[f"{medians[a] / medians[b]:.1f}" for a, b in pairs]])
-    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
+        return [f"{medians[a] / medians[b]:.1f}" for a, b in pairs]
+
+    return table(measurements, [f"{a} / {b}" for a, b in pairs], cells)
 
 
 def batched_table(measurements: Sequence[Measurement]) -> str:
     """Ratios round by round, of times that were taken one after the other."""
     pairs = [(name, other) for name, other in LAYERWISE.items() if {name, other} <= CONTENDERS.keys()]
-    rows = []
-    for m in measurements:
-        row = [m.label, str(m.matrix_rank)]
-        for name, other in pairs:
-            ratios = [a / b for a, b in zip(m.step_ms[name], m.step_ms[other], strict=True)]
-            low, middle, high = quantiles(ratios, n=4)
-            row.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        rows.append(row)
-    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
 
+    def cell(m: Measurement, name: str, other: str) -> str:
+        ratios = [a / b for a, b in zip(m.step_ms[name], m.step_ms[other], strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-def memory_table(measurements: Sequence[Measurement]) -> str:
-    rows = [
-        [
-            m.label,
-            str(m.matrix_rank),
-            *[f"{100 * kept / m.gradient_bytes:.1f} %" for kept in m.memory_bytes.values()],
-        ]
-        for m in measurements
-    ]
-    return markdown_table(["gradients", "matrix rank", *CONTENDERS], rows)
+    header = [f"{a} / {b}" for a, b in pairs]
+    return table(measurements, header, lambda m: [cell(m, *pair) for pair in pairs])
 
 
 def result_page(measurements: Sequence[Measurement], num_rounds: int, device: str) -> str:
@@ -346,13 +272,21 @@ def result_page(measurements: Sequence[Measurement], num_rounds: int, device: st
         f"On {device}, one thread, fp32, error feedback and warm start on, one process, one bucket with the "
         f"whole model; {num_rounds} rounds of all contenders in turn. epfml makes two of its iterations, "
         "which are one of PyTorch's and ours. Milliseconds per step, minimum / median:",
-        time_table(measurements),
+        table(
+            measurements,
+            ["copy, ms", *[f"{name}, ms" for name in CONTENDERS]],
+            lambda m: [f"{min(ms):.0f} / {median(ms):.0f}" for ms in (m.copy_ms, *m.step_ms.values())],
+        ),
         "Ratios of the medians:",
         ratio_table(measurements),
         "The batched variant beside layer by layer, in the same round, median (quartiles) of the ratios:",
         batched_table(measurements),
         "Memory kept from step to step (error, factors), in % of the gradients:",
-        memory_table(measurements),
+        table(
+            measurements,
+            list(CONTENDERS),
+            lambda m: [f"{100 * kept / m.gradient_bytes:.1f} %" for kept in m.memory_bytes.values()],
+        ),
     )
 
 
@@ -362,28 +296,23 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=tuple(SHAPE_SETS), help="one shape set instead of all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="matrix ranks")
-    parser.add_argument(
-        "--contenders", choices=(*CONTENDERS, *FEW_BITS), nargs="+", help="some instead of all"
-    )
+    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
-    CONTENDERS.update({name: FEW_BITS[name] for name in arguments.contenders or () if name in FEW_BITS})
     for name in tuple(CONTENDERS):
         is_served = "Numba" not in name or (find_spec("numba") is not None and arguments.device == "cpu")
-        if not is_served or name not in (arguments.contenders or CONTENDERS):
+        is_wanted = name in arguments.contenders if arguments.contenders else name not in BY_NAME_ONLY
+        if not (is_served and is_wanted):
             del CONTENDERS[name]
-    if "epfml" not in CONTENDERS:
-        compare(arguments)
-        return
-    with peers.installed(["powersgd"]) as installed:
-        if installed.missing:
-            del CONTENDERS["epfml"]
+    with peers.epfml(is_wanted="epfml" in CONTENDERS) as folder:
+        if folder:
+            sys.path.append(folder)
         else:
-            sys.path.append(installed.path)
+            CONTENDERS.pop("epfml", None)
         compare(arguments)
 
 

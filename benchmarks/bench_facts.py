@@ -11,13 +11,12 @@ import argparse
 import io
 import multiprocessing
 import os
-import pickle
 import re
 import signal
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +24,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -68,6 +67,12 @@ class Side:
     def state(self, **settings: Any) -> Any:
         """A `PowerSGDState` that compresses from the first step at which PyTorch's can."""
         return self.named("PowerSGDState")(None, **({"start_powerSGD_iter": 2} | settings))
+
+    def hooked(self, model: nn.Module, *, hook: str = "powerSGD_hook", **settings: Any) -> tuple[Any, Any]:
+        """A DDP model with a hook, and its state."""
+        wrapped, state = DistributedDataParallel(model), self.state(**settings)
+        wrapped.register_comm_hook(state, self.named(hook))
+        return wrapped, state
 
     def error_of(self, state: Any) -> Tensor:
         """A state's residual, all parameters in one."""
@@ -119,8 +124,7 @@ def averaged(
     side: Side, gradients: Sequence[Tensor], *, hook: str = "powerSGD_hook", **settings: Any
 ) -> list[Tensor]:
     """What the first compressed step makes of gradients, here of a process group of equal ones."""
-    model, state = DistributedDataParallel(Given(gradients)), side.state(**settings)
-    model.register_comm_hook(state, side.named(hook))
+    model, _ = side.hooked(Given(gradients), hook=hook, **settings)
     for _ in range(3):
         model.zero_grad()
         model(*gradients).backward()
@@ -156,9 +160,8 @@ def batched_hook(side: Side) -> str:
 
 
 def one_overflow(side: Side) -> str:
-    state, scaler = side.state(matrix_approximation_rank=2), GradScaler("cpu", init_scale=2.0**10)
-    model = DistributedDataParallel(layers(32, 48, 16))
-    model.register_comm_hook(state, side.named("powerSGD_hook"))
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    model, _ = side.hooked(layers(32, 48, 16), matrix_approximation_rank=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     taken = 0
     for step in range(40):
@@ -177,9 +180,8 @@ def one_overflow(side: Side) -> str:
 def halved_loss_scale(side: Side) -> str:
     scaler = GradScaler("cpu", init_scale=1024.0)
     gradient = torch.randn(64, 48, generator=torch.Generator().manual_seed(0))
-    model = DistributedDataParallel(Given([gradient]))
-    state = side.state(**({"grad_scaler": scaler} if side.is_ours else {}))
-    model.register_comm_hook(state, side.named("powerSGD_hook"))
+    ours: dict[str, Any] = {"grad_scaler": scaler} if side.is_ours else {}
+    model, _ = side.hooked(Given([gradient]), **ours)
     norms = []
     for scale in [*[1024.0] * 12, 512.0]:
         model.zero_grad()
@@ -207,31 +209,23 @@ def low_rank_gradient(side: Side) -> str:
     return f"{float((result - gradient).norm() / gradient.norm()):.1g}"
 
 
-def resume_with_plain_load(side: Side) -> str:
-    """Saved by `torch.save`, loaded by `torch.load` as it is called, used in a new DDP model."""
-    return _resume(side)
-
-
-def resume_with_trusted_load(side: Side) -> str:
-    return _resume(side, weights_only=False)
-
-
-def _resume(side: Side, **how: Any) -> str:
-    model, state = DistributedDataParallel(layers(32, 48, 16)), side.state()
-    model.register_comm_hook(state, side.named("powerSGD_hook"))
+def resumed(side: Side, **how: Any) -> str:
+    """Saved by `torch.save`, loaded by `torch.load`, used in a new DDP model."""
+    model, state = side.hooked(layers(32, 48, 16))
     train(model, 32, range(4))
     file = io.BytesIO()
     torch.save(state.state_dict() if side.is_ours else state, file)
     file.seek(0)
     loaded = torch.load(file, **how)
-    resumed, new_state = DistributedDataParallel(layers(32, 48, 16)), loaded
+    other = DistributedDataParallel(layers(32, 48, 16))
     if side.is_ours:
         new_state = side.state()
         new_state.load_state_dict(loaded)
-    resumed.register_comm_hook(new_state, side.named("powerSGD_hook"))
-    for each in (model, resumed):
+        loaded = new_state
+    other.register_comm_hook(loaded, side.named("powerSGD_hook"))
+    for each in (model, other):
         train(each, 32, range(4, 6))
-    pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
     return "goes on to the bit" if all(torch.equal(_of(a), _of(b)) for a, b in pairs) else "goes on otherwise"
 
 
@@ -275,9 +269,7 @@ def growing_error(side: Side) -> str:
         draws = torch.Generator().manual_seed(7_000 + 2 * step + dist.get_rank())
         return shared @ torch.ones(2, 32) + torch.randn(48, 32, generator=draws)
 
-    model = DistributedDataParallel(Given([noise(0)]))
-    state = side.state(matrix_approximation_rank=2)
-    model.register_comm_hook(state, side.named("powerSGD_hook"))
+    model, state = side.hooked(Given([noise(0)]), matrix_approximation_rank=2)
     norms = []
     for step in range(402):
         model.zero_grad()
@@ -345,7 +337,7 @@ def two_counters(side: Side) -> str:
     return ", ".join(apart)
 
 
-def average_now(side: Side, disturb: Callable[[nn.Module], None]) -> str:
+def average_now(side: Side, disturb: Callable[[nn.Module], None] = lambda model: None) -> str:
     """Two steps of each process's own, something that users do, and an averaging."""
     model = layers(32, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -361,10 +353,6 @@ def average_now(side: Side, disturb: Callable[[nn.Module], None]) -> str:
         average()
         moved = before != [parameter.data_ptr() for parameter in model.parameters()]
         return ("averaged" if agreed(model) else "models differ") + (", storage moved" if moved else "")
-
-
-def nothing(model: nn.Module) -> None:
-    """Disturb nothing."""
 
 
 def all_gradients_gone(model: nn.Module) -> None:
@@ -430,66 +418,47 @@ def lightning_on_the_cpu(side: Side) -> str:
     return str(state.stats().steps)
 
 
-FACTS: list[tuple[str, str, Figure, Sequence[int]]] = [
-    ("1", "PowerSGD hook, 5 buckets on Gloo: runs", several_buckets, (2, 2, 2, 4, 4, 4)),
-    ("2", "batched PowerSGD hook, first compressed step", batched_hook, (2,)),
-    ("3", "steps taken after one overflow under a `GradScaler`", one_overflow, (2,)),
-    ("4", "norm of the same gradient, the loss scale halved", halved_loss_scale, (2,)),
-    (
-        "5",
-        "a zero gradient and one of rank 1, matrix rank 1",
-        partial(zero_gradient, matrix_rank=1),
-        (2,),
-    ),
-    ("5", "the same, matrix rank 2", partial(zero_gradient, matrix_rank=2), (2,)),
-    ("6", "relative error, gradient of rank 1, matrix rank 2, no error feedback", low_rank_gradient, (2,)),
-    ("7", "resume in a new DDP model, `torch.load(file)`", resume_with_plain_load, (2,)),
-    ("7", "the same, `torch.load(file, weights_only=False)`", resume_with_trusted_load, (2,)),
-    ("8", "a scalar parameter", scalar_parameter, (2,)),
-    (
-        "9",
-        "`join`, not dividing by the initial world size, with a hook: gradients of 1, 5 and 3 steps",
-        uneven_inputs,
-        (2,),
-    ),
-    ("10", "error memory under the fp16 wrapper", memory_under_fp16_wrapper, (2,)),
-    ("11", "norm of the error after 100 → 400 compressed steps", growing_error, (2,)),
-    ("12", "bf16 hook on the CPU", bf16_hook, (2,)),
-    ("12", "`find_unused_parameters` with the PowerSGD hook", unused_parameters, (2,)),
-    ("13", "compression ratio of 10 steps as it comes", default_settings, (2,)),
-    (
-        "15",
-        "local SGD, a warm-up of 2 steps (PyTorch's two counters: 2 and 6): apart after",
-        two_counters,
-        (2,),
-    ),
-    ("15", "local SGD, steps counted of 5, one skipped by process 0", skipped_step, (2,)),
-    ("15", "averaging the parameters", partial(average_now, disturb=nothing), (2,)),
-    (
-        "15",
-        "the same after `zero_grad(set_to_none=True)`",
-        partial(average_now, disturb=all_gradients_gone),
-        (2,),
-    ),
-    (
-        "15",
-        "the same, one parameter without a gradient",
-        partial(average_now, disturb=one_gradient_gone),
-        (2,),
-    ),
-    ("16", "steps of 6 that a hook sees, Lightning on the CPU", lightning_on_the_cpu, (2,)),
+LOCAL_WARMUP = "local SGD, a warm-up of 2 steps (PyTorch's two counters: 2 and 6): apart after"
+UNEVEN = "`join`, not dividing by the initial world size, with a hook: gradients of 1, 5 and 3 steps"
+LOW_RANK = "relative error, gradient of rank 1, matrix rank 2, no error feedback"
+# By number: what it is, and how it is measured.
+FACTS: list[tuple[str, str, Figure]] = [
+    ("1", "PowerSGD hook, 5 buckets on Gloo: runs", several_buckets),
+    ("2", "batched PowerSGD hook, first compressed step", batched_hook),
+    ("3", "steps taken after one overflow under a `GradScaler`", one_overflow),
+    ("4", "norm of the same gradient, the loss scale halved", halved_loss_scale),
+    ("5", "a zero gradient and one of rank 1, matrix rank 1", partial(zero_gradient, matrix_rank=1)),
+    ("5", "the same, matrix rank 2", partial(zero_gradient, matrix_rank=2)),
+    ("6", LOW_RANK, low_rank_gradient),
+    ("7", "resume in a new DDP model, `torch.load(file)`", resumed),
+    ("7", "the same, `torch.load(file, weights_only=False)`", partial(resumed, weights_only=False)),
+    ("8", "a scalar parameter", scalar_parameter),
+    ("9", UNEVEN, uneven_inputs),
+    ("10", "error memory under the fp16 wrapper", memory_under_fp16_wrapper),
+    ("11", "norm of the error after 100 → 400 compressed steps", growing_error),
+    ("12", "bf16 hook on the CPU", bf16_hook),
+    ("12", "`find_unused_parameters` with the PowerSGD hook", unused_parameters),
+    ("13", "compression ratio of 10 steps as it comes", default_settings),
+    ("15", LOCAL_WARMUP, two_counters),
+    ("15", "local SGD, steps counted of 5, one skipped by process 0", skipped_step),
+    ("15", "averaging the parameters", average_now),
+    ("15", "the same after `zero_grad(set_to_none=True)`", partial(average_now, disturb=all_gradients_gone)),
+    ("15", "the same, one parameter without a gradient", partial(average_now, disturb=one_gradient_gone)),
+    ("16", "steps of 6 that a hook sees, Lightning on the CPU", lightning_on_the_cpu),
 ]
+# Processes of each run; of all others one run of two.
+SEVERAL_RUNS: dict[Figure, Sequence[int]] = {several_buckets: (2, 2, 2, 4, 4, 4)}
 
 
 # Processes
 
 
-def measured(figure: Figure, side: Side, world_sizes: Sequence[int]) -> str:
+def measured(figure: Figure, side: Side) -> str:
     """A figure, of one run or of several."""
-    if len(world_sizes) == 1:
-        return told_by_all(figure, side, world_sizes[0])
+    world_sizes = SEVERAL_RUNS.get(figure, (2,))
     told = Counter(told_by_all(figure, side, world_size) for world_size in world_sizes)
-    return ", ".join(f"{count} × {each}" for each, count in told.most_common())
+    several = len(world_sizes) > 1
+    return ", ".join(f"{count} × {each}" if several else each for each, count in told.most_common())
 
 
 def told_by_all(figure: Figure, side: Side, world_size: int) -> str:
@@ -501,45 +470,28 @@ def told_by_all(figure: Figure, side: Side, world_size: int) -> str:
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, before)
     with TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         running = [
-            context.Process(target=_tell, args=(figure, side, rank, world_size, folder, pipe), daemon=True)
-            for rank, (_, pipe) in enumerate(pipes)
+            context.Process(target=_tell, args=(figure, side, rank, world_size, Path(folder)), daemon=True)
+            for rank in range(world_size)
         ]
         try:
             for process in running:
                 process.start()
-            for _, pipe in pipes:
-                pipe.close()
-            told = list(_received([pipe for pipe, _ in pipes]))
+            deadline, told = time.monotonic() + LIMIT_SECONDS, set()
+            for rank, process in enumerate(running):
+                process.join(max(0.0, deadline - time.monotonic()))
+                answer = Path(folder, str(rank))
+                how = "hangs" if process.is_alive() else "dies"
+                told.add(answer.read_text() if answer.exists() else how)
         finally:
             for process in running:
                 if process.pid is not None:
                     process.kill()
                     process.join()
-    return " / ".join(sorted(set(told)))
+    return " / ".join(sorted(told))
 
 
-def _received(pipes: Sequence[Connection]) -> Iterator[str]:
-    """What each process tells, one after the other."""
-    deadline, waiting = time.monotonic() + LIMIT_SECONDS, list(pipes)
-    while waiting:
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            yield from ["hangs"] * len(waiting)
-            return
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            waiting.remove(pipe)
-            try:
-                yield pickle.loads(pipe.recv_bytes())
-            except EOFError:
-                yield "dies"
-
-
-def _tell(
-    figure: Figure, side: Side, process_rank: int, world_size: int, folder: str, pipe: Connection
-) -> None:
+def _tell(figure: Figure, side: Side, process_rank: int, world_size: int, folder: Path) -> None:
     """Join a group and measure; the kind of an error is a figure too."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -556,7 +508,7 @@ def _tell(
     except Exception as error:
         hangs = re.search("timed? ?out", str(error), re.IGNORECASE)
         told = "hangs" if hangs else type(error).__name__
-    pipe.send_bytes(pickle.dumps(told))
+    Path(folder, str(process_rank)).write_text(told)
     os._exit(0)  # what a defect has left behind can't end in order
 
 
@@ -567,9 +519,9 @@ def main() -> None:
     rows: list[list[str]] = []
     facts = [each for each in FACTS if not arguments.only or each[0] in arguments.only]
     with Progress(len(facts)) as progress:
-        for number, fact, figure, world_sizes in facts:
+        for number, fact, figure in facts:
             progress.show(len(rows), f"fact {number}")
-            figures = [measured(figure, side, world_sizes) for side in (PYTORCH, THINWIRE)]
+            figures = [measured(figure, side) for side in (PYTORCH, THINWIRE)]
             rows.append([f"{number}. {fact}", *figures])
             print(*rows[-1], sep=" | ", flush=True)
     if arguments.only:

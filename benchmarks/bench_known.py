@@ -16,11 +16,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Protocol
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -28,14 +27,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import lora
-from bench_adamw import STUDENT_T
-from known_methods import EXACT, LOCAL, PER_STEP
-from lstm import new_lstm
-from pages import RESULTS_FOLDER, markdown_table, page, save
-from progress import Progress
+from models import new_lstm
+from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
 from thinwire.channel import InProcessTransport, Transport, run_members
-from thinwire.demo.model import GPT, GPTConfig, Text, batch_generator, load_text, next_byte_loss, sample_batch
+from thinwire.demo.model import GPT, GPTConfig, batch_generator, next_byte_loss
 from thinwire.fronts.tensors import StepFront
+from trainings import EXACT, LOCAL, PER_STEP, command_line, cosine, percents, text, train_all, windows
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"
 MEMBERS = 4
@@ -45,28 +42,27 @@ WARMUP_SHARE = 0.05
 HELDOUT_EVERY = 5  # images
 IMAGES, WINDOWS, CONTEXT_LENGTH = 16, 2, 64  # of a member's step
 HELDOUT_BATCHES = 256
-UNKNOWN_STEP_SECONDS = 0.2
 
 
-class Task(Protocol):
-    """Something to learn."""
+class Task(ABC):
+    """Something to learn.
 
-    @property
-    def is_accuracy(self) -> bool:
-        """Whether the score is a share in percent, else a loss in nats a byte."""
+    Attributes:
+        is_accuracy: Whether the score is a share in percent, else a loss in nats a byte.
+        rates: Peak learning rates by optimizer.
+    """
 
-    @property
-    def rates(self) -> Mapping[str, float]:
-        """Peak learning rates by optimizer."""
+    is_accuracy: bool
+    rates: Mapping[str, float]
 
+    @abstractmethod
     def trained(self, run: Record, at_step: Callable[[int], None]) -> tuple[float, float]:
         """Return the score after a training, and the ratio of fp32's bytes to those sent."""
 
 
-class InProcess(ABC):
+class InProcess(Task):
     """A task that members of this process learn."""
 
-    rates: Mapping[str, float]
     members: int = MEMBERS
 
     @abstractmethod
@@ -151,11 +147,13 @@ class NextByte(InProcess):
     is_accuracy = False
 
     def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
-        return next_byte_loss(model, *_windows(_text().train, seed, step, rank))
+        drawn = windows(text().train, WINDOWS, CONTEXT_LENGTH, seed=seed, step=step, rank=rank)
+        return next_byte_loss(model, *drawn)
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
-        batches = (_windows(_text().heldout, 0, number, 0) for number in range(HELDOUT_BATCHES))
+        numbers = range(HELDOUT_BATCHES)
+        batches = (windows(text().heldout, WINDOWS, CONTEXT_LENGTH, seed=0, step=each) for each in numbers)
         return fmean(float(next_byte_loss(model, *batch)) for batch in batches)
 
 
@@ -184,18 +182,8 @@ class GPT2Small(NextByte):
             return super().loss(model, seed, step, rank)
 
 
-def _windows(text: Tensor, seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = batch_generator(seed=seed, step=step, process_rank=rank)
-    return sample_batch(text, batch_size=WINDOWS, context_length=CONTEXT_LENGTH, generator=generator)
-
-
-@cache
-def _text() -> Text:
-    return load_text()
-
-
 @dataclass(frozen=True)
-class LoRA:
+class LoRA(Task):
     """Python's manual, by adapters of a GPT-2 that knows its sources."""
 
     is_accuracy: bool = False
@@ -260,7 +248,7 @@ def _train_member(
     def backward(step: int) -> None:
         if rank == 0:
             at_step(step)
-        optimizer.param_groups[0]["lr"] = peak * schedule(step, run.steps)
+        optimizer.param_groups[0]["lr"] = peak * cosine(step, run.steps, warmup_share=WARMUP_SHARE)
         optimizer.zero_grad()
         torch.autograd.backward(task.loss(model, run.seed, step, rank))
 
@@ -274,7 +262,7 @@ def _train_member(
             optimizer.step()
         ratio = front.sync.stats().compression_ratio
     else:
-        with LOCAL[run.method](model, optimizer, process_group=transport) as local:
+        with LOCAL[run.method](model, optimizer, replicas=transport) as local:
             for step in range(run.steps):
                 backward(step)
                 optimizer.step()
@@ -282,20 +270,13 @@ def _train_member(
     return (task.score(model) if rank == 0 else math.nan), ratio
 
 
-def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate at `step`: a linear rise, then half a cosine to nothing."""
-    return min(1.0, (step + 1) / (WARMUP_SHARE * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
-
-
 def records(path: Path) -> list[Record]:
     return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def add_runs(arguments: argparse.Namespace) -> None:
-    """Train what the file lacks, and say how far it is."""
-    torch.set_num_threads(1)
-    kept = records(arguments.file)
-    done = {record.key for record in kept}
+    """Train what the file lacks, one after the other, and say how far it is."""
+    done = {record.key for record in records(arguments.file)}
     wanted = [
         Record(task, optimizer, method, arguments.steps, seed)
         for task in arguments.tasks
@@ -304,24 +285,13 @@ def add_runs(arguments: argparse.Namespace) -> None:
         for seed in range(arguments.seeds)
         for method in arguments.methods
     ]
-    missing = [run for run in wanted if run.key not in done]
-    weights = [expected_seconds(run, kept) for run in missing]
-    with Progress(sum(weights), kept=arguments.file) as progress:
-        for number, run in enumerate(missing):
-            shown = partial(show_step, progress, run, sum(weights[:number]), weights[number])
-            record = train(run, shown)
-            with arguments.file.open("a") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
 
+    def add(_: Record, record: Record) -> None:
+        with arguments.file.open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
 
-def expected_seconds(run: Record, kept: Sequence[Record]) -> float:
-    """Return about how long a training takes, by those of the same task that are there."""
-    alike = [record.seconds / record.steps for record in kept if record.task == run.task]
-    return run.steps * (fmean(alike) if alike else UNKNOWN_STEP_SECONDS)
-
-
-def show_step(progress: Progress, run: Record, before: float, weight: float, step: int) -> None:
-    progress.show(before + weight * step / run.steps, run)
+    missing = {run: run.steps for run in wanted if run.key not in done}
+    train_all(train, missing, 1, arguments.file, add)
 
 
 EXPLANATION = (
@@ -341,19 +311,18 @@ EXPLANATION = (
 )
 
 
-def add_page(arguments: argparse.Namespace) -> None:
-    """Make the page of all that the file holds."""
-    by_part: dict[tuple[str, str, int], list[Record]] = {}
-    for record in records(arguments.file):
-        by_part.setdefault((record.task, record.optimizer, record.steps), []).append(record)
-    sections = [
-        f"## {task}, {optimizer}, {steps} steps\n\n{table(of_part)}"
-        for (task, optimizer, steps), of_part in by_part.items()
-    ]
-    result = page("Less to send, on data that packages bring along", EXPLANATION, *sections)
-    print(result)
-    if arguments.save:
-        print(f"saved as {save(result, 'known')}")
+def made_page(file: Path) -> str:
+    sections = [f"## {part}\n\n{table(runs)}" for part, runs in by_part(records(file)).items()]
+    return page("Less to send, on data that packages bring along", EXPLANATION, *sections)
+
+
+def by_part(found: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return what belongs in one table, by its title."""
+    parts: dict[str, list[Record]] = {}
+    for record in found:
+        title = f"{record.task}, {record.optimizer}, {record.steps} steps"
+        parts.setdefault(title, []).append(record)
+    return parts
 
 
 def table(of_part: Sequence[Record]) -> str:
@@ -363,54 +332,32 @@ def table(of_part: Sequence[Record]) -> str:
     rows = []
     for method in dict.fromkeys(record.method for record in of_part):
         runs = [record for record in of_part if record.method == method]
-        scores = [record.score for record in runs]
-        gaps = [
-            record.score - exact[record.seed]
-            if is_accuracy
-            else 100 * (record.score / exact[record.seed] - 1)
-            for record in runs
-            if record.seed in exact
-        ]
+        scores = {record.seed: record.score for record in runs}
+        if is_accuracy:
+            gaps = [score - exact[seed] for seed, score in scores.items() if seed in exact]
+        else:
+            gaps = percents(scores, exact)
         rows.append(
             [
                 method,
                 f"{runs[0].times_fewer:.1f}",
                 str(len(runs)),
-                _spread(scores, ".1f" if is_accuracy else ".4f"),
-                "" if method == EXACT else _interval(gaps, "points" if is_accuracy else "%"),
+                spread(list(scores.values()), ".1f" if is_accuracy else ".4f"),
+                "" if method == EXACT else with_interval(gaps, "points" if is_accuracy else "%"),
             ]
         )
     score = "accuracy, %" if is_accuracy else "held-out loss"
     return markdown_table(["method", "times fewer bytes than bf16", "seeds", score, "beside exact"], rows)
 
 
-def _spread(scores: Sequence[float], form: str) -> str:
-    deviation = f" ± {stdev(scores):{form}}" if len(scores) > 1 else ""
-    return f"{fmean(scores):{form}}{deviation}"
-
-
-def _interval(gaps: Sequence[float], unit: str) -> str:
-    if len(gaps) < 2:
-        return "".join(f"{gap:+.2f} {unit}" for gap in gaps) or "not measured"
-    half = STUDENT_T[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps))
-    return f"{fmean(gaps):+.2f} {unit} ({fmean(gaps) - half:+.2f} to {fmean(gaps) + half:+.2f})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--file", type=Path, default=RECORDS, help="one line a training")
-    commands = parser.add_subparsers(required=True)
-    training = commands.add_parser("train", help="what the file lacks")
-    training.set_defaults(command=add_runs)
+    parser, training = command_line(__doc__, RECORDS, add_runs, made_page, "known")
     training.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
     training.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     methods = (*PER_STEP, *LOCAL)
     training.add_argument("--methods", nargs="+", choices=methods, default=list(methods))
     training.add_argument("--steps", type=int, default=400)
     training.add_argument("--seeds", type=int, default=3, help="how many")
-    making = commands.add_parser("page", help="of all that the file holds")
-    making.set_defaults(command=add_page)
-    making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
     arguments.command(arguments)
 

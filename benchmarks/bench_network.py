@@ -8,15 +8,13 @@ ratios. Of those that average models every so many steps a turn is that many, an
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,45 +27,43 @@ from torch.optim import SGD, Optimizer
 import peers
 import plots
 import thinwire
-from in_lab import UNSHAPED, leave_job, run_in_lab
-from pages import markdown_table, page, save, save_json
-from progress import Kept, Progress
+import whole_steps
+from in_lab import UNSHAPED
+from pages import page, save, save_json
+from progress import Kept
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES, load_text, next_byte_loss, sample_batch
-from torchft_diloco import fragments, torchft_diloco
-from turns import Contender, Measured, take_turns, turns_done
+from thinwire.demo.model import GPT, SIZES, next_byte_loss
+from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, fragments, torchft_diloco
+from turns import UNTIMED_STEPS
+from whole_steps import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting
 
-BATCH = 4
-COMPUTE_ONLY = "compute only"
-IN_STEP = "compute only, in step"
 EXACT = "PyTorch exact"
 BASELINE = "PyTorch fp16 hook"
+EPFML = "epfml PowerSGD 4"
 # Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
 SMALL_BUCKET_MB = 4
 RATES = ("100mbit", "1gbit", UNSHAPED)
-TORCHFT_LATE = "torchft DiLoCo, 3 fragments, 5 steps late"
-# DiLoCo's, ours and torchft's.
-EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM, MIX = 30, 0.7, 0.9, 0.5
+MIX = 0.5
+KEPT = Kept("network")
 
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+NewTrainer: TypeAlias = Callable[[str], whole_steps.Trainer]
 Averaging: TypeAlias = Callable[[GPT, Optimizer], AbstractContextManager[object]]
 
 
-class Trainer:
-    """A contender's model, and a step of it. This one sends nothing.
+def new_network(size: str) -> GPT:
+    """The same at the start for all."""
+    torch.manual_seed(0)
+    return GPT(SIZES[size])
 
-    Attributes:
-        period_steps: Steps after which what it does begins again.
-    """
+
+class Synced(whole_steps.Trainer):
+    """PyTorch's own all-reduce."""
 
     bucket_cap_mb = 25
-    period_steps = 1
 
     def __init__(self, size: str) -> None:
-        torch.manual_seed(0)
-        self.network = GPT(SIZES[size])
-        self.model = DistributedDataParallel(
-            self.network, bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
+        self.model: DistributedDataParallel = DistributedDataParallel(
+            new_network(size), bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
         )
         self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.attach()
@@ -75,17 +71,17 @@ class Trainer:
     def attach(self) -> None:
         """Make the model average its gradients in the contender's way."""
 
+
+class Alone(Synced):
+    """Sends nothing."""
+
     def step(self, batch: Batch) -> None:
         with self.model.no_sync():
             torch.autograd.backward(next_byte_loss(self.model, *batch))
         self.update()
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
-
-class InStep(Trainer):
+class InStep(Alone):
     """Sends nothing, but hosts wait for each other: what synchronous training takes at least.
 
     Hosts that share a machine then want its memory at the same moments.
@@ -94,14 +90,6 @@ class InStep(Trainer):
     def update(self) -> None:
         dist.barrier()
         super().update()
-
-
-class Synced(Trainer):
-    """PyTorch's own all-reduce."""
-
-    def step(self, batch: Batch) -> None:
-        torch.autograd.backward(next_byte_loss(self.model, *batch))
-        self.update()
 
 
 class StockCast(Synced):
@@ -121,7 +109,7 @@ class StockPowerSGD(Synced):
         self.model.register_comm_hook(state, stock.powerSGD_hook)
 
 
-class Epfml(Trainer):
+class Epfml(Alone):
     """As its own page says: no DDP averaging, no zero_grad; the residual stays in the gradients."""
 
     def attach(self) -> None:
@@ -133,32 +121,22 @@ class Epfml(Trainer):
         self.powersgd.optimizer_step(self.optimizer, self.aggregator)
 
 
-class Local(Trainer):
-    """Steps of its own on every host, within a context that averages models; sends when its optimizer steps.
-
-    Args:
-        size: Of the model.
-        averaging: Makes that context of model and optimizer.
-    """
+class Local(whole_steps.Trainer):
+    """Steps of its own on every host, in a context that averages models; it sends as its optimizer steps."""
 
     period_steps = EVERY_STEPS
 
     def __init__(self, size: str, averaging: Averaging) -> None:
-        torch.manual_seed(0)
-        self.network = GPT(SIZES[size])
-        self.optimizer = SGD(self.network.parameters(), lr=0.05, momentum=0.9)
+        self.model: GPT = new_network(size)
+        self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         # Kept: a generator's context that nobody holds is closed, and then nothing is averaged.
-        self.context = averaging(self.network, self.optimizer)
+        self.context = averaging(self.model, self.optimizer)
         self.context.__enter__()
-
-    def step(self, batch: Batch) -> None:
-        torch.autograd.backward(next_byte_loss(self.network, *batch))
-        self.update()
 
 
 def ours(
-    algorithm: Algorithm, *, bucket_cap_mb: int = Trainer.bucket_cap_mb, machines: bool = True
-) -> Callable[[str], Trainer]:
+    algorithm: Algorithm, *, bucket_cap_mb: int = Synced.bucket_cap_mb, machines: bool = True
+) -> NewTrainer:
     class Ours(Synced):
         def attach(self) -> None:
             thinwire.attach(self.model, algorithm, machines=machines)
@@ -167,11 +145,11 @@ def ours(
     return Ours
 
 
-def local(averaging: Averaging) -> Callable[[str], Trainer]:
+def local(averaging: Averaging) -> NewTrainer:
     return lambda size: Local(size, averaging)
 
 
-def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Trainer]:
+def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -> NewTrainer:
     return local(
         lambda model, optimizer: thinwire.DiLoCo(
             model,
@@ -186,7 +164,7 @@ def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -
     )
 
 
-def torchft(num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Trainer]:
+def torchft(num_fragments: int = 1, delay_steps: int = 0) -> NewTrainer:
     return local(
         lambda model, optimizer: torchft_diloco(
             model,
@@ -195,8 +173,6 @@ def torchft(num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Tra
             every_steps=EVERY_STEPS,
             delay_steps=delay_steps,
             mix=MIX if delay_steps else 0.0,
-            outer_lr=OUTER_LR,
-            outer_momentum=OUTER_MOMENTUM,
         )
     )
 
@@ -206,29 +182,30 @@ def few_entries(model: nn.Module, optimizer: Optimizer) -> thinwire.LocalSGD:
     return thinwire.LocalSGD(model, optimizer, every_steps=5, algorithm=thinwire.TopK())
 
 
-CONTENDERS: dict[str, Callable[[str], Trainer]] = {
-    COMPUTE_ONLY: Trainer,
+CONTENDERS: dict[str, NewTrainer] = {
+    COMPUTE_ONLY: Alone,
     IN_STEP: InStep,
     EXACT: Synced,
     BASELINE: StockCast,
     f"{BASELINE}, small buckets": SmallBuckets,
     "PyTorch PowerSGD 4, one bucket": StockPowerSGD,
-    "epfml PowerSGD 4": Epfml,
+    EPFML: Epfml,
     "AllReduce()": ours(thinwire.AllReduce()),
     'Cast("bf16")': ours(thinwire.Cast("bf16")),
     "PowerSGD(matrix_rank=1)": ours(thinwire.PowerSGD(matrix_rank=1)),
     "PowerSGD(matrix_rank=4)": ours(thinwire.PowerSGD(matrix_rank=4)),
     "PowerSGD(matrix_rank=4, alternating=True)": ours(thinwire.PowerSGD(matrix_rank=4, alternating=True)),
-    "Quantize(bits=8)": ours(thinwire.Quantize(bits=8)),
-    "Quantize(bits=4)": ours(thinwire.Quantize(bits=4)),
-    "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
-    "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
-    "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
-    "Quantize(bits=4), buckets of 2 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=2),
-    "Quantize(bits=2), buckets of 2 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=2),
-    "Quantize(bits=4), buckets of 8 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=8),
-    "Quantize(bits=2), buckets of 8 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=8),
-    "Quantize(bits=2), buckets of 16 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=16),
+    **{f"Quantize(bits={bits})": ours(thinwire.Quantize(bits=bits)) for bits in (8, 4, 2)},
+    **{
+        f"Quantize(bits={bits}), {words}": ours(thinwire.Quantize(bits=bits), bucket_cap_mb=bucket_cap_mb)
+        for words, bucket_cap_mb, some_bits in (
+            ("small buckets", SMALL_BUCKET_MB, (4, 2)),
+            ("buckets of 2 MB", 2, (4, 2)),
+            ("buckets of 8 MB", 8, (4, 2)),
+            ("buckets of 16 MB", 16, (2,)),
+        )
+        for bits in some_bits
+    },
     # Of hosts of several processes: each sends by itself.
     'Cast("bf16"), flat': ours(thinwire.Cast("bf16"), machines=False),
     "Quantize(bits=4), flat": ours(thinwire.Quantize(bits=4), machines=False),
@@ -239,184 +216,70 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     "DiLoCo, 4 bits, 3 fragments, 5 steps late": diloco(thinwire.Quantize(bits=4), 3, 5),
     "torchft DiLoCo": torchft(),
-    TORCHFT_LATE: torchft(3, 5),
+    "torchft DiLoCo, 3 fragments, 5 steps late": torchft(3, 5),
 }
 # Those that send 16 or 32 bits of every gradient.
 WHOLE = (EXACT, BASELINE, f"{BASELINE}, small buckets", "AllReduce()", 'Cast("bf16")', 'Cast("bf16"), flat')
-PEERS = {"epfml PowerSGD 4": "powersgd", "torchft DiLoCo": "torchft", TORCHFT_LATE: "torchft"}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Hosts and links of one run."""
-
-    hosts: int
-    rate: str
-    processes: int = 1
-
-    def __str__(self) -> str:
-        several = f" of {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.hosts} hosts{several}, {self.rate}"
-
-
-KEPT = Kept("network")
-
-
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace) -> NoReturn:
     """On each host: time contenders."""
-    names, size, out = arguments.contenders, arguments.size, arguments.work
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    text = load_text()
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    length = SIZES[size].context_length
-    trainers = {name: CONTENDERS[name](size) for name in names}
-    found = take_turns(
-        {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
-        lambda: sample_batch(text.train, batch_size=BATCH, context_length=length, generator=draws),
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        kept=KEPT,
-        setting=arguments.setting,
-    )
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}))
-    leave_job()
-
-
-def kept_as(setting: Setting, arguments: argparse.Namespace) -> str:
-    """Return what tells turns from those of other settings."""
-    return f"{setting}, {arguments.size}, {arguments.steps} steps"
-
-
-def measured(
-    setting: Setting,
-    names: Sequence[str],
-    arguments: argparse.Namespace,
-    packages: str,
-    show: Callable[[object], None],
-) -> dict[str, Measured]:
-    """Run contenders in the lab."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
-        script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
-        script += [f"--setting={kept_as(setting, arguments)}"]
-        run_in_lab(
-            setting.hosts,
-            setting.rate,
-            script,
-            processes=setting.processes,
-            packages=packages,
-            meanwhile=lambda: show(setting),
-        )
-        results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
-    num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
-    exact_bytes = 4 * num_parameters * 2 * (setting.hosts - 1) / setting.hosts
-    for name, result in results.items():
-        is_whole = name in WHOLE
-        sends_whole = result.sent_bytes > exact_bytes / 3
-        assert sends_whole == is_whole, f"{name}: {result.sent_bytes} bytes, exact {exact_bytes}"
-        assert result.sent_bytes or name in (COMPUTE_ONLY, IN_STEP), f"{name} sent nothing"
-    return results
-
-
-def table(results: dict[str, Measured]) -> str:
-    alone = median(results[COMPUTE_ONLY].step_ms)
-    baseline = median(results[BASELINE].step_ms)
-    rows = [
-        [
-            name,
-            f"{median(result.step_ms):.0f}",
-            f"{min(result.step_ms):.0f}",
-            f"{median(result.step_ms) / alone:.2f}",
-            f"{baseline / median(result.step_ms):.2f}",
-            f"{result.sent_bytes / 1e6:.2f}",
-        ]
-        for name, result in results.items()
-    ]
-    header = ["", "ms per step, median", "minimum", "× compute only", "faster than fp16", "MB sent per step"]
-    return markdown_table(header, rows)
-
-
-def parsed_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
-    parser.add_argument("--processes-per-machine", type=int, default=1)
-    parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--size", choices=sorted(SIZES), default="medium")
-    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--setting", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    whole_steps.start_work()
+    trainers = {name: CONTENDERS[name](arguments.size) for name in arguments.contenders}
+    whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
 
 
 def main() -> None:
-    arguments = parsed_arguments()
+    parser = whole_steps.parser_of(__doc__, CONTENDERS, RATES, rounds=4)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--processes-per-machine", type=int, default=1)
+    arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
-        return
-    names = [COMPUTE_ONLY, BASELINE]
-    names = [name for name in CONTENDERS if name in (*names, *(arguments.contenders or CONTENDERS))]
-    wanted = {PEERS[name] for name in names if name in PEERS}
-    with peers.installed(wanted) as installed:
-        names = [name for name in names if PEERS.get(name) not in installed.missing]
-        settings = [
-            kept_as(Setting(hosts, rate, arguments.processes_per_machine), arguments)
-            for hosts in arguments.hosts
-            for rate in arguments.rates
-        ]
-        before = turns_done(KEPT, settings, names, arguments.rounds)
-        with Progress(len(settings) * len(names) * arguments.rounds - before, kept=KEPT.path) as progress:
-            compare(
-                names,
-                arguments,
-                installed.path,
-                lambda now: progress.show(turns_done(KEPT, settings, names, arguments.rounds) - before, now),
-            )
+    chosen = (COMPUTE_ONLY, BASELINE, *(arguments.contenders or CONTENDERS))
+    names = [name for name in CONTENDERS if name in chosen]
+    if find_spec("torchft") is None:
+        print("SKIPPED: torchft is not installed, so it is not measured")
+        names = [name for name in names if not name.startswith("torchft")]
+    with peers.epfml(is_wanted=EPFML in names) as packages:
+        names = [name for name in names if packages or name != EPFML]
+        processes = arguments.processes_per_machine
+        by_hosts = {
+            hosts: [Setting(hosts, rate, processes) for rate in arguments.rates] for hosts in arguments.hosts
+        }
+        every = [setting for settings in by_hosts.values() for setting in settings]
+        runs = Runs(__file__, arguments, names, every, KEPT, WHOLE, packages)
+        with runs.progress:
+            for hosts, settings in by_hosts.items():
+                several = f"-of-{processes}" if processes > 1 else ""
+                compare(runs, settings, f"{hosts}-hosts{several}")
     KEPT.finish()
 
 
-def compare(
-    names: Sequence[str], arguments: argparse.Namespace, packages: str, show: Callable[[object], None]
-) -> None:
-    num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
+def compare(runs: Runs, settings: list[Setting], name: str) -> None:
     explanation = (
-        f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a process and step, SGD with "
-        f"momentum, Gloo, `gradient_as_bucket_view`, one thread a process. {arguments.rounds} rounds of "
-        f"{arguments.steps} steps each; a turn of local SGD and DiLoCo is {EVERY_STEPS} steps, with one "
-        f"averaging of each fragment. Buckets are of DDP's 25 MB, small ones of {SMALL_BUCKET_MB}, unless "
-        "their size is named. MB are those of host 0's interface. The hosts share one machine's processors."
+        f"A GPT of {runs.num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a process and step, SGD "
+        "with momentum, Gloo, `gradient_as_bucket_view`, one thread a process. "
+        f"{runs.arguments.rounds} rounds of {runs.arguments.steps} steps each; a turn of local SGD and "
+        f"DiLoCo is {EVERY_STEPS} steps, with one averaging of each fragment. Buckets are of DDP's 25 MB, "
+        f"small ones of {SMALL_BUCKET_MB}, unless their size is named. MB are those of host 0's interface. "
+        "The hosts share one machine's processors."
     )
-    processes = arguments.processes_per_machine
-    for hosts in arguments.hosts:
-        by_rate, sections = {}, [explanation]
-        for rate in arguments.rates:
-            setting = Setting(hosts, rate, processes)
-            by_rate[rate] = measured(setting, names, arguments, packages, show)
-            others = median(share for each in by_rate[rate].values() for share in each.others_share)
-            busy = (
-                f"Other processes took {100 * others:.0f} % of the processors meanwhile, median of all turns."
-            )
-            sections.append(f"## {setting}\n\n{table(by_rate[rate])}\n\n{busy}")
-            print(sections[-1], flush=True)
-        name = f"{hosts}-hosts" if processes == 1 else f"{hosts}-hosts-of-{processes}"
-        raw = [
-            asdict(Setting(hosts, rate, processes)) | {"algorithm": algorithm} | asdict(result)
-            for rate, results in by_rate.items()
-            for algorithm, result in results.items()
-        ]
-        save_json(raw, "network", name)
-        medians = {
-            rate: {algorithm: median(each.step_ms) for algorithm, each in results.items()}
-            for rate, results in by_rate.items()
-        }
-        baselines = [each for each in (COMPUTE_ONLY, IN_STEP) if each in names]
-        picture = plots.step_time(medians, name.replace("-", " "), baselines=baselines)[0]
-        sections.append(f"![step time against link rate]({picture})")
-        print(save(page("Whole steps over a slow network", *sections), "network", name))
+    sections, by_rate = runs.compared(settings, BASELINE, "fp16")
+    raw = [
+        asdict(setting) | {"algorithm": algorithm} | asdict(result)
+        for setting in settings
+        for algorithm, result in by_rate[setting.rate].items()
+    ]
+    save_json(raw, "network", name)
+    medians = {
+        rate: {algorithm: median(each.step_ms) for algorithm, each in results.items()}
+        for rate, results in by_rate.items()
+    }
+    baselines = [each for each in (COMPUTE_ONLY, IN_STEP) if each in runs.names]
+    picture = plots.step_time(medians, name.replace("-", " "), baselines=baselines)[0]
+    sections.append(f"![step time against link rate]({picture})")
+    print(save(page("Whole steps over a slow network", explanation, *sections), "network", name))
 
 
 if __name__ == "__main__":

@@ -6,43 +6,28 @@ Simulated workers (`thinwire.simulation`) take different batches; one model step
 from __future__ import annotations
 
 import argparse
-import math
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from functools import cache
-from multiprocessing import active_children, get_context
-from statistics import fmean, stdev
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from pages import markdown_table, page, save
-from progress import TERMINAL_EVERY_SECONDS, Kept, Progress
+from pages import markdown_table, page, save, spread
+from progress import Kept
 from thinwire import AllReduce, Cast, PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.demo.model import (
-    GPT,
-    GPTConfig,
-    Text,
-    batch_generator,
-    heldout_loss,
-    load_text,
-    next_byte_loss,
-    sample_batch,
-)
+from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from trainings import EXACT, cosine, text, train_all, windows
 
 MODEL = GPTConfig(layers=3, heads=4, width=128, context_length=64)
 MAX_GRADIENT_NORM = 1.0
 HELDOUT_BATCHES = 64
 # Of the steps: while the learning rate rises, and for the PowerSGD that starts later.
 WARMUP_SHARE = 0.1
-EXACT = "exact"
 KEPT = Kept("quality")
 
 # Peak learning rates by optimizer. The one in use is the best for exact averaging, found with --tune.
@@ -78,12 +63,8 @@ class Run:
     @property
     def key(self) -> dict[str, object]:
         """Which training it is."""
-        return {
-            "run": str(self),
-            "steps": self.steps,
-            "num_workers": self.num_workers,
-            "batch_size": self.batch_size,
-        }
+        sizes = {"steps": self.steps, "num_workers": self.num_workers, "batch_size": self.batch_size}
+        return {"run": str(self), **sizes}
 
 
 @dataclass(frozen=True)
@@ -140,32 +121,22 @@ class Workers:
             parameter.grad = part.view_as(parameter)
 
 
-@cache
-def text() -> Text:
-    return load_text()
-
-
-def train(run: Run) -> Outcome:
+def train(run: Run, at_step: Callable[[int], None]) -> Outcome:
     """Train one model; on the same batches whatever the algorithm."""
-    torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     model = GPT(MODEL)
     optimizer = OPTIMIZERS[run.optimizer](model)
     workers = Workers(model, run.algorithm, run.num_workers)
     for step in range(run.steps):
+        at_step(step)
         for worker in workers:
-            generator = batch_generator(seed=run.seed, step=step, process_rank=worker)
-            inputs, targets = sample_batch(
-                text().train,
-                batch_size=run.batch_size,
-                context_length=MODEL.context_length,
-                generator=generator,
-            )
-            torch.autograd.backward(next_byte_loss(model, inputs, targets))
+            drawn = {"seed": run.seed, "step": step, "rank": worker}
+            batch = windows(text().train, run.batch_size, MODEL.context_length, **drawn)
+            torch.autograd.backward(next_byte_loss(model, *batch))
         workers.average()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         for group in optimizer.param_groups:
-            group["lr"] = run.learning_rate * schedule(step, run.steps)
+            group["lr"] = run.learning_rate * cosine(step, run.steps, warmup_share=WARMUP_SHARE, lowest=0.1)
         optimizer.step()
     compression_ratio = workers.simulation.syncs[0].stats().compression_ratio
     compressed = compression_ratio > 1.9
@@ -173,37 +144,16 @@ def train(run: Run) -> Outcome:
     return Outcome(heldout_loss(model, text().heldout, batches=HELDOUT_BATCHES), compression_ratio)
 
 
-def schedule(step: int, steps: int) -> float:
-    """Share of the peak learning rate at `step`, from 0: a linear rise, then half a cosine to a tenth."""
-    rise = min(1.0, (step + 1) / (WARMUP_SHARE * steps))
-    return rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
-
-
-def train_all(runs: Sequence[Run], num_jobs: int) -> Outcomes:
+def outcomes_of(runs: Sequence[Run], num_jobs: int) -> Outcomes:
     """Train what is not kept, in as many processes."""
     found = {run: KEPT.find(**run.key) for run in runs}
-    missing = [run for run in runs if found[run] is None]
-    with (
-        Progress(len(missing), kept=KEPT.path) as progress,
-        # Ctrl-C reaches all processes; this one ends the others.
-        ProcessPoolExecutor(
-            num_jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
-        ) as pool,
-    ):
-        training, number = {pool.submit(train, run): run for run in missing}, 0
-        try:
-            while training:
-                done, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
-                for future in done:
-                    run, number = training.pop(future), number + 1
-                    found[run] = asdict(future.result())
-                    KEPT.add(found[run], **run.key)
-                progress.show(number, f"{len(training)} trainings left")
-        except BaseException:
-            # Else the pool would wait for trainings of minutes.
-            for process in active_children():
-                process.terminate()
-            raise
+
+    def add(run: Run, outcome: Outcome) -> None:
+        found[run] = asdict(outcome)
+        KEPT.add(found[run], **run.key)
+
+    missing = {run: run.steps for run in runs if found[run] is None}
+    train_all(train, missing, num_jobs, KEPT.path, add)
     return {run: Outcome(**found[run]) for run in runs}
 
 
@@ -222,18 +172,14 @@ def comparison_table(outcomes: Outcomes, optimizer: str) -> str:
         rows.append(
             [
                 name,
-                mean_and_deviation(losses, ".3f"),
-                "" if name == EXACT else mean_and_deviation(differences, "+.2f") + " %",
+                spread(losses, ".3f"),
+                "" if name == EXACT else spread(differences, "+.2f") + " %",
                 f"{outcome.compression_ratio:.1f}",
                 str(getattr(run.algorithm, "warmup_steps", 0)),
             ]
         )
     header = ["algorithm", "held-out loss", "difference to exact", "compression ratio", "warm-up steps"]
     return markdown_table(header, rows)
-
-
-def mean_and_deviation(values: Sequence[float], form: str) -> str:
-    return f"{fmean(values):{form}} ± {stdev(values):{form.lstrip('+')}}"
 
 
 def setting(arguments: argparse.Namespace) -> str:
@@ -258,7 +204,7 @@ def compared(arguments: argparse.Namespace) -> str:
         for name, algorithm in algorithms(steps).items()
         if only is None or name in (EXACT, *only)
     ]
-    outcomes = train_all(runs, arguments.jobs)
+    outcomes = outcomes_of(runs, arguments.jobs)
     sections = [
         f"## {optimizer}\n\nPeak learning rate {learning_rate:g}.\n\n{comparison_table(outcomes, optimizer)}"
         for optimizer, learning_rate in LEARNING_RATES.items()
@@ -279,7 +225,7 @@ def tuned(arguments: argparse.Namespace) -> str:
         for optimizer, learning_rates in CANDIDATES.items()
         for learning_rate in learning_rates
     ]
-    outcomes = train_all(runs, arguments.jobs)
+    outcomes = outcomes_of(runs, arguments.jobs)
     rows = [[run.optimizer, f"{run.learning_rate:g}", f"{outcomes[run].heldout_loss:.3f}"] for run in runs]
     return page(
         "Learning rates for exact averaging",

@@ -7,16 +7,8 @@ are those of the slow link alone. Contenders take turns within one run, see `ben
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,29 +18,24 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD
 
 import thinwire
-from bench_network import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch
-from in_lab import leave_job, run_in_lab
-from pages import markdown_table, page, save, save_json
-from progress import Kept, Progress
+import whole_steps
+from pages import page, save, save_json
+from progress import Kept
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES, load_text, next_byte_loss, sample_batch
-from turns import Contender, Measured, take_turns, turns_done
+from thinwire.demo.model import GPT, SIZES
+from whole_steps import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting
 
 HOSTS, SHARDS = 2, 2
 RATES = ("100mbit", "1gbit")
 # In the first one it is seen which gradients come when; the second one sends in that order.
 UNTIMED_STEPS = 2
 NATIVE, NATIVE_BF16 = "native HSDP", "native HSDP in bf16"
+KEPT = Kept("sharded")
 
 
-class Trainer:
-    """A contender's model, and a step of it. This one sends nothing between hosts.
+class Trainer(whole_steps.Trainer):
+    """A contender's model, and a step of it. This one sends nothing between hosts."""
 
-    Attributes:
-        period_steps: Steps after which what it does begins again.
-    """
-
-    period_steps = 1
     reduce_dtype: torch.dtype | None = None
 
     def __init__(self, size: str, mesh: DeviceMesh) -> None:
@@ -56,9 +43,8 @@ class Trainer:
         self.mesh = mesh
         self.model: Any = GPT(SIZES[size])
         policy = MixedPrecisionPolicy(reduce_dtype=self.reduce_dtype)
-        for block in self.model.blocks:
-            fully_shard(block, mesh=self.sharded_over, mp_policy=policy)
-        fully_shard(self.model, mesh=self.sharded_over, mp_policy=policy)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=self.sharded_over, mp_policy=policy)
         self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.attach()
 
@@ -69,11 +55,6 @@ class Trainer:
 
     def attach(self) -> None:
         """Let the replicas meet in the contender's way."""
-
-    def step(self, batch: Batch) -> None:
-        torch.autograd.backward(next_byte_loss(self.model, *batch))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 class InStep(Trainer):
@@ -129,162 +110,39 @@ CONTENDERS: dict[str, Callable[[str, DeviceMesh], Trainer]] = {
 }
 
 
-def start_shards() -> None:
-    """On each host: start a process for each shard, and wait for them."""
-    host = int(os.environ["RANK"])
-    running = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env=os.environ
-            | {
-                "RANK": str(host * SHARDS + shard),
-                "WORLD_SIZE": str(HOSTS * SHARDS),
-                "THINWIRE_SHARD": str(shard),
-            },
-        )
-        for shard in range(SHARDS)
-    ]
-    codes = [process.wait() for process in running]
-    if any(codes):
-        sys.exit(max(map(abs, codes)))
-
-
-KEPT = Kept("sharded")
-
-
-def work(arguments: argparse.Namespace) -> None:
-    """In each process: time contenders."""
-    names, size, out = arguments.contenders, arguments.size, arguments.work
-    dist.init_process_group("gloo")
-    assert dist.get_world_size() == HOSTS * SHARDS
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (HOSTS, SHARDS), mesh_dim_names=("replicate", "shard"))
-    text = load_text()
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    length = SIZES[size].context_length
-    trainers = {name: CONTENDERS[name](size, mesh) for name in names}
-    found = take_turns(
-        {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
-        lambda: sample_batch(text.train, batch_size=BATCH, context_length=length, generator=draws),
-        rounds=arguments.rounds,
-        steps=arguments.steps,
-        kept=KEPT,
-        setting=arguments.setting,
-        untimed_steps=UNTIMED_STEPS,
-    )
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}))
-    leave_job()
-
-
-def kept_as(rate: str, arguments: argparse.Namespace) -> str:
-    """Return what tells turns from those of other settings."""
-    return f"{rate}, {arguments.size}, {arguments.steps} steps"
-
-
-def measured(
-    rate: str, names: Sequence[str], arguments: argparse.Namespace, show: Callable[[object], None]
-) -> dict[str, Measured]:
-    """Run contenders in the lab."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder, "result.json")
-        script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
-        script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
-        script += [f"--setting={kept_as(rate, arguments)}"]
-        run_in_lab(HOSTS, rate, script, meanwhile=lambda: show(rate))
-        results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
-    # Both shards of a host send half of the gradients each, of an all-reduce between two once.
-    exact_bytes = 4 * sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
-    for name, result in results.items():
-        sends_whole = result.sent_bytes > exact_bytes / 3
-        is_whole = name in (NATIVE, NATIVE_BF16, "AllReduce()", 'Cast("bf16")')
-        assert sends_whole == is_whole, f"{name}: {result.sent_bytes} bytes, exact {exact_bytes}"
-    return results
-
-
-def table(results: dict[str, Measured]) -> str:
-    alone, native = median(results[COMPUTE_ONLY].step_ms), results[NATIVE_BF16]
-    rows = [
-        [
-            name,
-            f"{median(result.step_ms):.0f}",
-            f"{min(result.step_ms):.0f}",
-            f"{median(result.step_ms) / alone:.2f}",
-            f"{median(native.step_ms) / median(result.step_ms):.2f}",
-            f"{result.sent_bytes / 1e6:.3f}",
-            f"{native.sent_bytes / result.sent_bytes:.1f}"
-            if result.sent_bytes > native.sent_bytes / 1e3
-            else "",
-        ]
-        for name, result in results.items()
-    ]
-    header = [
-        "",
-        "ms per step, median",
-        "minimum",
-        "× compute only",
-        "faster than native in bf16",
-        "MB over the slow link, per step and host",
-        "fewer than native in bf16",
-    ]
-    return markdown_table(header, rows)
-
-
-def parsed_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", nargs="+", default=list(RATES))
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--size", choices=sorted(SIZES), default="medium")
-    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--setting", help=argparse.SUPPRESS)
-    return parser.parse_args()
+WHOLE = (NATIVE, NATIVE_BF16, "AllReduce()", 'Cast("bf16")')
 
 
 def main() -> None:
-    arguments = parsed_arguments()
+    arguments = whole_steps.parser_of(__doc__, CONTENDERS, RATES, rounds=2).parse_args()
     if arguments.work is not None:
-        if "THINWIRE_SHARD" not in os.environ:
-            start_shards()
-        else:
-            work(arguments)
-        return
-    always = (COMPUTE_ONLY, NATIVE_BF16)
-    names = [name for name in CONTENDERS if name in (*always, *(arguments.contenders or CONTENDERS))]
-    settings = [kept_as(rate, arguments) for rate in arguments.rates]
-    before = turns_done(KEPT, settings, names, arguments.rounds)
-    with Progress(len(settings) * len(names) * arguments.rounds - before, kept=KEPT.path) as progress:
-        compare(
-            names,
-            arguments,
-            lambda now: progress.show(turns_done(KEPT, settings, names, arguments.rounds) - before, now),
-        )
-    KEPT.finish()
-
-
-def compare(names: Sequence[str], arguments: argparse.Namespace, show: Callable[[object], None]) -> None:
-    num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
-    sections = [
-        f"A GPT of {num_parameters / 1e6:.1f} M parameters, {HOSTS} hosts × {SHARDS} shards, {BATCH} "
+        whole_steps.start_work()
+        mesh = init_device_mesh("cpu", (HOSTS, SHARDS), mesh_dim_names=("replicate", "shard"))
+        trainers = {name: CONTENDERS[name](arguments.size, mesh) for name in arguments.contenders}
+        whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
+    chosen = (COMPUTE_ONLY, NATIVE_BF16, *(arguments.contenders or CONTENDERS))
+    names = [name for name in CONTENDERS if name in chosen]
+    settings = [Setting(HOSTS, rate, SHARDS) for rate in arguments.rates]
+    runs = Runs(__file__, arguments, names, settings, KEPT, WHOLE)
+    with runs.progress:
+        sections, by_rate = runs.compared(settings, NATIVE_BF16, "native in bf16")
+    explanation = (
+        f"A GPT of {runs.num_parameters / 1e6:.1f} M parameters, {HOSTS} hosts × {SHARDS} shards, {BATCH} "
         "sequences a process and step, SGD with momentum, Gloo, one thread a process. "
         f"{arguments.rounds} rounds of {arguments.steps} steps each; a turn of DiLoCo is {EVERY_STEPS} "
         "steps, with one averaging. Compute only is FSDP2 inside of each host, and nothing between them. MB "
         "are those of host 0's interface, which its two processes share. All processes share one machine's "
         "processors."
+    )
+    raw = [
+        {"rate": rate, "algorithm": name} | asdict(each)
+        for rate, results in by_rate.items()
+        for name, each in results.items()
     ]
-    raw = []
-    for rate in arguments.rates:
-        results = measured(rate, names, arguments, show)
-        others = median(share for each in results.values() for share in each.others_share)
-        busy = f"Other processes took {100 * others:.0f} % of the processors meanwhile, median of all turns."
-        sections.append(f"## {rate}\n\n{table(results)}\n\n{busy}")
-        print(sections[-1], flush=True)
-        raw += [{"rate": rate, "algorithm": name} | asdict(each) for name, each in results.items()]
-        # After each rate: what was measured stays where a later one fails.
-        save_json(raw, "sharded", arguments.size)
-        text = page("Whole steps of a sharded model over a slow network", *sections)
-        print(save(text, "sharded", arguments.size), flush=True)
+    save_json(raw, "sharded", arguments.size)
+    text = page("Whole steps of a sharded model over a slow network", explanation, *sections)
+    print(save(text, "sharded", arguments.size), flush=True)
+    KEPT.finish()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ import thinwire
 from in_lab import leave_job
 from pages import markdown_table, page, save
 from progress import Progress
-from thinwire.demo.model import GPT, SIZES, batch_generator, load_text, next_byte_loss, sample_batch
+from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.watch import Writer
+from trainings import text, windows
 
 UNTIMED_STEPS = 20
 BATCH_SIZE = 8
@@ -54,18 +55,14 @@ def watched(
     model = DistributedDataParallel(GPT(SIZES[size]), gradient_as_bucket_view=True)
     sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    text, step_seconds = load_text().train, []
-    watch = TimedWatch(sync, writer)
-    with watch:
+    step_seconds = []
+    with (watch := TimedWatch(sync, writer)):
         for step in range(UNTIMED_STEPS + steps):
             at_step(step)
-            draws = batch_generator(seed=0, step=step, process_rank=0)
-            length = SIZES[size].context_length
-            batch = sample_batch(text, batch_size=BATCH_SIZE, context_length=length, generator=draws)
+            batch = windows(text().train, BATCH_SIZE, SIZES[size].context_length, seed=0, step=step)
             start = time.perf_counter()
             optimizer.zero_grad()
-            loss = next_byte_loss(model, *batch)
-            torch.autograd.backward(loss)
+            torch.autograd.backward(next_byte_loss(model, *batch))
             optimizer.step()
             step_seconds.append(time.perf_counter() - start)
         assert sync.stats().compression_ratio > 10
@@ -97,14 +94,14 @@ def main() -> None:
                 milliseconds = [f"{1e3 * each:.3f}" for each in (step, mean, most)]
                 rows.append([f"{size}, {name}", *milliseconds, f"{100 * mean / step:.2f} %"])
     header = ["model, writer", "ms per step, median", "ms watching, mean", "largest", "share"]
-    text = page(
+    result = page(
         "What watching costs",
         f"One process and thread, PowerSGD(matrix_rank=4), a batch of {BATCH_SIZE}, {arguments.steps} steps. "
         "A record every step, and a look at the norms every 20.",
         markdown_table(header, rows),
     )
-    print(text)
-    print(save(text, "watch"), flush=True)
+    print(result)
+    print(save(result, "watch"), flush=True)
     leave_job()
 
 

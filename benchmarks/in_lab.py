@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-
-__all__ = ["UNSHAPED", "interface_sent_bytes", "leave_job", "own_address", "run_in_lab"]
 
 UNSHAPED = "unshaped"
 LOOK_EVERY_SECONDS = 0.5
@@ -28,13 +28,13 @@ def run_in_lab(
     processes: int = 1,
     packages: str = "",
     meanwhile: Callable[[], object] = lambda: None,
-) -> None:
-    """Run a Python script on every host.
+) -> Any:
+    """Run a Python script on every host; return what its first process told `leave_job`.
 
     Args:
         hosts: How many.
         rate: Of each host's link, such as "100mbit", or `UNSHAPED`.
-        script: Its path and arguments.
+        script: Its path and arguments; it is given `--work=FILE`, for `leave_job`.
         processes: On each host.
         packages: A folder with more packages to import.
         meanwhile: Is called twice a second.
@@ -42,36 +42,34 @@ def run_in_lab(
     Raises:
         CalledProcessError: It failed on some host.
     """
-    lab = [
-        sys.executable,
-        "-m",
-        "thinwire",
-        "lab",
-        f"--machines={hosts}",
-        f"--processes-per-machine={processes}",
-    ]
-    lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
+    command = [sys.executable, "-m", "thinwire", "lab", f"--machines={hosts}"]
+    command += [f"--processes-per-machine={processes}", *([] if rate == UNSHAPED else [f"--rate={rate}"])]
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [*lab, "--", sys.executable, *script]
-    # Ctrl-C reaches all. This process ends the lab, which ends its hosts; what it ignores now, they ignore.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    running = subprocess.Popen(command, env=environment)
-    try:
-        signal.signal(signal.SIGINT, before)
-        while running.poll() is None:
-            meanwhile()
-            time.sleep(LOOK_EVERY_SECONDS)
-    finally:
-        # Where this process is interrupted: the lab ends its hosts before it ends.
-        running.terminate()
-        running.wait()
-    if running.returncode:
-        raise subprocess.CalledProcessError(running.returncode, command)
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        command += ["--", sys.executable, *script, f"--work={out}"]
+        # Ctrl-C reaches all. This process ends the lab, which ends its hosts; they ignore what it does now.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        running = subprocess.Popen(command, env=environment)
+        try:
+            signal.signal(signal.SIGINT, before)
+            while running.poll() is None:
+                meanwhile()
+                time.sleep(LOOK_EVERY_SECONDS)
+        finally:
+            # If this process is interrupted: the lab ends its hosts before it ends.
+            running.terminate()
+            running.wait()
+        if running.returncode:
+            raise subprocess.CalledProcessError(running.returncode, command)
+        return json.loads(out.read_text())
 
 
-def leave_job() -> NoReturn:
-    """All is written: end this process without the interpreter's end, which now and then aborts in torch."""
+def leave_job(found: object = None, out: Path | None = None) -> NoReturn:
+    """Let the first process write what was found; end without the interpreter's end, which may abort."""
+    if out is not None and dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)

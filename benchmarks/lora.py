@@ -6,12 +6,11 @@ fine-tune it, by a line of Thinwire beside the Trainer.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,16 +20,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import Dataset
 
 from in_lab import leave_job
-from known_methods import LOCAL, PER_STEP
 from pages import ROOT
 from progress import Progress
-from thinwire.demo.model import batch_generator, fixed_batches, load_text, sample_batch
-from thinwire.launch import LocalJob, join_local_job
-
-__all__ = ["PROCESSES", "RATE", "fine_tuned"]
+from thinwire.demo.model import fixed_batches
+from trainings import LOCAL, PER_STEP, text, windows
 
 PROCESSES = 2
 CONTEXT_LENGTH, BATCH = 64, 8
@@ -46,27 +43,15 @@ def fine_tuned(method: str, steps: int, seed: int) -> tuple[float, float]:
     """Fine-tune in processes of their own; return the held-out loss, and fp32's bytes over those sent.
 
     Args:
-        method: Of `known_methods`.
+        method: Of `PER_STEP` or `LOCAL`.
         steps: Of the Trainer.
         seed: Of the adapters' start and the batches.
-
-    Raises:
-        RuntimeError: A process failed.
     """
     if not BASE_FILE.exists():
         train_base()
     with TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        script = [sys.executable, __file__, f"--method={method}", f"--steps={steps}", f"--seed={seed}"]
-        with Path(folder, "log").open("w+b") as log:
-            with LocalJob([*script, f"--out={out}"], PROCESSES, out=log) as job:
-                received = job.run()
-            if received is not None:
-                raise KeyboardInterrupt
-            if job.failure is not None:
-                log.seek(0)
-                raise RuntimeError(f"{job.failure}\n{log.read().decode(errors='replace')[-4000:]}")
-        loss, ratio = json.loads(out.read_text())
+        spawn(_fine_tune, (method, steps, seed, Path(folder)), nprocs=PROCESSES)  # type: ignore[no-untyped-call]
+        loss, ratio = json.loads(Path(folder, "found.json").read_text())
         return loss, ratio
 
 
@@ -86,17 +71,12 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def train_base() -> None:
     """Train the model that is fine-tuned on the standard library's sources; keep it."""
     torch.manual_seed(0)
-    model, text = new_base(), load_text().train
+    model = new_base()
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE)
     with Progress(BASE_STEPS) as progress:
         for step in range(BASE_STEPS):
             progress.show(step, "the model that is fine-tuned")
-            batch = sample_batch(
-                text,
-                batch_size=BASE_BATCH,
-                context_length=CONTEXT_LENGTH,
-                generator=batch_generator(seed=0, step=step, process_rank=0),
-            )
+            batch = windows(text().train, BASE_BATCH, CONTEXT_LENGTH, seed=0, step=step)
             optimizer.param_groups[0]["lr"] = BASE_RATE * (1 + math.cos(math.pi * step / BASE_STEPS)) / 2
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(model, *batch))
@@ -133,16 +113,23 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": window, "labels": window}
 
 
-def work(arguments: argparse.Namespace) -> None:
+def _fine_tune(process_rank: int, method: str, steps: int, seed: int, folder: Path) -> None:
     """In each process: fine-tune; the first one writes what came of it."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
-    assert dist.get_world_size() == PROCESSES
+    launched = {"RANK": process_rank, "LOCAL_RANK": process_rank, "WORLD_SIZE": PROCESSES}
+    launched["LOCAL_WORLD_SIZE"] = PROCESSES
+    os.environ |= {name: str(value) for name, value in launched.items()} | {"HF_HUB_OFFLINE": "1"}
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=process_rank,
+        world_size=PROCESSES,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )
     torch.set_num_threads(1)
     transformers, peft = import_module("transformers"), import_module("peft")
     base = new_base()
     base.load_state_dict(torch.load(BASE_FILE, weights_only=True))
-    transformers.set_seed(arguments.seed)
+    transformers.set_seed(seed)
     adapted = peft.get_peft_model(
         base,
         peft.LoraConfig(
@@ -155,13 +142,13 @@ def work(arguments: argparse.Namespace) -> None:
     )
     train, heldout = manual()
     settings = transformers.TrainingArguments(
-        output_dir=str(arguments.out.parent),
-        max_steps=arguments.steps,
+        output_dir=str(folder),
+        max_steps=steps,
         per_device_train_batch_size=BATCH,
         learning_rate=RATE,
-        warmup_steps=round(WARMUP_SHARE * arguments.steps),
+        warmup_steps=round(WARMUP_SHARE * steps),
         lr_scheduler_type="cosine",
-        seed=arguments.seed,
+        seed=seed,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -171,33 +158,20 @@ def work(arguments: argparse.Namespace) -> None:
     )
     trainer = transformers.Trainer(adapted, settings, train_dataset=Windows(train))
     integration = import_module("thinwire.integrations.transformers")
-    averaging = PER_STEP[arguments.method] if arguments.method in PER_STEP else LOCAL[arguments.method]
+    averaging = PER_STEP[method] if method in PER_STEP else LOCAL[method]
     callback = integration.attach(trainer, averaging)
     trainer.train()
     if dist.get_rank() == 0:
         loss = heldout_loss(adapted, heldout)
         averaged = callback.sync if callback.local is None else callback.local
-        arguments.out.write_text(json.dumps([loss, averaged.stats().compression_ratio]))
+        leave_job([loss, averaged.stats().compression_ratio], folder / "found.json")
     leave_job()
 
 
 @torch.no_grad()
-def heldout_loss(model: nn.Module, text: Tensor) -> float:
+def heldout_loss(model: nn.Module, heldout: Tensor) -> float:
     model.eval()
     batches: Iterator[tuple[Tensor, Tensor]] = fixed_batches(
-        text, batches=HELDOUT_BATCHES, batch_size=16, context_length=CONTEXT_LENGTH
+        heldout, batches=HELDOUT_BATCHES, batch_size=16, context_length=CONTEXT_LENGTH
     )
     return float(torch.stack([loss_of(model, *batch) for batch in batches]).mean())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", choices=(*PER_STEP, *LOCAL), required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    work(parser.parse_args())
-
-
-if __name__ == "__main__":
-    main()

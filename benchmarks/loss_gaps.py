@@ -8,26 +8,26 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 
 import bench_adamw
 import bench_known
 import bench_quality
-from bench_adamw import EXACT, METHODS, RECORDS, STUDENT_T, Averaging, Record, Setting, WarmedUp
+from bench_adamw import METHODS, Averaging, WarmedUp
 from bench_known import GPT2Small, InProcess, LSTMBytes
-from known_methods import LOCAL, PER_STEP
+from pages import RESULTS_FOLDER, STUDENT_T
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
 from thinwire.algorithms import AllReduce
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from trainings import EXACT, LOCAL, PER_STEP, percents
 
-RESULTS = Path(__file__).parent / "results"
 QUALITY_PAGES = (
     "2026-11-21-quality.md",
     "2026-11-21-quality-400-steps.md",
@@ -82,45 +82,23 @@ def text() -> str:
 
 def of_adamw() -> Iterator[LossGap]:
     """Of `bench_adamw.py`: each method at its own best rate, against exact averaging of the same seed."""
-    by_setting: dict[Setting, list[Record]] = {}
-    for record in bench_adamw.records(RECORDS):
-        by_setting.setdefault(record.setting, []).append(record)
-    for setting, of_setting in by_setting.items():
-        by_method = bench_adamw.compared(of_setting)
-        exact = {each.lane.seed: each.outcome.loss for each in by_method.pop(EXACT, [])}
-        for method, runs in by_method.items():
+    for setting, of_setting in bench_adamw.by_setting(bench_adamw.records(bench_adamw.RECORDS)).items():
+        losses = {
+            name: bench_adamw.losses_by_seed(runs) for name, runs in bench_adamw.compared(of_setting).items()
+        }
+        parameters = round(float(setting.model.partition(" ")[0]) * 1e6)
+        where = {"optimizer": setting.inner, "members": setting.members, "parameters": parameters}
+        where |= {"steps": setting.steps, "source": f"benchmarks/results/{bench_adamw.RECORDS.name}"}
+        for method in losses.keys() & METHODS.keys() - {EXACT}:
+            made: Any = METHODS[method]
             # How long a warm-up is to be depends on the run's steps, which advice does not know.
-            if method in METHODS and METHODS[method].func is WarmedUp:  # type: ignore[attr-defined]
-                continue
-            percents = [
-                100 * (each.outcome.loss / exact[each.lane.seed] - 1)
-                for each in runs
-                if each.lane.seed in exact
-            ]
-            parameters = round(float(setting.model.partition(" ")[0]) * 1e6)
-            if method in METHODS and len(percents) >= (1 if parameters >= LARGE_PARAMETERS else MIN_SEEDS):
-                yield gap_of(
-                    code_of(method),
-                    setting.inner,
-                    setting.members,
-                    parameters,
-                    setting.steps,
-                    len(percents),
-                    fmean(percents),
-                    stdev(percents) if len(percents) > 1 else None,
-                    f"benchmarks/results/{RECORDS.name}",
-                )
+            if made.func is not WarmedUp:
+                is_simple = made.func is Averaging
+                code = str(made.keywords["algorithm"]) if is_simple else code_of(made.keywords["front"])
+                yield from measured(code, percents(losses[method], losses.get(EXACT, {})), where)
 
 
-def code_of(method: str) -> str:
-    """A method of `bench_adamw.py` as it is written in code."""
-    options = METHODS[method].keywords  # type: ignore[attr-defined]
-    if METHODS[method].func is Averaging:  # type: ignore[attr-defined]
-        return str(options["algorithm"])
-    return code_of_front(options["front"])
-
-
-def code_of_front(front: partial[LocalSGD] | partial[DiLoCo]) -> str:
+def code_of(front: partial[Any]) -> str:
     """A front with its settings, as it is written in code."""
     settings = {name: value for name, value in front.keywords.items() if value is not None}
     if settings.get("algorithm") == AllReduce():
@@ -137,33 +115,28 @@ def of_known() -> Iterator[LossGap]:
         with torch.device("meta"):
             parameters = sum(each.numel() for each in task.model().parameters())
         losses: dict[tuple[str, str, int], dict[int, float]] = {}
-        for record in bench_known.records(bench_known.RECORDS):
-            if record.task == name:
-                losses.setdefault((record.method, record.optimizer, record.steps), {})[record.seed] = (
-                    record.score
-                )
+        for run in bench_known.records(bench_known.RECORDS):
+            if run.task == name:
+                losses.setdefault((run.method, run.optimizer, run.steps), {})[run.seed] = run.score
         for (method, optimizer, steps), by_seed in losses.items():
-            exact = losses.get((EXACT, optimizer, steps), {})
-            percents = [100 * (by_seed[seed] / exact[seed] - 1) for seed in by_seed.keys() & exact.keys()]
-            if method != EXACT and len(percents) >= (1 if parameters >= LARGE_PARAMETERS else MIN_SEEDS):
-                yield gap_of(
-                    str(PER_STEP[method]) if method in PER_STEP else code_of_front(LOCAL[method]),
-                    optimizer,
-                    task.members,
-                    parameters,
-                    steps,
-                    len(percents),
-                    fmean(percents),
-                    stdev(percents) if len(percents) > 1 else None,
-                    f"benchmarks/results/{bench_known.RECORDS.name}",
-                    is_recurrent=name == bench_known.LSTM,
-                )
+            where = {"optimizer": optimizer, "members": task.members, "parameters": parameters}
+            where |= {"steps": steps, "source": f"benchmarks/results/{bench_known.RECORDS.name}"}
+            if method != EXACT:
+                code = str(PER_STEP[method]) if method in PER_STEP else code_of(LOCAL[method])
+                gaps = percents(by_seed, losses.get((EXACT, optimizer, steps), {}))
+                yield from measured(code, gaps, where | {"is_recurrent": name == bench_known.LSTM})
+
+
+def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:
+    """What seeds tell, if there are enough."""
+    if len(gaps) >= (1 if where["parameters"] >= LARGE_PARAMETERS else MIN_SEEDS):
+        yield gap_of(code, len(gaps), fmean(gaps), stdev(gaps) if len(gaps) > 1 else None, where)
 
 
 def of_quality_pages() -> Iterator[LossGap]:
     """Of `bench_quality.py`, from its pages: difference to exact and its standard deviation over seeds."""
     for name in QUALITY_PAGES:
-        page = (RESULTS / name).read_text()
+        page = (RESULTS_FOLDER / name).read_text()
         size, steps, members, seeds = (
             re.search(pattern, page)[1]  # type: ignore[index]
             for pattern in (
@@ -174,50 +147,28 @@ def of_quality_pages() -> Iterator[LossGap]:
             )
         )
         algorithms = bench_quality.algorithms(int(steps))
+        where = {"members": int(members), "parameters": round(float(size) * 1e6), "steps": int(steps)}
         for section in page.split("\n## ")[1:]:
             optimizer = section.partition("\n")[0].partition(",")[0]
             rows = re.findall(r"\| (\S+) \| [^|]+ \| ([+-][\d.]+) ± ([\d.]+) % \|", section)
             for algorithm, percent, deviation in rows:
-                yield gap_of(
-                    str(algorithms[algorithm]),
-                    optimizer,
-                    int(members),
-                    round(float(size) * 1e6),
-                    int(steps),
-                    int(seeds),
-                    float(percent),
-                    float(deviation),
-                    f"benchmarks/results/{name}",
-                )
+                here = where | {"optimizer": optimizer, "source": f"benchmarks/results/{name}"}
+                yield gap_of(str(algorithms[algorithm]), int(seeds), float(percent), float(deviation), here)
 
 
-def gap_of(
-    code: str,
-    optimizer: str,
-    members: int,
-    parameters: int,
-    steps: int,
-    seeds: int,
-    percent: float,
-    deviation: float | None,
-    source: str,
-    *,
-    is_recurrent: bool = False,
-) -> LossGap:
-    half = None if deviation is None else STUDENT_T[seeds - 1] * deviation / math.sqrt(seeds)
+def gap_of(code: str, seeds: int, percent: float, deviation: float | None, where: dict[str, Any]) -> LossGap:
+    low = high = None
+    if deviation is not None:
+        half = STUDENT_T[seeds - 1] * deviation / math.sqrt(seeds)
+        low, high = round(percent - half, 2), round(percent + half, 2)
     return LossGap(
-        code,
-        optimizer,
-        members,
-        parameters,
-        steps,
-        seeds,
-        round(percent, 2),
-        None if half is None else round(percent - half, 2),
-        None if half is None else round(percent + half, 2),
-        source,
+        name=code,
+        seeds=seeds,
+        percent=round(percent, 2),
+        low_percent=low,
+        high_percent=high,
         is_published=False,
-        is_recurrent=is_recurrent,
+        **where,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import matplotlib
 
@@ -15,8 +15,6 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from pages import result_path
-
-__all__ = ["gap_against_bytes", "loss_against_time", "predicted_against_measured", "save_figure", "step_time"]
 
 plt.rcParams |= {
     "svg.fonttype": "none",
@@ -30,13 +28,7 @@ plt.rcParams |= {
 def step_time(
     medians_ms: Mapping[str, Mapping[str, float]], title: str, *, baselines: Sequence[str]
 ) -> list[str]:
-    """Step time against link rate, one line an algorithm; ours are solid.
-
-    Args:
-        medians_ms: By link rate, then algorithm.
-        title: Of the figure, and part of its name.
-        baselines: Those that send nothing, at most two.
-    """
+    """Step time against link rate, one line an algorithm; ours are solid, baselines send nothing."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rates = list(medians_ms)
     algorithms = list(medians_ms[rates[0]])
@@ -56,11 +48,7 @@ def step_time(
 
 
 def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, float]]]) -> list[str]:
-    """One point a prediction, one colour a setting, and a band of 15 % around the diagonal.
-
-    Args:
-        steps_ms: By setting, (measured, predicted).
-    """
+    """One point a prediction (measured, predicted), one colour a setting, and a band of 15 %."""
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     every = [value for points in steps_ms.values() for point in points for value in point]
     ends = [0.8 * min(every), 1.2 * max(every)]
@@ -76,17 +64,8 @@ def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, floa
     return save_figure(figure, "advice")
 
 
-class Curve(Protocol):
-    """A training: seconds on the clock and held-out losses."""
-
-    @property
-    def algorithm(self) -> str: ...
-
-    @property
-    def seconds(self) -> list[float]: ...
-
-    @property
-    def losses(self) -> list[float]: ...
+# Algorithm, seconds on the clock, held-out losses.
+Curve: TypeAlias = tuple[str, Sequence[float], Sequence[float]]
 
 
 def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 2) -> list[str]:
@@ -96,11 +75,11 @@ def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 
         rows, columns, figsize=(10, 3 * rows + 0.6), layout="constrained", squeeze=False
     )
     for axes, (title, curves) in zip(grid.flat, figures.items(), strict=False):
-        target = curves[0].losses[-1]
-        for curve in curves:
-            axes.plot(curve.seconds[1:], curve.losses[1:], label=curve.algorithm)
+        target = curves[0][2][-1]
+        for algorithm, seconds, losses in curves:
+            axes.plot(seconds[1:], losses[1:], label=algorithm)
         axes.axhline(target, color="black", linestyle=":", linewidth=1)
-        longest = max(curve.seconds[-1] for curve in curves)
+        longest = max(seconds[-1] for _, seconds, _ in curves)
         axes.set(title=title, xlabel="seconds", xscale="log", ylabel="held-out loss, nats a byte")
         axes.set(xlim=(longest / 300, longest * 1.1), ylim=(target - 0.15, target + 1.0))
     handles, labels = grid.flat[0].get_legend_handles_labels()
@@ -109,12 +88,7 @@ def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 
 
 
 def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path) -> None:
-    """Loss gap to exact averaging against bytes, one point a method with the 95 % interval of its mean.
-
-    Args:
-        gaps: By method, times fewer bytes than bf16, gap in percent, and half of the interval.
-        path: Where both formats go, without their suffix.
-    """
+    """Loss gap to exact averaging in percent, and half of its interval, against times fewer bytes."""
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     for number, (method, (times_fewer, percent, half)) in enumerate(gaps.items()):
         marker = "os^Dv*"[number // 10 % 6]

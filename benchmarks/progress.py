@@ -14,8 +14,6 @@ from typing import Any, TextIO
 
 from pages import ROOT, cpu_model
 
-__all__ = ["UNFINISHED_FOLDER", "Kept", "Progress"]
-
 UNFINISHED_FOLDER = ROOT / "build" / "unfinished"
 TERMINAL_EVERY_SECONDS, LOG_EVERY_SECONDS = 0.5, 30.0
 INTERRUPTED = 128 + signal.SIGINT
@@ -25,13 +23,8 @@ class Progress:
     """Tells on stderr how far a run is, and how long it takes yet: as a context, around all of it.
 
     On a terminal it is one line that changes; in a log, a line at most every 30 s. A run that is interrupted,
-    or asked to end, says what becomes of its work and exits.
-
-    Args:
-        total: How much there is to do, in any unit.
-        kept: The file that has what is finished; None where the next start begins anew.
-        out: Where to tell.
-        clock: In seconds.
+    or asked to end, says what becomes of its work and exits. `kept` is the file that has what is finished;
+    without one the next start begins again.
     """
 
     def __init__(
@@ -42,20 +35,16 @@ class Progress:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._kept, self._clock = kept, clock
-        # Where all is kept already, there is nothing to do.
-        self._total = total or 1
-        self._is_done = not total and kept is not None
+        self._kept, self._clock, self._total = kept, clock, total
         self._out = sys.stderr if out is None else out
         self._is_terminal = self._out.isatty()
-        self._start = self._shown = clock()
-        if self._is_terminal:
-            self._shown = -math.inf
+        self._start = clock()
+        self._shown = -math.inf if self._is_terminal else self._start
 
     def __enter__(self) -> Progress:
         # So that whatever has been started is ended by it as by Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if self._is_done:
+        if not self._total and self._kept is not None:
             print(f"nothing left to measure: all of it is in {self._kept}", file=self._out)
         return self
 
@@ -65,29 +54,21 @@ class Progress:
         if self._is_terminal:
             self._out.write("\r\x1b[K")
         if kind is KeyboardInterrupt:
-            becomes = (
-                "nothing is kept: this benchmark can't be resumed"
-                if self._kept is None
-                else f"what is finished is in {self._kept}: the same command goes on from there"
-            )
+            becomes = f"what is finished is in {self._kept}: the same command goes on from there"
+            if self._kept is None:
+                becomes = "nothing is kept: this benchmark can't be resumed"
             print(f"interrupted; {becomes}", file=self._out)
             raise SystemExit(INTERRUPTED)
 
     def show(self, done: float, now: object) -> None:
-        """Tell how far it is, if it is time to.
-
-        Args:
-            done: Of the total, in this run.
-            now: What is being done.
-        """
+        """Tell how much of the total is done in this run, and what is being done, if it is time to."""
         seconds = self._clock()
         if seconds - self._shown < (TERMINAL_EVERY_SECONDS if self._is_terminal else LOG_EVERY_SECONDS):
             return
         self._shown = seconds
-        elapsed = seconds - self._start
-        left = (
-            in_words(elapsed * (self._total - done) / done) + " left" if done else "time left not known yet"
-        )
+        elapsed, left = seconds - self._start, "time left not known yet"
+        if done:
+            left = in_words(elapsed * (self._total - done) / done) + " left"
         line = f"{100 * done / self._total:3.0f} %, {in_words(elapsed)} gone, {left}: {now}"
         # Longer ones would wrap, and the next could not take its place.
         self._out.write(f"\r{line[:100]}\x1b[K" if self._is_terminal else f"{line}\n")
@@ -103,12 +84,7 @@ def in_words(seconds: float) -> str:
 
 
 class Kept:
-    """What a run has found so far, a line each in a file, on this processor: the next start has it.
-
-    Args:
-        name: Of the benchmark.
-        folder: Where the file goes.
-    """
+    """What a run has found so far, a line each in a file, on this processor: the next start has it."""
 
     def __init__(self, name: str, folder: Path = UNFINISHED_FOLDER) -> None:
         self.path = folder / f"{name}.jsonl"
@@ -125,16 +101,11 @@ class Kept:
         return next((found for other, found in self.all() if other == key), None)
 
     def add(self, found: object, **key: object) -> None:
-        """Keep what was found, at once.
-
-        Args:
-            found: Something that JSON has.
-            key: Tells it from all else in the file, likewise.
-        """
+        """Keep what was found, at once; its key tells it from all else in the file, and JSON has both."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "processor": self._processor, "found": found}) + "\n")
 
     def finish(self) -> None:
-        """All is on its page: the next start measures anew."""
+        """All is on its page: the next start measures again."""
         self.path.unlink(missing_ok=True)

@@ -5,17 +5,16 @@ python benchmarks/results_page.py    # after anything new was measured
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 import bench_adamw
 import bench_known
-from bench_adamw import EXACT, STUDENT_T
-from pages import RESULTS_FOLDER, ROOT
+from pages import RESULTS_FOLDER, ROOT, half_interval
+from trainings import EXACT, percents
 
 PAGE = ROOT / "docs" / "results.md"
 GAP_PICTURE = "gap-against-bytes"
@@ -107,9 +106,7 @@ def section(title: str, *kinds: str) -> Iterator[str]:
 
 def adamw() -> Iterator[str]:
     """Yield losses with AdamW, from their file."""
-    by_setting: dict[bench_adamw.Setting, list[bench_adamw.Record]] = {}
-    for record in bench_adamw.records(bench_adamw.RECORDS):
-        by_setting.setdefault(record.setting, []).append(record)
+    found = bench_adamw.by_setting(bench_adamw.records(bench_adamw.RECORDS))
     yield "## Loss after equally many tokens, with AdamW"
     # The file's lines do not say where: the page of the same day does.
     (page,) = latest("adamw")
@@ -117,9 +114,9 @@ def adamw() -> Iterator[str]:
     yield f"{command} · {page.origin().partition(' · ')[2]}"
     yield bench_adamw.EXPLANATION
     yield f"![loss gap against bytes]({FROM_DOCS}{GAP_PICTURE}.png)"
-    for setting, of_setting in by_setting.items():
+    for setting, of_setting in found.items():
         if bench_adamw.compared(of_setting):
-            yield f"### {bench_adamw.section_title(setting)}\n\n{bench_adamw.table(setting, by_setting)}"
+            yield f"### {bench_adamw.section_title(setting)}\n\n{bench_adamw.table(setting, found)}"
 
 
 def gaps() -> dict[str, tuple[float, float, float]]:
@@ -127,38 +124,29 @@ def gaps() -> dict[str, tuple[float, float, float]]:
 
     Of four members with AdamW, and of at least three seeds.
     """
-    of_setting = [
-        record
-        for record in bench_adamw.records(bench_adamw.RECORDS)
-        if record.setting == bench_adamw.Setting()
-    ]
-    compared = bench_adamw.compared(of_setting)
-    exact = {run.lane.seed: run.outcome.loss for run in compared[EXACT]}
+    every = bench_adamw.by_setting(bench_adamw.records(bench_adamw.RECORDS))
+    compared = bench_adamw.compared(every[bench_adamw.Setting()])
+    exact = bench_adamw.losses_by_seed(compared.pop(EXACT))
     found = {}
     for name, runs in compared.items():
-        percent = [
-            100 * (run.outcome.loss / exact[run.lane.seed] - 1) for run in runs if run.lane.seed in exact
-        ]
-        if name != EXACT and len(percent) >= MIN_SEEDS:
-            half = STUDENT_T[len(percent) - 1] * stdev(percent) / math.sqrt(len(percent))
-            found[name] = runs[0].outcome.times_fewer, fmean(percent), half
+        gaps = percents(bench_adamw.losses_by_seed(runs), exact)
+        if len(gaps) >= MIN_SEEDS:
+            found[name] = runs[0].outcome.times_fewer, fmean(gaps), half_interval(gaps)
     return dict(sorted(found.items(), key=lambda each: each[1][0]))
 
 
 def known() -> Iterator[str]:
     """Yield what came of data that packages bring along, and what of it is missing."""
     yield "## On data that packages bring along"
-    by_part: dict[tuple[str, str, int], list[bench_known.Record]] = {}
-    for record in bench_known.records(bench_known.RECORDS):
-        by_part.setdefault((record.task, record.optimizer, record.steps), []).append(record)
     origins = [page.origin() for page in latest("known")]
     command = "`python benchmarks/bench_known.py train`, one line a training in `known.jsonl`"
     yield " · ".join([command, *(origin.partition(" · ")[2] for origin in origins)])
     yield bench_known.EXPLANATION
-    for (task, optimizer, steps), of_part in by_part.items():
-        yield f"### {task}, {optimizer}, {steps} steps\n\n{bench_known.table(of_part)}"
+    found = bench_known.records(bench_known.RECORDS)
+    for part, runs in bench_known.by_part(found).items():
+        yield f"### {part}\n\n{bench_known.table(runs)}"
     wanted = {(task, optimizer) for task, each in bench_known.TASKS.items() for optimizer in each.rates}
-    missing = sorted(wanted - {(task, optimizer) for task, optimizer, _ in by_part})
+    missing = sorted(wanted - {(record.task, record.optimizer) for record in found})
     if missing:
         yield "Not measured yet: " + "; ".join(", ".join(each) for each in missing) + "."
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -56,8 +57,8 @@ class Messages(NamedTuple):
 
     first_bytes: float
     first_count: int
-    later_bytes: float
-    later_count: int
+    later_bytes: float = 0
+    later_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,56 +67,61 @@ class Measurement:
 
     algorithm: str
     processes: int
-    bytes_per_second: float
+    rate: str
     compute_seconds: float
     step_seconds: float
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What is fitted: seconds a message, seconds a byte, and shares of the compute."""
+    """The model: what is fitted are seconds a message, seconds a byte, and shares of the compute.
+
+    Attributes:
+        messages: By algorithm.
+        least_seconds: Compute where it was fitted; more hosts share the lab's processors and are slower.
+        tree: Whether messages follow each other as in a tree, else as in a ring.
+    """
 
     latency_seconds: torch.Tensor
     handling_seconds: torch.Tensor
     hidden: torch.Tensor
     arithmetic: Mapping[str, torch.Tensor]
+    messages: Mapping[str, Messages]
+    least_seconds: float
     tree: bool = False
+
+    def of(self, each: Measurement) -> torch.Tensor:
+        """The step of a measurement."""
+        slowdown, rate = each.compute_seconds / self.least_seconds, RATES[each.rate]
+        return self.step_seconds(each.algorithm, each.processes, rate, each.compute_seconds, slowdown)
 
     def step_seconds(
         self,
         algorithm: str,
-        messages: Messages,
         processes: int,
         bytes_per_second: float,
         compute_seconds: float,
         slowdown: float = 1.0,
     ) -> torch.Tensor:
-        """The model. `slowdown`: how many times slower the processors are than where it was fitted."""
-        first = self._all_reduce(
-            messages.first_bytes, messages.first_count, processes, bytes_per_second, slowdown
-        )
-        later = self._all_reduce(
-            messages.later_bytes, messages.later_count, processes, bytes_per_second, slowdown
-        )
-        exposed = softplus((first - self.hidden * compute_seconds) / 1e-3) * 1e-3
-        return compute_seconds * (1 + self.arithmetic[algorithm]) + exposed + later
-
-    def _all_reduce(
-        self, num_bytes: float, count: int, processes: int, bytes_per_second: float, slowdown: float
-    ) -> torch.Tensor:
+        """`slowdown`: how many times slower the processors are than where it was fitted."""
         in_a_row = 2 * math.ceil(math.log2(processes)) if self.tree else 2 * (processes - 1)
         byte_seconds = 1 / bytes_per_second + self.handling_seconds * slowdown
-        sent_bytes = 2 * (processes - 1) / processes * num_bytes
-        return count * in_a_row * self.latency_seconds * slowdown + sent_bytes * byte_seconds
+
+        def all_reduce(num_bytes: float, count: int) -> torch.Tensor:
+            sent_bytes = 2 * (processes - 1) / processes * num_bytes
+            return count * in_a_row * self.latency_seconds * slowdown + sent_bytes * byte_seconds
+
+        sent = self.messages[algorithm]
+        hidden_seconds = self.hidden * compute_seconds
+        exposed = softplus((all_reduce(*sent[:2]) - hidden_seconds) / 1e-3) * 1e-3
+        return compute_seconds * (1 + self.arithmetic[algorithm]) + exposed + all_reduce(*sent[2:])
 
 
 def messages_of(algorithm: Algorithm, specs: Sequence[ParameterSpec]) -> Messages:
     """From the plan: the right factors go out after the backward pass, all else during it."""
     plan = algorithm.plan(specs)
-    if not isinstance(algorithm, PowerSGD):
-        return Messages(plan.message_bytes, NUM_BUCKETS, 0, 0)
-    if algorithm.alternating:
-        return Messages(plan.message_bytes, NUM_BUCKETS, 0, 0)
+    if not isinstance(algorithm, PowerSGD) or algorithm.alternating:
+        return Messages(plan.message_bytes, NUM_BUCKETS)
     later = sum(
         4 * route.matrix_rank * route.matrix_shape[1]
         for route in plan.routes
@@ -124,28 +130,18 @@ def messages_of(algorithm: Algorithm, specs: Sequence[ParameterSpec]) -> Message
     return Messages(plan.message_bytes - later, NUM_BUCKETS, later, 1)
 
 
-def parameter_specs(size: str) -> list[ParameterSpec]:
-    return [ParameterSpec.of(name, each) for name, each in GPT(SIZES[size]).named_parameters()]
-
-
 def measurements_of(paths: Iterable[Path]) -> list[Measurement]:
     """Of the algorithms in the model, with links of a known rate."""
     rows = [row for path in paths for row in json.loads(path.read_text()) if row["rate"] in RATES]
-    compute = {
-        (row["hosts"], row["rate"]): median(row["step_ms"])
+    seconds = {
+        (row["hosts"], row["rate"], row["algorithm"]): median(row["step_ms"]) / 1e3
         for row in rows
-        if row["algorithm"] == COMPUTE_ONLY
+        if row["algorithm"] in (COMPUTE_ONLY, *ALGORITHMS)
     }
     return [
-        Measurement(
-            row["algorithm"],
-            row["hosts"],
-            RATES[row["rate"]],
-            compute[row["hosts"], row["rate"]] / 1e3,
-            median(row["step_ms"]) / 1e3,
-        )
-        for row in rows
-        if row["algorithm"] in ALGORITHMS
+        Measurement(algorithm, hosts, rate, seconds[hosts, rate, COMPUTE_ONLY], step_seconds)
+        for (hosts, rate, algorithm), step_seconds in seconds.items()
+        if algorithm != COMPUTE_ONLY
     ]
 
 
@@ -154,61 +150,34 @@ def has_all(path: Path) -> bool:
     return {row["algorithm"] for row in json.loads(path.read_text())} >= {COMPUTE_ONLY, *ALGORITHMS}
 
 
-def fitted(measurements: Sequence[Measurement], messages: Mapping[str, Messages]) -> Costs:
+def fitted(measurements: Sequence[Measurement], messages: Mapping[str, Messages], least: float) -> Costs:
     """The costs with the least mean squared relative error."""
+
+    def costs(raw: torch.Tensor) -> Costs:
+        latency, handling, hidden, *arithmetic = softplus(raw)
+        by_algorithm = {name: 0.1 * share for name, share in zip(ALGORITHMS, arithmetic, strict=True)}
+        return Costs(1e-3 * latency, 1e-8 * handling, hidden, by_algorithm, messages, least)
+
     raw = torch.full((3 + len(ALGORITHMS),), -1.0, requires_grad=True)
     optimizer = torch.optim.Adam([raw], lr=0.05)
     for _ in range(3000):
         optimizer.zero_grad()
-        ratios = [
-            predicted(_costs(raw), each, messages, measurements) / each.step_seconds for each in measurements
-        ]
+        ratios = [costs(raw).of(each) / each.step_seconds for each in measurements]
         torch.autograd.backward(torch.stack(ratios).log().square().mean())
         optimizer.step()
-    return _costs(raw.detach())
+    return costs(raw.detach())
 
 
-def _costs(raw: torch.Tensor) -> Costs:
-    latency, handling, hidden, *arithmetic = softplus(raw)
-    by_algorithm = {name: 0.1 * share for name, share in zip(ALGORITHMS, arithmetic, strict=True)}
-    return Costs(1e-3 * latency, 1e-8 * handling, hidden, by_algorithm)
-
-
-def predicted(
-    costs: Costs,
-    each: Measurement,
-    messages: Mapping[str, Messages],
-    measurements: Sequence[Measurement],
-) -> torch.Tensor:
-    """The model's step time of a measurement; more hosts share the lab's processors."""
-    least = min(other.compute_seconds for other in measurements)
-    return costs.step_seconds(
-        each.algorithm,
-        messages[each.algorithm],
-        each.processes,
-        each.bytes_per_second,
-        each.compute_seconds,
-        each.compute_seconds / least,
-    )
-
-
-def fit_table(
-    measurements: Sequence[Measurement],
-    messages: Mapping[str, Messages],
-    costs: Costs,
-    *,
-    seen: Sequence[int],
-) -> str:
+def fit_table(measurements: Sequence[Measurement], costs: Costs, seen: Sequence[int]) -> str:
     """Measured and predicted, one row a setting; what the fit has not seen is marked."""
     rows = []
     for each in measurements:
-        seconds = predicted(costs, each, messages, measurements).item()
-        rate = next(name for name, value in RATES.items() if value == each.bytes_per_second)
+        seconds = costs.of(each).item()
         rows.append(
             [
                 each.algorithm,
                 f"{each.processes}{'' if each.processes in seen else ' *'}",
-                rate,
+                each.rate,
                 f"{1e3 * each.step_seconds:.0f}",
                 f"{1e3 * seconds:.0f}",
                 f"{100 * (seconds / each.step_seconds - 1):+.0f} %",
@@ -217,62 +186,52 @@ def fit_table(
     return markdown_table(["", "hosts", "rate", "measured, ms", "predicted, ms", "error"], rows)
 
 
-def errors(
-    measurements: Sequence[Measurement], messages: Mapping[str, Messages], costs: Costs, processes: int
-) -> list[float]:
-    """Relative errors, without sign, of the measurements on that many hosts."""
-    return sorted(
-        abs(predicted(costs, each, messages, measurements).item() / each.step_seconds - 1)
-        for each in measurements
-        if each.processes == processes
-    )
+def accuracy(measurements: Sequence[Measurement], costs: Costs, seen: Sequence[int]) -> str:
+    """Relative errors, by the number of hosts."""
+    parts = []
+    for processes in sorted({each.processes for each in measurements}):
+        of_these = [each for each in measurements if each.processes == processes]
+        errors = sorted(100 * abs(costs.of(each).item() / each.step_seconds - 1) for each in of_these)
+        how = "fitted" if processes in seen else "predicted"
+        parts.append(f"{processes} hosts ({how}): median {median(errors):.0f} %, largest {errors[-1]:.0f} %")
+    return f"Error: {'; '.join(parts)}."
 
 
-def outlook_table(costs: Costs, messages: Mapping[str, Messages], compute_seconds: float) -> str:
+SIXTEEN_BIT, LOW_RANK = 'Cast("bf16")', "PowerSGD(matrix_rank=4)"
+
+
+def outlook_table(costs: Costs, compute_seconds: float) -> str:
     """Predicted steps for more processes, each with processors of its own."""
-    sixteen, low_rank = 'Cast("bf16")', "PowerSGD(matrix_rank=4)"
-    rows = []
+
+    def both(processes: int, bits_per_second: float) -> list[float]:
+        return [
+            costs.step_seconds(name, processes, bits_per_second / 8, compute_seconds).item()
+            for name in (SIXTEEN_BIT, LOW_RANK)
+        ]
+
+    rows, rates = [], (1, 10, 25, 100)
     for processes in (8, 64, 256, 1024):
-        cells = []
-        for gigabits in (1, 10, 25, 100):
-            a, b = (
-                costs.step_seconds(
-                    name, messages[name], processes, gigabits * 1e9 / 8, compute_seconds
-                ).item()
-                for name in (sixteen, low_rank)
-            )
-            cells.append(f"{1e3 * a:.0f} / {1e3 * b:.0f}")
-        even = break_even(costs, messages, processes, compute_seconds, sixteen, low_rank)
-        rows.append([str(processes), *cells, even])
-    header = ["processes", *[f"{rate} Gbit/s" for rate in (1, 10, 25, 100)], "break-even"]
-    return markdown_table(header, rows)
+        steps = [both(processes, 1e9 * rate) for rate in rates]
+        cells = [f"{1e3 * sixteen:.0f} / {1e3 * low_rank:.0f}" for sixteen, low_rank in steps]
+        rows.append([str(processes), *cells, break_even(partial(both, processes))])
+    return markdown_table(["processes", *[f"{rate} Gbit/s" for rate in rates], "break-even"], rows)
 
 
-def break_even(
-    costs: Costs,
-    messages: Mapping[str, Messages],
-    processes: int,
-    compute_seconds: float,
-    baseline: str,
-    candidate: str,
-) -> str:
-    """The link rate below which the candidate is faster by `LEAST_GAIN`."""
+def break_even(both: Callable[[float], list[float]]) -> str:
+    """The link rate below which the second of two steps is faster by `LEAST_GAIN`."""
 
-    def gain_seconds(bits_per_second: float) -> float:
-        a, b = (
-            costs.step_seconds(name, messages[name], processes, bits_per_second / 8, compute_seconds).item()
-            for name in (baseline, candidate)
-        )
-        return (1 - LEAST_GAIN) * a - b
+    def gains(bits_per_second: float) -> bool:
+        baseline, candidate = both(bits_per_second)
+        return (1 - LEAST_GAIN) * baseline > candidate
 
     low, high = 1e6, 1e12
-    if gain_seconds(low) < 0:
+    if not gains(low):
         return "none"
-    if gain_seconds(high) > 0:
+    if gains(high):
         return "every rate"
     for _ in range(60):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain_seconds(middle) > 0 else (low, middle)
+        low, high = (middle, high) if gains(middle) else (low, middle)
     return f"{low / 1e9:.1f} Gbit/s"
 
 
@@ -302,12 +261,13 @@ def parsed_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed_arguments()
-    specs = parameter_specs(arguments.size)
+    specs = [ParameterSpec.of(name, each) for name, each in GPT(SIZES[arguments.size]).named_parameters()]
     messages = {name: messages_of(algorithm, specs) for name, algorithm in ALGORITHMS.items()}
-    measurements = measurements_of(arguments.measured)
-    seen = [each for each in measurements if each.processes in arguments.fit_hosts]
-    costs = fitted(seen, messages)
-    compute_seconds = min(each.compute_seconds for each in measurements)
+    measurements, seen = measurements_of(arguments.measured), arguments.fit_hosts
+    least = min(each.compute_seconds for each in measurements)
+    of_fit = [each for each in measurements if each.processes in seen]
+    costs = fitted(of_fit, messages, min(each.compute_seconds for each in of_fit))
+    costs = replace(costs, least_seconds=least)
     dedicated = replace(costs, latency_seconds=torch.tensor(1e-6 * arguments.latency_us), tree=True)
     found = [
         ["latency of a message to the next process", f"{1e6 * costs.latency_seconds.item():.0f} µs"],
@@ -318,29 +278,21 @@ def main() -> None:
             for name, share in costs.arithmetic.items()
         ],
     ]
-    accuracy = []
-    for processes in sorted({each.processes for each in measurements}):
-        relative = errors(measurements, messages, costs, processes)
-        accuracy.append(
-            f"{processes} hosts ({'fitted' if processes in arguments.fit_hosts else 'predicted'}): median "
-            f"{100 * median(relative):.0f} %, largest {100 * relative[-1]:.0f} %"
-        )
     text = page(
         "A cost model of a step, and what it says for many processes",
         f"From {', '.join(path.name for path in arguments.measured)}; hosts with a * are predicted.",
         markdown_table(["cost", "fitted"], found),
-        "Error: " + "; ".join(accuracy) + ".",
-        fit_table(measurements, messages, costs, seen=arguments.fit_hosts),
-        f"## More processes\n\nThe same model ({1e3 * compute_seconds:.0f} ms of compute), each process "
-        'with processors and a link of its own: ms per step with `Cast("bf16")` / `PowerSGD(matrix_rank=4)`, '
-        f"and the link rate below which the latter is more than {LEAST_GAIN:.0%} faster, which is about the "
-        "error of the model. A ring with the lab's latency, in which the "
-        "hosts share processors:",
-        outlook_table(costs, messages, compute_seconds),
+        accuracy(measurements, costs, seen),
+        fit_table(measurements, costs, seen),
+        f"## More processes\n\nThe same model ({1e3 * least:.0f} ms of compute), each process with "
+        f"processors and a link of its own: ms per step with `{SIXTEEN_BIT}` / `{LOW_RANK}`, and the link "
+        f"rate below which the latter is more than {LEAST_GAIN:.0%} faster, which is about the error of the "
+        "model. A ring with the lab's latency, in which the hosts share processors:",
+        outlook_table(costs, least),
         f"A tree with {arguments.latency_us:g} µs a message, as on dedicated machines (assumed):",
-        outlook_table(dedicated, messages, compute_seconds),
+        outlook_table(dedicated, least),
         f"The same, with {FASTER} times less compute, arithmetic included, for the same gradients (assumed):",
-        outlook_table(dedicated, messages, compute_seconds / FASTER),
+        outlook_table(dedicated, least / FASTER),
     )
     print(text)
     print(save(text, "scaling"))

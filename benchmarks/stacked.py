@@ -14,24 +14,14 @@ from torch import Tensor, nn
 from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
 from thinwire.plan import ParameterSpec
 
-__all__ = ["StackedGPT"]
-
 
 class StackedGPT:
     """Equal models, one for each member of each lane, whose gradients come from one backward pass.
 
-    A lane is a training run of its own; several side by side are faster than one after another.
-
-    Args:
-        config: Of each model.
-        seeds: Of each lane's start.
-        num_members: How many models a lane has, all with the same parameters at the start.
-
-    Attributes:
-        models: By member, those of all lanes; their gradients are set and stay where they are.
-        buckets: The parameters of each lane.
-        parameters: `(members, lanes, elements)`, what the models hold.
-        gradients: Of the same shape.
+    A lane is a training run; several side by side are faster than one after another. Each has a seed to start
+    from, the same for its members. `models` are by member those of all lanes; their gradients are set and
+    stay where they are. `buckets` are the parameters of each lane; `parameters` is what the models hold,
+    `(members, lanes, elements)`, and `gradients` has the same shape.
     """
 
     def __init__(self, config: GPTConfig, seeds: Sequence[int], num_members: int) -> None:
@@ -72,12 +62,7 @@ class StackedGPT:
         return model
 
     def backward(self, inputs: Tensor, targets: Tensor) -> None:
-        """Make the gradients those of each model's own mean loss.
-
-        Args:
-            inputs: Bytes, int64 `(members, lanes, batch, length)`.
-            targets: The bytes after them.
-        """
+        """Make the gradients those of each mean loss on int64 bytes, `(members, lanes, batch, length)`."""
         loss = F.cross_entropy(self._logits(inputs.flatten(0, 1)).flatten(0, 1), targets.flatten())
         gradients = torch.autograd.grad(self._num_models * loss, list(self._stacks.values()))
         flats = [gradient.flatten(1) for gradient in gradients]

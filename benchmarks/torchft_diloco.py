@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 from in_lab import own_address
 from thinwire.demo.model import GPT
 
-__all__ = ["fragments", "torchft_diloco"]
-
+# Of SGD with Nesterov momentum: ours is compared with the same.
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 TIMEOUT = timedelta(minutes=10)
 _numbers = count()
 
@@ -41,24 +41,13 @@ def torchft_diloco(
     fragments: Sequence[nn.Module],
     *,
     every_steps: int,
-    outer_lr: float,
-    outer_momentum: float,
     delay_steps: int = 0,
     mix: float = 0.0,
 ) -> Iterator[Any]:
-    """Train with torchft's DiLoCo inside the context. Collective.
+    """Train with torchft's DiLoCo inside the context, a fragment every so many steps. Collective.
 
-    Every one of them has a lighthouse of its own, on the first host: a quorum is of all who talk to one.
-
-    Args:
-        model: The same on all hosts.
-        optimizer: Trains it.
-        fragments: Modules that have its parameters between them.
-        every_steps: Steps from one averaging of a fragment to its next.
-        outer_lr: Of SGD with Nesterov momentum.
-        outer_momentum: Of the same.
-        delay_steps: Steps from the sending of a fragment to its use.
-        mix: Share of the process's own parameters then.
+    Each has its own lighthouse, on the first host: a quorum is of all who talk to one. A fragment is used
+    some steps after it was sent, mixed with a share of the process's own parameters then.
     """
     os.environ.setdefault("RUST_LOG", "error")  # it logs every quorum
     torchft, local_sgd = import_module("torchft"), import_module("torchft.local_sgd")
@@ -90,7 +79,7 @@ def torchft_diloco(
         init_sync=False,  # the models are equal
     )
     outers = [
-        SGD(fragment.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=True)
+        SGD(fragment.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
         for fragment in fragments
     ]
     try:

@@ -17,8 +17,6 @@ import torch.distributed as dist
 from in_lab import interface_sent_bytes
 from progress import Kept
 
-__all__ = ["Contender", "Measured", "take_turns", "turns_done"]
-
 # PyTorch's PowerSGD averages whole gradients for at least two steps, and DDP then rebuilds its buckets.
 UNTIMED_STEPS = 4
 
@@ -87,7 +85,7 @@ def take_turns(
     setting: str,
     untimed_steps: int = UNTIMED_STEPS,
 ) -> dict[str, Measured]:
-    """Time contenders in turns, in another order every round. Collective, between hosts of the lab.
+    """Time contenders in turns, in a different order every round. Collective, between hosts of the lab.
 
     Args:
         contenders: By name, the same on all hosts.
@@ -138,14 +136,7 @@ def take_turns(
 
 
 def turns_done(kept: Kept, settings: Collection[str], names: Collection[str], rounds: int) -> int:
-    """Return how many turns of a benchmark are kept.
-
-    Args:
-        kept: Where they are.
-        settings: Those of the benchmark.
-        names: Its contenders.
-        rounds: Turns of each.
-    """
+    """Return how many turns of a benchmark's settings and contenders are kept."""
     return sum(
         key["setting"] in settings and key["name"] in names and key["number"] <= rounds
         for key, _ in kept.all()

@@ -33,14 +33,6 @@ def several_processes() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def error_of(action: Any) -> tuple[str, str]:
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def assert_chosen_alike(auto: Auto) -> None:
     """Both processes have come to the same choice, and bf16 has sent half of what exact averaging sends."""
     exact, cast, *_ = auto.trials

@@ -97,9 +97,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 class Measurements:
     """Keep a worker of xdist from whatever would disturb a measurement, by itself or by others.
 
-    Args:
-        ended: A folder that all workers share. It holds a file for each measurement that has ended.
-        number: Of measurements.
+    All workers share the folder `ended`, which gets a file for each of `number` measurements as it ends.
     """
 
     def __init__(self, ended: Path, number: int) -> None:

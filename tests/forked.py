@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import sys
@@ -29,7 +30,7 @@ def context() -> Any:
     if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
         server.ensure_running = resource_tracker.ensure_running  # its own would start another
         return found
-    found.set_forkserver_preload([*modules, "frozen_heap"])
+    found.set_forkserver_preload(modules)
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(each for each in sys.path if each)
     settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -56,6 +57,8 @@ def enter(path: str) -> None:
 def _begin(
     environment: dict[str, str], namespaces: Sequence[str], body: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
+    # What the server has imported is not garbage: to look at a million objects would copy their pages.
+    gc.freeze()
     for path in namespaces:
         enter(path)
     os.environ.clear()

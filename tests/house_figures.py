@@ -6,12 +6,9 @@ Figures of the source as it lies there; only an import is run, in fresh processe
 from __future__ import annotations
 
 import ast
-import io
-import keyword
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations_with_replacement
@@ -25,10 +22,6 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 RUN_LINES = 6  # a run of so many shared lines counts as a duplicate
 TOO_COMMON = 8  # a run that stands in more places is a habit, not a duplicate
 IMPORTS = 9  # fresh processes, of which the median counts
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.py"))
 
 
 def num_lines(paths: list[Path]) -> int:
@@ -72,27 +65,12 @@ def comment_share(paths: list[Path]) -> float:
     return comments / code
 
 
-def shape_of(line: str) -> str:
-    """Return a line with every name, string and number replaced by one sign."""
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line).readline))
-    except (tokenize.TokenError, IndentationError):
-        return line
-    return " ".join(
-        "x"
-        if t.type in (tokenize.STRING, tokenize.NUMBER)
-        or (t.type == tokenize.NAME and not keyword.iskeyword(t.string))
-        else t.string
-        for t in tokens
-    )
-
-
-def duplicate_pairs(paths: list[Path], *, by_shape: bool) -> list[str]:
+def duplicate_pairs(paths: list[Path]) -> list[str]:
     """Return the pairs of files that share a run, each with the place of one."""
     places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
     for path in paths:
         lines = [
-            (number, shape_of(line) if by_shape else line)
+            (number, line)
             for number, line in enumerate(map(str.strip, path.read_text().splitlines()), start=1)
             if re.search(r"\w", line) and not re.match(r"#|import |from .* import ", line)
         ]
@@ -141,7 +119,7 @@ def printed_by(code: str) -> str:
 
 
 def main() -> None:
-    source, tests = files_in(SOURCE), files_in(ROOT / "tests")
+    source, tests = (sorted(folder.rglob("*.py")) for folder in (SOURCE, ROOT / "tests"))
     functions = list(functions_in(source))
     sizes = [body_lines(function) for _, function in functions]
     many = [
@@ -150,14 +128,12 @@ def main() -> None:
         if num_arguments(f) > 10 and "triton" not in where
     ]
     modules, ratio = import_figures()
-    same, alike = (duplicate_pairs(source, by_shape=by_shape) for by_shape in (False, True))
-    used_once = closets(source)
+    same, used_once = duplicate_pairs(source), closets(source)
     rows = [
         ("src: lines, with docstrings", f"{num_lines(source):,}"),
         ("src: files", len(source)),
         ("tests: lines", f"{num_lines(tests):,}"),
         ("files that share six lines", len(same)),
-        ("files that share six lines but for names", len(alike)),
         ("modules of ours that `thinwire.attach` loads", modules),
         ("its time, torch's included, in that of `import torch`", f"{ratio:.2f}"),
         ("functions of more than 10 arguments, Triton's aside", len(many)),
@@ -169,8 +145,7 @@ def main() -> None:
         print(f"{name:56} {figure:>8}")
     if "--list" in sys.argv[1:]:
         print(
-            *["", "Shared lines:", *same, "", "Many arguments:", *many, "", "Used once:", *used_once],
-            sep="\n",
+            "", "Shared lines:", *same, "", "Many arguments:", *many, "", "Used once:", *used_once, sep="\n"
         )
 
 

@@ -39,13 +39,11 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = forked.context()
         self._folder = Path(tempfile.mkdtemp(prefix="thinwire-pool-"))
-        self._tasks = [context.Queue() for _ in range(world_size)]
-        self._answers = [context.Queue() for _ in range(world_size)]
+        self._ends, theirs = zip(*(forked.context().Pipe() for _ in range(world_size)), strict=True)
         self._processes = [
-            forked.process(_serve, process_rank, world_size, str(self._folder), tasks, answers)
-            for process_rank, (tasks, answers) in enumerate(zip(self._tasks, self._answers, strict=True))
+            forked.process(_serve, process_rank, world_size, str(self._folder), end)
+            for process_rank, end in enumerate(theirs)
         ]
         for process in self._processes:
             process.start()
@@ -55,8 +53,8 @@ class Pool:
     def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Run `body(*args)` on every process; what each returned, by process rank."""
         task = pickle.dumps((body, args))
-        for tasks in self._tasks:
-            tasks.put(task)
+        for end in self._ends:
+            end.send_bytes(task)
         return self._answered(timeout_seconds)
 
     def close(self) -> None:
@@ -79,14 +77,14 @@ class Pool:
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
         results: list[Any] = []
-        for process_rank, (process, answers) in enumerate(zip(self._processes, self._answers, strict=True)):
+        for process_rank, (process, end) in enumerate(zip(self._processes, self._ends, strict=True)):
             seconds = max(0.0, deadline - time.monotonic())
-            ready = connection.wait([answers._reader, process.sentinel], seconds)
-            if answers._reader not in ready:
+            ready = connection.wait([end, process.sentinel], seconds)
+            try:
+                ok, value = pickle.loads(end.recv_bytes() if end in ready else b"")
+            except EOFError:
                 how = "ended" if ready else f"hung for {timeout_seconds} s"
-                stacks = self._stacks()
-                raise WorkerFailed(f"process {process_rank} {how}\n{stacks}")
-            ok, value = pickle.loads(answers.get())
+                raise WorkerFailed(f"process {process_rank} {how}\n{self._stacks()}") from None
             if not ok:
                 raise WorkerFailed(f"process {process_rank} of {self.world_size} failed\n{value}")
             results.append(value)
@@ -140,7 +138,7 @@ def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
     getattr(import_module(module), name).__wrapped__(**given)
 
 
-def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:
+def _serve(process_rank: int, world_size: int, folder: str, end: connection.Connection) -> None:
     """A process of the pool: join the group, then run what comes."""
     warnings.simplefilter("error")
     # Of the compiler's own accesses, and of the version of Python.
@@ -157,11 +155,11 @@ def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers:
             timeout=timedelta(seconds=30),
         )
         assert dist.get_world_size() == world_size  # of every test in this pool
-        answers.put(pickle.dumps((True, None)))
+        end.send_bytes(pickle.dumps((True, None)))
         while True:
-            body, args = pickle.loads(tasks.get())
+            body, args = pickle.loads(end.recv_bytes())
             try:
                 answer = (True, body(*args))
             except BaseException:
                 answer = (False, traceback.format_exc())
-            answers.put(pickle.dumps(answer))
+            end.send_bytes(pickle.dumps(answer))

@@ -1,4 +1,4 @@
-"""What the pages say is so: the sentences that they explain are the code's, and code that they show runs."""
+"""What the pages say is so: sentences that they explain are raised, what they call is there, code runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 import in_turn
 import thinwire
+from pool import Pool
 from thinwire import algorithms, elastic, errors, hooks, powersgd, testing
 
 ROOT = Path(__file__).parents[1]
@@ -25,13 +26,6 @@ FAQ = PAGES["faq.md"]
 SENTENCES = re.findall(r"^> (.*)", FAQ, re.MULTILINE)
 
 
-def sources() -> list[str]:
-    """The package's files, each with the parts of its strings joined as Python joins them."""
-    files = Path(thinwire.__file__).parent.rglob("*.py")
-    joined = [re.sub(r'(["\'])\s+f?["\']', "", path.read_text()) for path in files]
-    return [re.sub(r"\{[^{}]*\}|%[sdr]|%\.1f", "…", text) for text in joined]
-
-
 def test_every_error_stands_in_the_list_of_errors() -> None:
     headings = re.findall(r"^## (\w+)$", FAQ, re.MULTILINE)
     assert set(errors.__all__) <= set(headings)
@@ -39,7 +33,10 @@ def test_every_error_stands_in_the_list_of_errors() -> None:
 
 @pytest.fixture(scope="module")
 def source() -> list[str]:
-    return sources()
+    """The package's files, each with the parts of its strings joined as Python joins them."""
+    files = Path(thinwire.__file__).parent.rglob("*.py")
+    joined = [re.sub(r'(["\'])\s+f?["\']', "", path.read_text()) for path in files]
+    return [re.sub(r"\{[^{}]*\}|%[sdr]|%\.1f", "…", text) for text in joined]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
@@ -133,3 +130,39 @@ def is_there(names: list[str]) -> bool:
                 return False
         owner = getattr(owner, name)
     return True
+
+
+def quickstart() -> str:
+    """The script that the page tells to save, less making and ending the group: the pool has one."""
+    code = PAGES["quickstart.md"].partition("```python\n")[2].partition("```")[0]
+    group = re.compile(r"^(dist\.(init|destroy)_process_group\(.*\)|del model, sync .*)\n", re.MULTILINE)
+    without, removed = group.subn("", code)
+    assert removed == 3
+    return without
+
+
+def paste(code: str) -> tuple[int, float, float]:
+    """Run it; the processes in the group, the compression ratio, and the sum of the trained parameters."""
+    names: dict[str, Any] = {}
+    exec(compile(code, "quickstart.py", "exec"), names)
+    total = sum(float(parameter.detach().double().sum()) for parameter in names["model"].parameters())
+    return names["dist"].get_world_size(), names["sync"].stats().compression_ratio, total
+
+
+def test_the_quickstart_compresses_and_leaves_one_model(pool2: Pool) -> None:
+    answers = pool2.run(paste, quickstart())
+    assert [processes for processes, _, _ in answers] == [2, 2]
+    assert all(ratio > 7 for _, ratio, _ in answers)
+    assert answers[0][2] == answers[1][2]
+
+
+def test_the_readme_is_short_and_adds_the_line_of_the_quickstart() -> None:
+    readme = PAGES["README.md"]
+    assert len(readme.split()) <= 500
+    (line,) = re.findall(r"^\+(.*)", readme, re.MULTILINE)
+    assert line in quickstart()
+
+
+def test_one_version_everywhere() -> None:
+    assert f"\nversion: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {thinwire.__version__} " in (ROOT / "CHANGELOG.md").read_text()

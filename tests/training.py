@@ -54,6 +54,15 @@ def error_of(action: Callable[[], object]) -> str:
     return ""
 
 
+def raised_by(action: Callable[..., object]) -> tuple[str, str]:
+    """The type and the message of any error that an action raises; both empty if it raises none."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
 # In real processes.
 
 

@@ -15,11 +15,6 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def progress(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module, of a folder that is no package; what it does to signals is undone."""
@@ -30,34 +25,21 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("progress")
 
 
-def test_a_log_gets_a_line_every_half_minute_with_the_time_left(progress: Any) -> None:
-    now, out = [0.0], io.StringIO()
-    with progress.Progress(100, out=out, clock=lambda: now[0]) as shown:
-        for done in range(100):
-            now[0] = 2.0 * done
-            shown.show(done, f"step {done}")
-    lines = out.getvalue().splitlines()
-    assert lines[0] == " 15 %, 30 s gone, 3 min left: step 15"
-    assert len(lines) == 6
-
-
-def test_a_terminal_gets_one_line_that_changes(progress: Any) -> None:
-    now, out = [0.0], Terminal()
-    with progress.Progress(4, out=out, clock=lambda: now[0]) as shown:
-        for done in range(4):
-            now[0] = float(done)
-            shown.show(done, "bf16 " * 100)
-    assert "\n" not in out.getvalue()
-    written = out.getvalue().split("\r")[1:]
-    assert len(written) == 5  # the last one leaves the line empty
-    assert max(map(len, written)) < 110
-
-
-def test_a_run_that_has_nothing_left_says_so_and_where_it_is(progress: Any) -> None:
-    out = io.StringIO()
-    with progress.Progress(0, kept=Path("runs.jsonl"), out=out):
-        pass
-    assert out.getvalue() == "nothing left to measure: all of it is in runs.jsonl\n"
+def test_a_log_gets_a_line_every_half_minute_and_a_terminal_one_that_changes(progress: Any) -> None:
+    for is_terminal in (False, True):
+        now, out = [0.0], io.StringIO()
+        out.isatty = lambda told=is_terminal: told  # type: ignore[method-assign,misc]
+        with progress.Progress(100, out=out, clock=lambda now=now: now[0]) as shown:
+            for done in range(100):
+                now[0] = 2.0 * done
+                shown.show(done, f"step {done}" + " of many" * 20 * is_terminal)
+        lines = out.getvalue().split("\r" if is_terminal else "\n")[is_terminal:]
+        if is_terminal:
+            assert len(lines) == 101  # the last one leaves the line empty
+            assert max(map(len, lines)) < 110
+        else:
+            assert lines[0] == " 15 %, 30 s gone, 3 min left: step 15"
+            assert len(lines) == 7
 
 
 @pytest.mark.parametrize("kept", [None, Path("runs.jsonl")])
@@ -72,14 +54,15 @@ def test_an_interrupted_run_says_whether_it_can_be_resumed(progress: Any, kept: 
 def test_the_next_start_has_what_was_found_on_the_same_processor(
     progress: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = progress.Kept("runs", tmp_path / "new")
+    kept, out = progress.Kept("runs", tmp_path / "new"), io.StringIO()
     assert kept.find(name="a", number=1) is None
     kept.add([1.5], name="a", number=1)
     kept.add([2.5], name="a", number=2)
     again = progress.Kept("runs", tmp_path / "new")
     assert again.find(name="a", number=2) == [2.5]
-    assert len(again.all()) == 2
-    monkeypatch.setattr(progress, "cpu_model", lambda: "another one")
+    with progress.Progress(0, kept=kept.path, out=out):
+        assert out.getvalue() == f"nothing left to measure: all of it is in {kept.path}\n"
+    monkeypatch.setattr(progress, "cpu_model", lambda: "a different one")
     assert progress.Kept("runs", tmp_path / "new").all() == []
     again.finish()
     assert kept.all() == []

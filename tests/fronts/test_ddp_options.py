@@ -26,19 +26,11 @@ from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
 from thinwire.fronts import ddp, ddp_model
 from thinwire.sync import engine_of
+from training import raised_by
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
 SMALL_BUCKETS_MB = 0.001
-
-
-def error_of(action: Callable[[], Any]) -> tuple[str, str]:
-    """The error an action raises, PyTorch's too: its type and message."""
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class TwoTypes(nn.Module):
@@ -250,7 +242,7 @@ def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
         if not is_added:
             train(model, range(1))
         module.first.bias.requires_grad_(True)
-        told.append(error_of(functools.partial(train, model, range(1, 2))))
+        told.append(raised_by(functools.partial(train, model, range(1, 2))))
     return told
 
 
@@ -274,7 +266,7 @@ def _skipping(way: str) -> tuple[str, str]:
         registered(model, way)
         train(model, range(1))
 
-    return error_of(attach_and_train)
+    return raised_by(attach_and_train)
 
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
@@ -296,7 +288,7 @@ def _too_early() -> tuple[str, str, str]:
     model.skip_all_reduce_unused_params = False  # DDP itself has noted it already
     sync = thinwire.attach(model, POWER)
     with patch.object(ddp, "PATIENCE_SECONDS", 0.1):
-        error, message = error_of(lambda: train(model, range(1)))
+        error, message = raised_by(lambda: train(model, range(1)))
     return error, message, "can be saved" if sync.state_dict() else ""
 
 
@@ -369,10 +361,10 @@ def test_the_reducer_in_python_is_refused(pool2: Pool) -> None:
 def _python_reducer() -> list[tuple[str, str]]:
     with python_reducer():
         models = [DistributedDataParallel(nn.Linear(24, 24)) for _ in range(3)]
-    told = [error_of(lambda: thinwire.attach(models[0], POWER))]
+    told = [raised_by(lambda: thinwire.attach(models[0], POWER))]
     models[1].register_comm_hook(None, hooks.fp16_compress_hook)
     models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
-    return told + [error_of(functools.partial(train, model, range(1))) for model in models[1:]]
+    return told + [raised_by(functools.partial(train, model, range(1))) for model in models[1:]]
 
 
 # Copies
@@ -411,7 +403,7 @@ def _copied_early() -> list[tuple[str, str]]:
         lambda: train(copy.deepcopy(hooked), range(1)),
         lambda: thinwire.attach(evaluated, POWER),
     ]
-    return [error_of(call) for call in calls]
+    return [raised_by(call) for call in calls]
 
 
 Trained = tuple[int, float, list[Tensor]]
@@ -425,7 +417,7 @@ def _copied(way: str) -> tuple[bool, tuple[str, str], Trained, Trained, Trained]
     follower = AveragedModel(model)
     follower.update_parameters(model)
     averaged = torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
-    refused = error_of(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
+    refused = raised_by(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
     attached = copy.deepcopy(model)
     first = train(model, range(2, 3))
     stats = state.stats()
@@ -500,7 +492,7 @@ def _not_ddp() -> list[str]:
         lambda: thinwire.attach(tables[1], POWER),
         lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
     ]
-    told = [error_of(call) for call in calls]
+    told = [raised_by(call) for call in calls]
     assert {error for error, _ in told} == {"AttachError"}
     return [message for _, message in told]
 

@@ -1,8 +1,9 @@
-"""Processes of the tests: whatever becomes of the one that started them, they end."""
+"""How the tests run: what they ignore, what they say at their end, and that their processes end."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,9 +14,30 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
+from launcher import run_python
 from pool import Pools
 from test_elastic import is_running
 
+HERE = Path(__file__).parent
+FAILING = """
+import os, signal, pytest
+
+@pytest.mark.alone
+def test_rate():
+    assert False
+
+def test_other():
+    assert False
+
+def test_ctrl_c():
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+IN_THE_BACKGROUND = """
+import signal, sys, pytest
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+sys.exit(pytest.main(sys.argv[3:]))
+"""
 # A process that waits for good, started by one that does too.
 WAITING = """
 import os, time, forked
@@ -31,11 +53,22 @@ if __name__ == "__main__":
 """
 
 
-def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+def test_in_the_background_and_when_a_measurement_fails(tmp_path: Path) -> None:
+    """As a shell starts it, with Ctrl-C ignored."""
+    shutil.copy(HERE / "conftest.py", tmp_path)
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    settings = ["-q", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
+    done = run_python("-u", "-c", IN_THE_BACKGROUND, *settings, f"--rootdir={tmp_path}", str(tmp_path))
+    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    told = done.stdout.partition("failed, but need a quiet machine")[2].splitlines()[1]
+    assert "test_failing.py::test_rate" in told
+    assert "test_other" not in told
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(WAITING)
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
@@ -53,18 +86,18 @@ def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
 
 def test_a_pool_that_was_interrupted_gives_no_late_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a test's timeout interrupts it, while its processes are still at work."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
     pools = Pools()
     try:
         pool = pools.of(1)
         with monkeypatch.context() as interrupted:
-            interrupted.setattr(connection, "wait", _interrupt)
+            interrupted.setattr(connection, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 pool.run(os.getpid)
         assert not pool.alive
         assert pools.of(1).run(dist.get_world_size) == [1]
     finally:
         pools.close()
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt

@@ -1,9 +1,12 @@
-"""Parameter shapes of four well-known models, in the order of the model."""
+"""Parameter shapes of four well-known models, in their order; and a byte-level LSTM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -72,3 +75,26 @@ def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
 
 def _linear(outputs: int, inputs: int) -> Iterator[Shape]:
     yield from ((outputs, inputs), (outputs,))
+
+
+class LSTM(nn.Module):
+    """As in the PowerSGD paper's second task: `(batch, length)` int64 bytes → next-byte logits."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.layers = nn.LSTM(width, width, layers, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.layers(self.bytes(inputs))[0]
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+def new_lstm() -> LSTM:
+    """Of 1.2 M parameters."""
+    model = LSTM(width=256, layers=2)
+    with torch.no_grad():
+        model.bytes.weight.mul_(0.1)
+    return model
