@@ -145,7 +145,7 @@ def _under_ddp() -> tuple[int, float, bool, list[str]]:
     everyone = [torch.empty_like(checksum) for _ in range(2)]
     dist.all_gather(everyone, checksum)
     variant = registry.Variant("AroundTrend()", AroundTrend(), is_priced=True)
-    entry = registry.Registered("toy", AroundTrend, AroundTrend, True, True, (variant,))
+    entry = registry.Registered("toy", AroundTrend, (variant,))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(registry, "REGISTRY", (*registry.REGISTRY, entry))
         predictions = thinwire.advise(

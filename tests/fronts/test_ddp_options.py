@@ -386,9 +386,9 @@ def test_a_copy_refuses_to_train_until_it_is_attached(pool2: Pool, way: str) -> 
 def test_a_copy_is_refused_from_registering_on_and_says_what_to_do(pool2: Pool) -> None:
     for untrained, hooked, evaluated in pool2.run(_copied_early):
         assert untrained[0] == hooked[0] == evaluated[0] == "AttachError"
-        assert "would train uncompressed; copy it again" in untrained[1]
+        assert "would train uncompressed; copy again" in untrained[1]
         assert untrained == hooked
-        assert "copy again and attach that copy first" in evaluated[1]
+        assert "until its first forward pass: copy again" in evaluated[1]
 
 
 def _copied_early() -> list[tuple[str, str]]:

@@ -48,7 +48,7 @@ def test_a_detached_ddp_model_averages_exactly_and_is_attached_again(pool2: Pool
         assert found["exact"] < 1e-6
         assert found["steps"] == 2
         assert found["again"] == found["straight"]
-        assert "call sync.detach() first" in found["twice"]
+        assert "sync.detach() first" in found["twice"]
         assert "nothing to take off" in found["detached twice"]
         assert "nothing to take off" in found["registered by hand"]
         assert "detach() was called during a backward pass" in found["in a pass"]

@@ -20,7 +20,7 @@ from pool import Pool
 from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
-from thinwire.fronts.contributors import counted, divide_by_contributors
+from thinwire.fronts.common import counted, divide_by_contributors
 from thinwire.sync.engine import Engine
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]

@@ -670,7 +670,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "advise": "a sharded model does not tell where its other replicas are: pass a probe",
             "twice": "sync.use",
             "tensor parallel": "(tensor parallelism), which does not go with Thinwire yet",
-            "FSDP1": "shard it with fully_shard",
+            "FSDP1": "shard the plain module with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",
             "DDP": "for sharded models",
             "no mesh": "replicas must be a torch.distributed process group or None, got 'replicate'",

@@ -48,13 +48,9 @@ class AllReduce(Algorithm):
 
 @dataclass(frozen=True)
 class UncompressedPlan(BucketPlan):
-    """Every gradient as it is.
+    """Every gradient as it is."""
 
-    Attributes:
-        wire_dtype: The type to send in, None for the gradient's own.
-    """
-
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None  # None for the gradient's own
 
     @classmethod
     def of(cls, specs: Sequence[ParameterSpec], wire_dtype: torch.dtype | None) -> UncompressedPlan:
@@ -73,17 +69,17 @@ class UncompressedPlan(BucketPlan):
 def exchange_uncompressed(
     bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
 ) -> Requests:
-    """Send the flat gradient with its residual, if an algorithm before has left one, in one round."""
+    """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
     names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
     has_residual = not memory[ERROR].keys().isdisjoint(names)
     sent = compensated(bucket, memory, range(len(names)), wire_dtype) if has_residual else Compensated([], {})
     message = torch.cat(sent.parts) if has_residual else bucket.flat
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
-    # The bucket alone travels where it lies, without a copy, and its mean comes back there.
+    # Without a residual the bucket travels where it lies, and its mean comes back there.
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
-    # The gradients, and not the mean, whose type may be wider: what is infinite in either is so in them.
+    # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
     yield Commit(AllFinite((bucket.flat,)), writes=has_residual or always_checks)
     if has_residual:
         keep_remainder(memory, names, sent, mean[len(bucket.flat) :])
@@ -91,7 +87,6 @@ def exchange_uncompressed(
 
 WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
     **dict.fromkeys(("fp16", "float16", torch.float16), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
@@ -100,7 +95,6 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
     """Return what a 16-bit type is called here, given by that name or as torch calls it."""
-    # The kind first: what has no hash can't be looked for.
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
     return _SHORT_NAMES[given]
@@ -108,7 +102,7 @@ def short_name_of(given: object) -> Literal["fp16", "bf16"]:
 
 def wire_dtype_of(given: object) -> torch.dtype:
     """Return the torch type that a setting names."""
-    return _DTYPES[short_name_of(given)]
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}[short_name_of(given)]
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ def attach(
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
-    The training loop stays as it is. To be called on every process that trains the model, with the
-    same algorithm.
+    The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
 
     Args:
         model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
@@ -51,18 +50,18 @@ def attach(
             buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
-        replicas: Of an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
+        replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, which has its own
-            group; `replicate` and native HSDP have one too.
-        machines: Of a DDP model: which processes share a machine. If several do, and all machines have as
-            many, gradients are first averaged exactly inside of each machine. Then each process averages a
-            part of them, by the algorithm, with the processes of its place on the other machines, and all
-            get all parts: so everything leaves a machine once. See docs/machines.md. True finds it out from
-            the launcher's variables (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or
-            give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines,
-            processes of each). With False each process sends by itself.
-        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
+            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, `replicate` and
+            native HSDP, which have a group for it.
+        machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
+            gradients are first averaged exactly inside each machine. Then each process averages a part of
+            them, by the algorithm, with the processes of its place on the other machines, and all get all
+            parts: so everything leaves a machine once. See docs/machines.md. True finds it out from the
+            launcher's variables (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or give
+            the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines, processes
+            of each). With False each process sends by itself.
+        grad_scaler: The scaler that scales the loss, if there is one; or, if something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite.
@@ -80,14 +79,14 @@ def attach(
         The handle: plan, statistics, state, and switching the algorithm.
 
     Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
-    algorithm's own. With `find_unused_parameters`, another one, and 4 bytes for each parameter in the
+    algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for each parameter in the
     messages, while there is a residual.
 
     Raises:
-        AttachError: Neither a DDP nor an FSDP2 model, or none of its parameters is trained; a DDP model that
-            has a communication hook already (DDP's own `mixed_precision` is one), sparse gradients, or an
-            option under which DDP does not hand over all gradients; an FSDP2 model with a group that is not
-            of equal shards.
+        AttachError: The model is neither a DDP nor an FSDP2 model; none of its parameters is trained; a DDP
+            model has a communication hook (DDP's `mixed_precision` is one), sparse gradients, or an option
+            under which DDP does not hand over all gradients; the group of an FSDP2 model is not one of equal
+            shards.
         AgreementError: The replicas of an FSDP2 model are not sharded alike; or processes disagree on who
             shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
@@ -103,7 +102,6 @@ def attach(
         >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
         (1, 9.3)
     """
-    # What is wrong for both kinds of model is found before either is looked at.
     if isinstance(algorithm, torch.nn.Module):
         raise ConfigError(
             f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
@@ -120,19 +118,12 @@ def attach(
     plain = getattr(model, "_orig_mod", model)
     if is_fsdp2(plain):
         if not isinstance(machines, bool):
-            raise ConfigError(
-                "machines is for DDP models; leave it out: of an FSDP2 model the mesh says which processes "
-                "are a replica"
-            )
+            raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
         # DTensors take seconds to import; with a sharded model that is done.
-        attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
+        attach_sharded = import_module("thinwire.fronts.sharded.front").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
-    is_ddp = isinstance(plain, DistributedDataParallel)
-    if is_ddp and replicas is not None:
-        raise ConfigError(
-            "replicas is for sharded models; leave it out: DDP has a group of its own, "
-            "DistributedDataParallel(model, process_group=…)"
-        )
+    if replicas is not None and isinstance(plain, DistributedDataParallel):
+        raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
     # What is neither is refused there, with what was expected.
     return attach_ddp(model, algorithm, settings, machines)

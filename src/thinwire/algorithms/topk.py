@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from thinwire.algorithms.base import (
-    Algorithm,
-    Bucket,
-    BucketPlan,
-    Diagnosis,
-    Memory,
-    Slot,
-)
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Diagnosis, Memory, Slot
+from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
-from thinwire.algorithms.sparse.message import Entries, Message
+from thinwire.algorithms.topk_message import SCALE_DTYPE, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
@@ -31,8 +23,9 @@ from thinwire.tensors.blocks import chunks_of
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
 
-Merge = Literal["members", "senders"]
-MERGES = ("members", "senders")
+# In how many parts of a chunk's largest magnitude the others are counted where sums must not depend on their
+# order. The sum of the 65,536 that a chunk has at most is below 2^63.
+PARTS = 1 << 46
 
 REDUCTION = Slot("reduction", is_local=True, is_saved=False)
 """By how much sending has reduced the squared norm of this member's residual, one number for each parameter:
@@ -52,31 +45,31 @@ class TopK(Algorithm):
     gradients with error feedback.
 
     **Bytes grow with the group.** Every member receives what each of the others sends (an all-gather), so
-    what a step costs grows in proportion to the members, where an average costs about the same in any group.
+    what a step costs grows in proportion to the members, while an average costs about the same in any group.
     The plan counts that: bytes as of an all-reduce, see `Stats`. With the defaults, fp32 and large
     parameters the compression ratio is about 390 / members.
 
     Args:
         density: Share of the entries of each chunk that is sent, above 0 and at most 1; at least one entry.
-        bits: Of each entry that is sent, its sign among them. With 2 an entry is one of two magnitudes, which
-            each chunk has of its own: the two that leave the least squared error. With 4 or 8, one of 8 or
-            128 that lie evenly between the smallest and the largest that is sent of the chunk. With 16, bf16.
-        chunk: Entries of a chunk, at most 65,536. Chunks begin anew at each parameter, in the order of
-            memory, so results do not depend on buckets.
+        bits: Of each entry that is sent, its sign among them. With 2 an entry is one of two magnitudes of its
+            chunk: the two that leave the least squared error. With 4 or 8, one of 8 or 128 that lie evenly
+            between the smallest and the largest that is sent of the chunk. With 16, bf16.
+        chunk: Entries of a chunk, at most 65,536. Each parameter begins a new one, in the order of memory, so
+            results do not depend on buckets.
         error_decay: What the residual is multiplied by in each step, above 0 and at most 1. Below 1, what is
-            not sent is forgotten by and by: it is worth something only as long as it still says where to go.
+            not sent is slowly forgotten: it is worth something only as long as it still says where to go.
         merge: "senders" for the mean over those that have sent an entry, "members" for the mean over all,
-            where what was not sent counts as zero. With "senders" an entry that only one member has sent
+            in which what was not sent counts as zero. With "senders" an entry that only one member has sent
             moves by all of that member's, as many times farther as there are members. A byte GPT of 0.18 M
             parameters, averaged every 15 steps of AdamW by 4 members for 600 steps (2 seeds), came
             0.8 % below and just to the loss of averaging whole changes with "senders", and 5.4 % above with
-            "members"; 2 % above where the outer rate was 2.5.
+            "members"; 2 % above with an outer rate of 2.5.
 
     The residual is what a member has not sent itself. With "members" and an `error_decay` of 1, the sum of
     results and the mean residual is the sum of true means: nothing is lost. With "senders" results are larger
     than the mean of what was sent, so the residual does not tell what they lack; and where uneven inputs are
     divided by the contributors (`thinwire.join`), which raises what goes in, they are too large: use
-    "members" there.
+    "members" then.
 
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for
     each chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about
@@ -102,7 +95,7 @@ class TopK(Algorithm):
     bits: int = 2
     chunk: int = 4096
     error_decay: float = 0.95
-    merge: Merge = "senders"
+    merge: Literal["members", "senders"] = "senders"
 
     def __post_init__(self) -> None:
         for name in ("density", "error_decay"):
@@ -110,13 +103,12 @@ class TopK(Algorithm):
             if not 0 < share <= 1:
                 raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
             object.__setattr__(self, name, share)
-        bits = whole_number("bits", self.bits, minimum=2)
+        bits, chunk = (whole_number(name, getattr(self, name), minimum=1) for name in ("bits", "chunk"))
         if bits not in BITS:
             raise ConfigError(f"bits must be 2, 4, 8 or 16, got {self.bits!r}")
-        chunk = whole_number("chunk", self.chunk, minimum=1)
         if chunk > MAX_CHUNK:
             raise ConfigError(f"chunk must be at most {MAX_CHUNK}, got {self.chunk!r}")
-        if self.merge not in MERGES:
+        if self.merge not in ("members", "senders"):
             raise ConfigError(f'merge must be "members" or "senders", got {self.merge!r}')
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "chunk", chunk)
@@ -129,47 +121,32 @@ class TopK(Algorithm):
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
-        bits_of, entries = [0] * len(specs), [0] * len(specs)
-        for chunks in message.parts:
-            for run in chunks.runs:
-                bits_of[run.parameter] += run.num_chunks * message.bits_of(chunks)
-                entries[run.parameter] += run.num_chunks * chunks.kept
-        # Streams are of the whole bucket, so no parameter has bytes of its own; what is divided here adds up.
-        own_bytes = [bits // 8 for bits in bits_of]
-        largest_one = max(range(len(specs)), key=bits_of.__getitem__)
-        own_bytes[largest_one] += message.num_bytes - sum(own_bytes)  # and what fills up the last bytes
-        message_bytes = _halves(own_bytes, num_members)
-        routes = tuple(
+        routes = [
             Route(
                 (spec.name,),
                 spec.gradient_bytes,
-                sent_bytes,
-                f"{entries[index]:,} of {spec.numel:,} entries, {self.bits} bits, from each of "
-                f"{num_members} members",
+                message_bytes,
+                f"{sent:,} of {spec.numel:,} entries, {self.bits} bits, from each of {num_members} members",
                 is_compressed=True,
             )
-            for index, (spec, sent_bytes) in enumerate(zip(specs, message_bytes, strict=True))
-        )
-        return TopKPlan(tuple(specs), routes, self, message)
+            for spec, (sent, message_bytes) in zip(
+                specs, message.shares(len(specs), num_members), strict=True
+            )
+        ]
+        return TopKPlan(tuple(specs), tuple(routes), self, message)
 
 
-def _halves(handed_bytes: Sequence[int], num_members: int) -> list[int]:
-    """Return bytes that are gathered from each member, counted as of an all-reduce, with the same total."""
-    ends = [0]
-    for each in handed_bytes:
-        ends.append(ends[-1] + each)
-    counted = [end * num_members // 2 for end in ends]
-    return [after - before for before, after in pairwise(counted)]
+class Entries(NamedTuple):
+    """What all members have sent of a bucket."""
+
+    places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
+    values: torch.Tensor  # (members, entries)
+    scales: torch.Tensor  # what values were made of: not finite if something of a member was not
 
 
 @dataclass(frozen=True)
 class TopKPlan(BucketPlan):
-    """The largest entries of a bucket's chunks.
-
-    Attributes:
-        config: The settings.
-        message: How they are packed.
-    """
+    """The largest entries of a bucket's chunks."""
 
     config: TopK
     message: Message
@@ -184,9 +161,12 @@ class TopKPlan(BucketPlan):
         # What is wanted becomes the residual, so it is in its units: of the unscaled loss.
         if scale is not None:
             wanted.div_(scale)
-        self._add_residual(bucket, memory, wanted)
-        gathered = yield AllGather(self.message.packed(wanted))
-        sent = self.message.unpacked(gathered, wanted.dtype)
+        parts, errors = parts_with_residual(bucket, memory, wanted)
+        if errors:
+            torch._foreach_add_(parts, errors, alpha=self.config.error_decay)
+        chunk = self.message.chunk_of_entries(wanted.device)
+        gathered = yield AllGather(self._largest(wanted, chunk))
+        sent = self._entries(gathered, chunk, wanted.dtype)
         yield Commit(AllFinite((sent.scales,)))
         own, values = sent.places[bucket.rank], sent.values[bucket.rank]
         before = wanted[own]
@@ -203,15 +183,24 @@ class TopKPlan(BucketPlan):
         round_into(bucket.flat, mean, wanted, scale)
         self._remember(bucket, memory, wanted)
 
-    def _add_residual(self, bucket: Bucket, memory: Memory, wanted: torch.Tensor) -> None:
-        kept = [
-            (part, memory[ERROR][spec.name])
-            for part, spec in zip(bucket.split(wanted), self.specs, strict=True)
-            if spec.name in memory[ERROR]
-        ]
-        if kept:
-            parts, errors = zip(*kept, strict=True)
-            torch._foreach_add_(parts, errors, alpha=self.config.error_decay)
+    def _largest(self, wanted: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
+        """Return the largest entries of each chunk as a message."""
+        bits, kernels = self.config.bits, entry_kernels_for(wanted)
+        # Chunks of one length at a time.
+        found = [kernels.largest(wanted, chunks) for chunks in self.message.parts]
+        positions, values = (torch.cat([each.view(-1) for each in side]) for side in zip(*found, strict=True))
+        if bits == 16:
+            return self.message.packed(positions, values, on_the_wire(values), chunk)
+        scales = on_the_wire(torch.cat([end_levels(rows, bits) for _, rows in found]))
+        return self.message.packed(positions, codes_of(values, chunk, scales, bits), scales, chunk)
+
+    def _entries(self, gathered: torch.Tensor, chunk: torch.Tensor, dtype: torch.dtype) -> Entries:
+        """Return what all members have sent."""
+        places, codes, scales = self.message.unpacked(gathered, chunk)
+        if self.config.bits == 16:
+            return Entries(places, scales.to(dtype), scales)
+        scales = scales.view(len(gathered), -1, 2)
+        return Entries(places, values_of(codes, chunk, scales, self.config.bits, dtype), scales)
 
     def _merge(self, result: torch.Tensor, sent: Entries, loss_scale: torch.Tensor | None) -> torch.Tensor:
         """Add what members have sent to zeros."""
@@ -219,7 +208,7 @@ class TopKPlan(BucketPlan):
         by_senders = self.config.merge == "senders"
         if not by_senders:
             values = values / len(sent.places)
-        kept = self.message.kept(result.device)
+        kept = self.message.chunks_on(result.device)[2]
         kernels = entry_kernels_for(result)
         kernels.add(result, sent.places, values, sent.values, kept, by_senders=by_senders)
         return result
@@ -229,25 +218,19 @@ class TopKPlan(BucketPlan):
         parameters, sizes = zip(*self.message.runs, strict=True)
         # By run, which lie one behind the other: to add entry by entry to their parameters would be to add in
         # an order that CUDA does not promise. In double: the difference of two large squares may be small.
-        if accelerators.pays_per_launch(before.device):
-            parts = [*before.split_with_sizes(sizes), *after.split_with_sizes(sizes)]
-            squares = torch.stack(
-                torch._foreach_norm(parts, 2, accelerators.widest_dtype(before.device))
-            ).square_()
-            reduced = list((squares[: len(sizes)] - squares[len(sizes) :]).unbind())
-        else:
-            difference = before.double().square().sub_(after.double().square())
-            reduced = [part.sum() for part in difference.split_with_sizes(sizes)]
+        parts = [*before.split_with_sizes(sizes), *after.split_with_sizes(sizes)]
+        norms = torch._foreach_norm(parts, 2, accelerators.widest_dtype(before.device))
+        squares = torch.stack(norms).square_()
+        reduced = (squares[: len(sizes)] - squares[len(sizes) :]).unbind()
         reductions: dict[str, torch.Tensor] = {}
-        first_ones, second_ones = [], []
+        pairs = []
         for parameter, of_run in zip(parameters, reduced, strict=True):
             first = reductions.setdefault(self.specs[parameter].name, of_run)
-            # The last chunk of a parameter may be shorter, and then is a run of its own.
+            # The last chunk of a parameter may be shorter, and then is a run by itself.
             if first is not of_run:
-                first_ones.append(first)
-                second_ones.append(of_run)
-        if second_ones:
-            torch._foreach_add_(first_ones, second_ones)
+                pairs.append((first, of_run))
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
         memory[REDUCTION].update(reductions)
 
     def _remember(self, bucket: Bucket, memory: Memory, residual: torch.Tensor) -> None:
@@ -259,9 +242,7 @@ class TopKPlan(BucketPlan):
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         """Return how much of gradient and residual was not sent. Cost: one norm for each parameter."""
-        names = [
-            spec.name for spec in self.specs if {spec.name} <= memory[ERROR].keys() & memory[REDUCTION].keys()
-        ]
+        names = [s.name for s in self.specs if {s.name} <= memory[ERROR].keys() & memory[REDUCTION].keys()]
         if not names:
             return None
         dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
@@ -270,3 +251,77 @@ class TopKPlan(BucketPlan):
         reduced = torch.stack([memory[REDUCTION][name] for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)
+
+
+# Levels: few bits for the entries that are sent of a chunk.
+
+
+def on_the_wire(values: torch.Tensor) -> torch.Tensor:
+    """Return values in bf16, where finite ones stay so."""
+    # Rounded up, the largest numbers of fp32 and all above of fp64 would be infinite, and the step skipped.
+    limit = torch.finfo(SCALE_DTYPE).max
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(SCALE_DTYPE)
+
+
+def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the lowest and the highest level of each row, (rows, 2); not finite if something of it is not.
+
+    Examples:
+        >>> end_levels(torch.tensor([[1.0, -1.5, 7.0, -9.0]]), bits=2).tolist()
+        [[1.25, 8.0]]
+    """
+    magnitudes = rows.abs()
+    peaks = magnitudes.amax(1, keepdim=True)
+    if bits == 2 and rows.shape[1] > 1:
+        return _two_means(magnitudes, peaks)
+    return torch.cat([magnitudes.amin(1, keepdim=True), peaks], dim=1)
+
+
+def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the number of each value's nearest level, and its sign in the bit above: uint8, (entries,)."""
+    lowest, step, highest_code = _steps(ends, bits, values.dtype)
+    # If all that is sent of a chunk has one magnitude there is no step, and any code stands for it.
+    divisor = step.where(step > 0, 1).index_select(0, chunk)
+    codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
+    # What is not finite has no code, and needs none: the levels of its chunk show it.
+    codes.round_().clamp_(0, highest_code).nan_to_num_(0)
+    return codes.to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
+
+
+def values_of(
+    codes: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return what codes stand for."""
+    lowest, step, highest_code = _steps(ends, bits, dtype)
+    magnitudes = step.index_select(1, chunk).mul_(codes & highest_code).add_(lowest.index_select(1, chunk))
+    return torch.where(codes > highest_code, -magnitudes, magnitudes)
+
+
+def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the lowest level, how far levels lie apart, and the number of the highest."""
+    lowest, highest = ends.to(dtype).unbind(-1)
+    highest_code = (1 << bits - 1) - 1
+    return lowest, (highest - lowest) / highest_code, highest_code
+
+
+def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """Return the two levels of each row, (rows, 2), from which its magnitudes lie least far, squared.
+
+    They are the means of those below some border and of those above it, and all borders are tried.
+    """
+    # So that no square overflows. What is not finite shows by its unit, whatever becomes of it before.
+    units = peaks + (peaks == 0)
+    ordered = (magnitudes / units).sort(1).values
+    if accelerators.pays_per_launch(ordered.device):
+        # Whole numbers have the same sum in any order, and CUDA does not promise one.
+        sums = ordered.mul_(PARTS).to(torch.int64).cumsum(1).to(ordered.dtype).div_(PARTS)
+    else:
+        sums = ordered.cumsum(1)
+    below, total = sums[:, :-1], sums[:, -1:]
+    num_below = torch.arange(1, magnitudes.shape[1], dtype=sums.dtype, device=sums.device).expand_as(below)
+    num_above = magnitudes.shape[1] - num_below
+    above = total - below
+    spread = torch.addcdiv(below.square() / num_below, above.square(), num_above)
+    border = spread.argmax(1, keepdim=True)
+    means = [(side / number).gather(1, border) for side, number in ((below, num_below), (above, num_above))]
+    return torch.cat(means, dim=1) * units

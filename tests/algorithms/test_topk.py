@@ -16,7 +16,8 @@ from catalog import buckets, flat_error, random_gradients, spec, true_means
 from reference_topk import Reference
 from thinwire import AllReduce, ConfigError, PowerSGD, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.sparse.message import Message, end_levels
+from thinwire.algorithms.topk import TopKPlan, end_levels
+from thinwire.algorithms.topk_message import Message
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
@@ -220,11 +221,12 @@ def test_the_largest_are_found_and_their_places_packed(
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
     message = Message((chunks,), kept / length, bits=16)
+    plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
     for flat, positions in ((rows, found), (last, kernels.largest(last.view(-1), chunks)[0])):
-        packed = message.packed(flat.view(-1))
+        packed = plan._largest(flat.view(-1), chunk)
         assert len(packed) == message.num_bytes
-        entries = message.unpacked(packed.expand(3, -1), torch.float32)
+        entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
         assert torch.equal(entries.places, expected.expand(3, -1))
         assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())
