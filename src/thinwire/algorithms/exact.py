@@ -15,19 +15,8 @@ from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
 
 
-@dataclass(frozen=True)
-class AllReduce(Algorithm):
-    """Average gradients exactly, as DDP does without a hook.
-
-    If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also sends the
-    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in the steps after.)
-
-    Cost: one round of the gradient's own bytes; no memory.
-
-    Examples:
-        >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
-        128
-    """
+class _Uncompressed(Algorithm):
+    """Remembers nothing, and divides anywhere."""
 
     slots = (ERROR,)
 
@@ -40,6 +29,21 @@ class AllReduce(Algorithm):
     def indivisible(self) -> int:
         """As `Algorithm.indivisible`: an element."""
         return 1
+
+
+@dataclass(frozen=True)
+class AllReduce(_Uncompressed):
+    """Average gradients exactly, as DDP does without a hook.
+
+    If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also sends the
+    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in the steps after.)
+
+    Cost: one round of the gradient's own bytes; no memory.
+
+    Examples:
+        >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
+        128
+    """
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed."""
@@ -106,7 +110,7 @@ def wire_dtype_of(given: object) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Cast(Algorithm):
+class Cast(_Uncompressed):
     """Average gradients in 16 bits: half the bytes of fp32, rounded.
 
     "fp16" has 11 bits of precision and overflows above 65 504 (the mean comes out infinite, so that
@@ -126,22 +130,10 @@ class Cast(Algorithm):
         64
     """
 
-    slots = (ERROR,)
-
     dtype: WireDtype
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
-
-    @property
-    def remembers(self) -> bool:
-        """As `Algorithm.remembers`."""
-        return False
-
-    @property
-    def indivisible(self) -> int:
-        """As `Algorithm.indivisible`: an element."""
-        return 1
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""

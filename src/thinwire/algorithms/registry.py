@@ -16,47 +16,29 @@ from thinwire.algorithms.topk import TopK
 
 @dataclass(frozen=True)
 class Variant:
-    """An algorithm with settings that are tried.
+    """An algorithm with settings that are tried."""
 
-    Attributes:
-        code: As it is written in code, behind `thinwire.`.
-        algorithm: The same.
-        tolerance: Relative error up to which its means are the true ones; if it keeps a residual, all means
-            so far and the residual together.
-        is_checked: Whether `thinwire check` runs it.
-        is_priced: Whether `thinwire.advise` prices it. What it costs in loss, a table there says.
-        keeps_16_bits: Whether its means are as good as 16 bits.
-        loses_more_than: What surely loses less, as `str` of an algorithm, if this one was not measured.
-        loses_less_than: What surely loses more.
-    """
-
-    code: str
+    code: str  # as it is written in code, behind `thinwire.`
     algorithm: Algorithm
+    # Relative error up to which its means are the true ones; if it keeps a residual, all so far, with it.
     tolerance: float = 1e-5
-    is_checked: bool = False
-    is_priced: bool = False
-    keeps_16_bits: bool = False
+    is_checked: bool = False  # by `thinwire check`
+    is_priced: bool = False  # by `thinwire.advise`, which has a table of what it costs in loss
+    keeps_16_bits: bool = False  # whether its means are as good as 16 bits
+    # What surely loses less, and more, as `str` of an algorithm, if this one was not measured.
     loses_more_than: str = ""
     loses_less_than: str = ""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """An algorithm that there is.
+    """An algorithm that there is."""
 
-    Attributes:
-        name: What it is called on a command line.
-        make: Makes it, with settings by name; all have defaults.
-        variants: Settings of it that are tried.
-        priced_too: Others, that `thinwire.advise` alone tries.
-        is_lossy: Whether its means are approximate.
-    """
-
-    name: str
-    make: Callable[..., Algorithm]
+    name: str  # on a command line
+    make: Callable[..., Algorithm]  # with settings by name; all have defaults
     variants: tuple[Variant, ...] = ()
-    priced_too: tuple[Variant, ...] = ()
-    is_lossy: bool = True
+    priced_too: tuple[Variant, ...] = ()  # that `thinwire.advise` alone tries
+    is_lossy: bool = True  # whether its means are approximate
 
     @property
     def kind(self) -> type[Algorithm]:

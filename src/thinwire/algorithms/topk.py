@@ -44,10 +44,9 @@ class TopK(Algorithm):
     chunks, decay and few bits; Lin et al., "Deep Gradient Compression" (arXiv 1712.01887), for sparse
     gradients with error feedback.
 
-    **Bytes grow with the group.** Every member receives what each of the others sends (an all-gather), so
-    what a step costs grows in proportion to the members, while an average costs about the same in any group.
-    The plan counts that: bytes as of an all-reduce, see `Stats`. With the defaults, fp32 and large
-    parameters the compression ratio is about 390 / members.
+    **Bytes grow with the group.** Every member receives what each of the others sends (an all-gather), while
+    an average costs about the same in any group. The plan counts that: bytes as of an all-reduce, see
+    `Stats`. With the defaults, fp32 and large parameters the compression ratio is about 390 / members.
 
     Args:
         density: Share of the entries of each chunk that is sent, above 0 and at most 1; at least one entry.

@@ -109,10 +109,8 @@ def averaging_model(owner: object, module: nn.Module, transport: Transport) -> I
 def refuse_averaged_twice(
     parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
 ) -> None:
-    """Refuse to average gradients of a model that is itself averaged, over the same processes.
-
-    Over fewer processes, such as those of a machine, both are of use. Cost: none outside of such a context.
-    """
+    """Refuse to average gradients of a model that is itself averaged, over the same processes."""
+    # Over fewer processes, such as those of a machine, both are of use.
     if not _averaged:
         return
     given = set(map(id, parameters))

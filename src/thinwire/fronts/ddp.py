@@ -335,15 +335,10 @@ class _Parameters:
 
 
 class Switch:
-    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched.
+    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched."""
 
-    Attributes:
-        front_now: Returns what averages the gradients of this pass; None leaves them alone.
-        taken_by: Who has put it there; "" if nobody needs it any more.
-    """
-
-    front_now: Callable[[], BucketFront | None]
-    taken_by = ""
+    front_now: Callable[[], BucketFront | None]  # what averages in this pass; None leaves gradients alone
+    taken_by = ""  # who has put it there; "" if nobody needs it any more
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """As `BucketFront.run`, of the front whose turn it is."""
@@ -365,10 +360,7 @@ class Switch:
         self.front_now, self.taken_by = lambda: front, ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
-        """Return a stand-in: a copied model has a reducer of its own, without a hook.
-
-        Weight averaging makes copies.
-        """
+        """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
         return DetachedFront()
 
     def __reduce__(self) -> NoReturn:

@@ -21,18 +21,9 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Base classes of what FSDP2 and FSDP1 have sharded, by name: their modules take seconds to import.
 FSDP2, FSDP1 = "FSDPModule", "FullyShardedDataParallel"
 
-# Options of DDP under which it does not hand all gradients to its hook, and what to do.
 PYTHON_REDUCER = (
     'under torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets for a communication hook; '
     "set it to True or False before the DDP model is built"
-)
-STEPS_INSIDE = (
-    "parameters have optimizers that step inside of the backward pass (_apply_optimizer_in_backward), for "
-    "which DDP needs its one communication hook itself; step an optimizer after backward()"
-)
-SKIPS_BUCKETS = (
-    "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, so a step "
-    "would never be complete; build the DDP model without it"
 )
 
 
@@ -146,14 +137,17 @@ def check_attachable(model: DistributedDataParallel) -> None:
 
 def check_options(model: DistributedDataParallel) -> None:
     """Refuse options under which DDP does not hand all gradients to its hook."""
-    inside = any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters())
-    for words, is_refused in {
-        PYTHON_REDUCER: getattr(model, "_use_python_reducer", False),
-        STEPS_INSIDE: inside,  # DDP would register a hook of its own in the first forward pass
-        SKIPS_BUCKETS: getattr(model, "skip_all_reduce_unused_params", False),
-    }.items():
-        if is_refused:
-            raise AttachError(words)
+    if getattr(model, "_use_python_reducer", False):
+        raise AttachError(PYTHON_REDUCER)
+    # DDP would register a hook for that in the first forward pass.
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        words = "for _apply_optimizer_in_backward DDP needs its one communication hook itself"
+        raise AttachError(f"{words}; step an optimizer after backward()")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "
+            "so a step would never be complete; build the DDP model without it"
+        )
 
 
 # The hook of a model.
@@ -202,11 +196,10 @@ def unguard(model: DistributedDataParallel) -> None:
 
 
 class _Guard:
-    """Sees, before each pass, what DDP would not say: that a model's gradients reach no hook.
+    """Sees, before each pass, that gradients will reach no hook: DDP itself would train without a word.
 
-    DDP has hooks on the parameters that it was built with, not on those that `fully_shard` makes of them; and
-    a copy of its model has no communication hook. Copies that only follow or evaluate, as
-    `torch.optim.swa_utils.AveragedModel` makes them, work.
+    It has hooks on the parameters that it was built with, not on those that `fully_shard` makes of them; and
+    a copy of its model has no communication hook. Copies that are not trained, of weights' averages, work.
     """
 
     def __init__(

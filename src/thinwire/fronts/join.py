@@ -29,19 +29,17 @@ def join(
     """Let the processes of a training loop have different numbers of batches, while this is open.
 
     A process that has run out of batches leaves its loop and then takes part in the others' averages with
-    zero gradients, until all have run out. It goes on sending its residual: the sum of all results
-    and the mean error left at the end is the sum of the true means over the whole uneven run. At the
-    end every process gets the model of the last to finish. (Optimizers are not averaged: momentum of
-    the processes that stopped earlier is older.)
-
-    With torch's own `model.join()` our hooks work as well, but always divide by the initial world size.
+    zero gradients, until all have run out. It goes on sending its residual: the sum of all results and the
+    mean error left at the end is the sum of the true means over the whole uneven run. At the end every
+    process gets the model of the last to finish; optimizers are not averaged. Under torch's `model.join()`
+    our hooks always divide by the initial world size.
 
     Args:
         joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
             a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
         divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
-            contributors, the processes that still have batches, in this step; a DDP model's communication
-            hook, if it has one, must then be Thinwire's.
+            processes that still have batches in this step; a DDP model's communication hook, if it has one,
+            must then be Thinwire's.
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
@@ -50,8 +48,8 @@ def join(
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or another's
-            communication hook, and `divide_by_initial_world_size` is False. Both may be with
+        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or a foreign
+            communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
             `throw_on_early_termination`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 

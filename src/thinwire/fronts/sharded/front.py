@@ -28,14 +28,7 @@ from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.fronts.common import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
-from thinwire.fronts.sharded.model import (
-    Piece,
-    ShardedModel,
-    local_of,
-    pieces_of,
-    replicas_of,
-    sharded_like,
-)
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
@@ -63,8 +56,8 @@ def attach_sharded(
     refuse_averaged_twice((piece.parameter for piece in trained.values()), transport, AttachError)
     if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
         raise AttachError(
-            "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "
-            'call init_process_group("cpu:gloo,cuda:nccl")'
+            "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
+            'init_process_group("cpu:gloo,cuda:nccl")'
         )
     # A replica that is one shard has nobody to ask, and no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
@@ -124,6 +117,10 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
             raise AttachError(f"the model is attached already; {what_to_do}")
 
 
+NOT_AVERAGED = "gradients would not be averaged over the replicas"
+REENTRANT = "inside of a reentrant activation checkpoint: use use_reentrant=False"
+
+
 @dataclass(eq=False)
 class _Bucket:
     """Parameters whose gradients FSDP2 reduces together, of one device and type."""
@@ -181,40 +178,31 @@ class ShardedFront:
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
         """Refuse what would go unnoticed: gradients that nobody averages."""
+        sharded = self._sharded
         # In a backward pass: an activation checkpoint computes the whole model again.
         if torch._C._current_graph_task_id() != -1:
             # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
             inside = type(torch._C._current_autograd_node()).__name__
-            if inside == "CheckpointFunctionBackward" and not self._sharded.waits_for_more:
-                raise StepError(
-                    "the whole model is inside of a reentrant activation checkpoint, so gradients would not "
-                    "be averaged over the replicas; use use_reentrant=False, and restart all processes"
-                )
+            if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
+                raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
-        # FSDP2 takes no more modules once it has made its first pass. What is asked last depends on that: a
-        # root that was sharded later has made parts of those that were roots.
-        if not self._has_order and not self._sharded.is_all_of(model):
-            raise StepError(
-                "a part of the model was sharded after it was attached, so nobody averages its gradients "
-                "over the replicas; call fully_shard on all parts, then attach"
-            )
         if self._is_due:
             raise StepError(
-                "the last backward pass ended without averaging over the replicas. If an exception has ended "
-                "it on all processes, call abandon() first; with a reentrant activation checkpoint, use "
-                "use_reentrant=False and restart all from a checkpoint"
+                f"{NOT_AVERAGED} in the last backward pass: an exception has ended it (if on all processes, "
+                f"call abandon() first), or a part of the model is {REENTRANT}, and restart all from a "
+                "checkpoint"
             )
-        if self._sharded.is_finalized_by_hand:
+        # FSDP2 takes no more modules once it has made its first pass.
+        if not self._has_order and not sharded.is_all_of(model):
+            raise StepError("a part was sharded after the model was attached; shard all parts, then attach")
+        if sharded.is_finalized_by_hand:
             raise StepError(
-                "gradients are averaged at the end of the backward pass, and the model is set to be "
-                "finalized by hand; call set_manual_backward_finalization(False)"
+                f"{NOT_AVERAGED} without an end of the pass; set_manual_backward_finalization(False)"
             )
-        if self._sharded.is_inside_another:
-            raise StepError(
-                "what was attached is a part of a larger sharded model, and nobody averages the rest of it "
-                "over the replicas; attach the whole model"
-            )
-        for name, parameter in self._sharded.parameters:
+        # Behind the check above: a root that was sharded later has made parts of those that were roots.
+        if sharded.is_inside_another:
+            raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
+        for name, parameter in sharded.parameters:
             if parameter.requires_grad and id(parameter) not in self._bucket_of:
                 raise StepError(
                     f"the model trains {name}, which it did not have, or which was frozen, when it was "
@@ -236,10 +224,7 @@ class ShardedFront:
     # A pass.
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter.
-
-        A module that is called several times has its gradients in parts: all but the last only add up.
-        """
+        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter."""
         # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
         if self._sharded.waits_for_more:
             return
@@ -253,12 +238,13 @@ class ShardedFront:
         if bucket.flat is not None:
             self._abandon()
             raise StepError(
-                f"the gradient of {bucket.specs[0].name} or its neighbours has come again after it was sent: "
-                "the pass went through forward passes of earlier steps too; call backward() once for the "
-                "forward passes of a step, and restart all from a checkpoint"
+                f"the gradient of {bucket.specs[0].name} has come again after it was sent: the pass went "
+                "through forward passes of earlier steps too; call backward() once a step, and restart from "
+                "a checkpoint"
             )
         self._arrived.add(id(parameter))
-        # In the first pass all parts count, since it is only seen there when the last one comes.
+        # A module that is called several times has its gradients in parts. In the first pass all count, since
+        # it is only seen there when the last one comes.
         if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
             return
         bucket.num_arrived += 1
@@ -289,9 +275,8 @@ class ShardedFront:
         for piece in bucket.pieces:
             if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
                 raise StepError(
-                    f"the gradient of {piece.name} was set to None before it was averaged over the replicas "
-                    "(by an optimizer that steps inside of the backward pass?); step after backward(), and "
-                    "restart all processes from a checkpoint"
+                    f"the gradient of {piece.name} was set to None before it was averaged (by an optimizer "
+                    "inside of the backward pass?); step after backward(), and restart all from a checkpoint"
                 )
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
@@ -305,10 +290,7 @@ class ShardedFront:
             self.average()
 
     def average(self) -> None:
-        """Replace the gradients by their means over the replicas. Collective, over all shards and replicas.
-
-        A parameter that no replica has a gradient of keeps none.
-        """
+        """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
         engine = self.engine
         try:
             with engine.clock.inside(engine.traffic), self._aside():

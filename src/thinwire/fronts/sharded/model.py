@@ -63,13 +63,7 @@ class Piece(NamedTuple):
 
 
 class ShardedModel:
-    """FSDP2's side of a model: torch has no public names for what is asked of it here.
-
-    Attributes:
-        groups: What FSDP2 reduces together.
-        is_replicated: Whether `replicate` holds it, and no `fully_shard`.
-        is_native: Whether `fully_shard` was given a mesh of two dimensions, replicas and shards: native HSDP.
-    """
+    """FSDP2's side of a model: torch has no public names for what is asked of it here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = _states_of(model)
@@ -85,8 +79,10 @@ class ShardedModel:
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
                 "2.6 to 2.15"
             ) from error
+        # By `replicate` alone; and in native HSDP, by `fully_shard` over a mesh of replicas and shards.
         self.is_replicated = all(shards is None for shards, _ in dims)
         self.is_native = any(None not in both for both in dims)
+        self.is_averaged_by_torch = self.is_replicated or self.is_native
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
         """Return whether no part of a model has been sharded since."""
@@ -121,11 +117,6 @@ class ShardedModel:
         # Not by the model's names: in a forward pass it shows whole parameters, and these are shards.
         held = (each for group in self.groups for each in group.fsdp_params)
         return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
-
-    @property
-    def is_averaged_by_torch(self) -> bool:
-        """Whether PyTorch would average over replicas itself."""
-        return self.is_replicated or self.is_native
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
@@ -205,10 +196,8 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     bucket_of = {id(each.sharded_param): bucket for bucket, group in groups for each in group.fsdp_params}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
-            raise AttachError(
-                f"{plain_name(name)} is on the meta device and has no values yet; call "
-                "model.to_empty(device=…) and initialise or load it, then attach"
-            )
+            where = f"{plain_name(name)} is on the meta device"
+            raise AttachError(f"{where} and has no values yet; initialise or load the model, then attach")
     return [
         _piece_of(plain_name(name), parameter, bucket_of.get(id(parameter)), 1 + sharded.is_native)
         for name, parameter in model.named_parameters()
@@ -219,20 +208,16 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
     if bucket is None:
         raise AttachError(
-            f"{name} is trained, but no fully_shard holds it, so nobody averages its gradient in a replica; "
-            "call fully_shard(model) on the whole model after its parts, or freeze it"
+            f"{name} is trained, but no fully_shard holds it; call fully_shard(model) on the whole model "
+            "after its parts, or freeze it"
         )
     if not isinstance(parameter, DTensor):
-        raise AttachError(
-            f"{name} is a {type(parameter).__name__}, expected FSDP2's DTensor; attach before the first "
-            "forward pass, or between steps"
-        )
+        words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
+        raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
     dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
     if len(parameter.placements) != mesh_dims or len(dims) > 1:
-        raise AttachError(
-            f"{name} lies on a mesh of several dimensions {parameter.placements}, expected shards of "
-            "fully_shard alone; tensor parallelism does not go with Thinwire yet"
-        )
+        words = "expected shards of fully_shard alone; tensor parallelism does not go with Thinwire yet"
+        raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")
     if parameter.is_complex():
         raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
     return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, bucket)
@@ -240,36 +225,33 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas."""
-    own = sharded.mesh()
-    process_group = replicas
+    own, group = sharded.mesh(), replicas
     if isinstance(replicas, DeviceMesh):
         is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
-        process_group = sharded.replicate_group if is_own else _group_of(replicas, own)
-    if sharded.is_averaged_by_torch:
-        replicating = sharded.replicate_group
-        given = checked_group(replicating if process_group is None else process_group, "replicas")
-        if _members(given) != _members(replicating):
-            raise AttachError(
-                f"the model is replicated over processes {_members(replicating)}, and the group given is of "
-                f"{_members(given)}; leave it out, or give the same to replicate(mesh=…) or fully_shard"
-            )
-        return replicating
-    if process_group is None:
+        group = sharded.replicate_group if is_own else _group_of(replicas, own)
+    if group is None and not sharded.is_averaged_by_torch:
         name = (own.mesh_dim_names or ("shard",))[0]
         raise AttachError(
-            f"the model is sharded over processes {own.mesh.tolist()}, and nothing tells which others hold "
-            f'the same shards; build a mesh of two dimensions, ("replicate", "{name}"), give mesh["{name}"] '
-            'to fully_shard, and mesh["replicate"] to thinwire.attach or LocalSGD'
+            f"nothing tells which processes hold the same shards as {own.mesh.tolist()}; build a mesh of two "
+            f'dimensions, ("replicate", "{name}"), give mesh["{name}"] to fully_shard, and mesh["replicate"] '
+            "to thinwire.attach or LocalSGD"
         )
-    group = checked_group(process_group, "replicas")
+    checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
+    given = dist.get_process_group_ranks(checked)
+    if sharded.is_averaged_by_torch:
+        known = dist.get_process_group_ranks(sharded.replicate_group)
+        if given != known:
+            words = f"the model is replicated over processes {known}, got a group of {given}"
+            raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
+        return sharded.replicate_group
     # A group across replicas meets this one in one process only: this process.
-    shared = sorted(set(_members(group)) & set(own.mesh.flatten().tolist()))
+    shared = sorted(set(given) & set(own.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
-            f"the group given is of processes {_members(group)}, of which {shared} hold different shards of "
-            'one replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
+            f"the group given is of processes {given}, of which {shared} hold different shards of one "
+            'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
         )
-    return group
+    return checked
 
 
 def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
@@ -282,7 +264,3 @@ def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
         expected = 'the dimension of the replicas, such as mesh["replicate"]'
         raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")
     return mesh.get_group(others[0])
-
-
-def _members(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)

@@ -43,11 +43,9 @@ class ShardedSync(GradientSync):
         self._forget_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.state_dict`: collective over all shards and replicas, the same on all of them.
+        """As `GradientSync.state_dict`, of the whole model. Collective over all shards and replicas.
 
-        The residual is in the whole shapes of the parameters, so a run with other numbers of shards and
-        replicas can go on from it, or one with DDP. Cost: the residual of the whole model on the CPU of each
-        process, besides that of `GradientSync`.
+        Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
         """
         return _whole_state(self.own_state(), self.pieces, self.shards)
 
