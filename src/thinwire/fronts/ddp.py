@@ -147,7 +147,8 @@ class BucketFront:
                 step.start(lane, flat)
             future = new_future(flat.device)
             self._waiting.append((future, flat))
-            if self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last():
+            is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
+            if is_last:
                 self._parameters.refuse_unaveraged()
                 self._finish(step)
         except BaseException:
@@ -213,11 +214,11 @@ class BucketFront:
 
     def _look_at_model(self, bucket: GradBucket) -> None:
         """Check what the first bucket is of. A hook inside of a user's own may not find that out."""
-        self._is_new = False
         model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
             check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
+        self._is_new = False
 
     # A pass whose buckets do not all come.
 
