@@ -6,6 +6,7 @@ After a failure the pool is thrown away, and the next test gets a new one.
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import pickle
 import shutil
@@ -16,6 +17,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
+from importlib import import_module
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,26 @@ class Pools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def in_each_process(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let the body of a test run on every process of a pool, with the test's arguments."""
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(pools: Pools, **given: Any) -> None:
+            pools.of(world_size).run(_body_of, body.__module__, body.__name__, given)
+
+        own = inspect.Parameter("pools", inspect.Parameter.KEYWORD_ONLY)
+        parameters = [own, *(p.replace(kind=own.kind) for p in inspect.signature(body).parameters.values())]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+def _body_of(module: str, name: str, given: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(import_module(module), name))(**given)
 
 
 def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from in_turn import InTurn
-from pool import Pool
+from pool import Pool, in_each_process
 from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
@@ -144,25 +144,8 @@ def _something_else() -> str:
     return ""
 
 
-def test_bad_calls_of_attach(pool2: Pool) -> None:
-    for messages in pool2.run(_bad_attach):
-        assert "expected a DistributedDataParallel model, got Linear" in messages["not DDP"]
-        assert "expected an algorithm" in messages["not an algorithm"]
-        assert "'powersgd'" in messages["not an algorithm"]
-        assert "got the class; write PowerSGD()" in messages["a class"]
-        assert "grad_scaler must be" in messages["not a scaler"]
-        assert messages["an optimizer as a scaler"].endswith("got an object of type AdamW")
-        assert messages["swapped"] == (
-            "got PowerSGD for the model and DistributedDataParallel for the algorithm; "
-            "write attach(model, algorithm)"
-        )
-        assert "no parameter of the model is trained" in messages["all frozen"]
-        assert "allows one only" in messages["twice"]
-        assert "allows one only" in messages["after another hook"]
-        assert messages["healthy"] == ""
-
-
-def _bad_attach() -> dict[str, str]:
+@in_each_process(2)
+def test_bad_calls_of_attach() -> None:
     ddp_model = DistributedDataParallel(nn.Linear(64, 64))
     hooked = DistributedDataParallel(nn.Linear(64, 64))
     hooked.register_comm_hook(None, thinwire.hooks.allreduce_hook)
@@ -190,7 +173,20 @@ def _bad_attach() -> dict[str, str]:
             messages[name] = str(error)
     hooks = [len(model._comm_hooks) for model in (ddp_model, hooked, frozen)]
     assert hooks == [1, 1, 0]  # nothing was changed
-    return messages
+    assert "expected a DistributedDataParallel model, got Linear" in messages["not DDP"]
+    assert "expected an algorithm" in messages["not an algorithm"]
+    assert "'powersgd'" in messages["not an algorithm"]
+    assert "got the class; write PowerSGD()" in messages["a class"]
+    assert "grad_scaler must be" in messages["not a scaler"]
+    assert messages["an optimizer as a scaler"].endswith("got an object of type AdamW")
+    assert messages["swapped"] == (
+        "got PowerSGD for the model and DistributedDataParallel for the algorithm; "
+        "write attach(model, algorithm)"
+    )
+    assert "no parameter of the model is trained" in messages["all frozen"]
+    assert "allows one only" in messages["twice"]
+    assert "allows one only" in messages["after another hook"]
+    assert messages["healthy"] == ""
 
 
 def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first() -> None:

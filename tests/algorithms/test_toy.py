@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import members
 import thinwire
 from catalog import buckets, flat_error, random_gradients, true_means
-from pool import Pool
+from pool import in_each_process
 from thinwire.algorithms import registry
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, run_members
@@ -112,22 +112,8 @@ def test_watched_and_reported(tmp_path: Path) -> None:
     assert "AroundTrend()" in page
 
 
-def test_under_ddp_with_uneven_batches_it_is_advised_too(pool2: Pool) -> None:
-    for steps, ratio, same, names in pool2.run(_under_ddp):
-        assert steps == 5
-        assert ratio > 3.5
-        assert same
-        assert "AroundTrend()" in names
-
-
-TIMINGS = [Timing(size, [0.001 + size / 1e6]) for size in (4, 1 << 20, 1 << 24)]
-
-
-def one_step(model: nn.Module) -> None:
-    torch.autograd.backward(model(torch.ones(16, 64)).square().mean())
-
-
-def _under_ddp() -> tuple[int, float, bool, list[str]]:
+@in_each_process(2)
+def test_under_ddp_with_uneven_batches_it_is_advised_too() -> None:
     assert dist.get_world_size() == 2
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
@@ -151,9 +137,14 @@ def _under_ddp() -> tuple[int, float, bool, list[str]]:
         predictions = thinwire.advise(
             copy.deepcopy(module), one_step, Probe(2, "gloo", "cpu", TIMINGS, [], []), budget_seconds=0.3
         ).predictions
-    return (
-        sync.stats().steps,
-        sync.stats().compression_ratio,
-        bool(torch.equal(*everyone)),
-        [each.name for each in predictions],
-    )
+    assert sync.stats().steps == 5
+    assert sync.stats().compression_ratio > 3.5
+    assert bool(torch.equal(*everyone))
+    assert "AroundTrend()" in ([each.name for each in predictions])
+
+
+TIMINGS = [Timing(size, [0.001 + size / 1e6]) for size in (4, 1 << 20, 1 << 24)]
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.ones(16, 64)).square().mean())

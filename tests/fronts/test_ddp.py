@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool, Pools
+from pool import Pool, Pools, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
@@ -378,14 +378,8 @@ def _complex(algorithm: Algorithm, find_unused: bool) -> tuple[float, float, Ten
     return ((expected - got).norm() / expected.norm()).item(), sync.stats().compression_ratio, got
 
 
-def test_no_sync_accumulates_and_sends_once(pool2: Pool) -> None:
-    for messages_alone, messages, equal in pool2.run(_accumulate):
-        assert messages_alone == 0
-        assert messages > 0
-        assert equal
-
-
-def _accumulate() -> tuple[int, int, bool]:
+@in_each_process(2)
+def test_no_sync_accumulates_and_sends_once() -> None:
     ddp_model, reference = build("linear"), build("linear")
     sync = thinwire.attach(ddp_model, AllReduce())
     first, second = (batch_of("linear", step, dist.get_rank(), torch.float32) for step in range(2))
@@ -398,7 +392,9 @@ def _accumulate() -> tuple[int, int, bool]:
     reference(second).square().mean().backward()
     pairs = zip(ddp_model.parameters(), reference.parameters(), strict=True)
     equal = all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
-    return messages_alone, sync.stats().messages, equal
+    assert messages_alone == 0
+    assert sync.stats().messages > 0
+    assert equal
 
 
 def gap_to_plain(
@@ -489,17 +485,8 @@ def _foreign_group() -> str:
     return "member"
 
 
-def test_switching_at_run_time(pool2: Pool) -> None:
-    for sent, errors in pool2.run(_switch):
-        exact, power, half, exact_again = sent
-        assert power < half / 2
-        assert half == exact / 2
-        assert exact == exact_again
-        assert errors[:2] == [0, 3]
-        assert errors[2:] == [0, 0]
-
-
-def _switch() -> tuple[list[int], list[int]]:
+@in_each_process(2)
+def test_switching_at_run_time() -> None:
     ddp_model = build("linear")
     sync = thinwire.attach(ddp_model, AllReduce())
     sent, errors = [], []
@@ -511,7 +498,12 @@ def _switch() -> tuple[list[int], list[int]]:
             ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
         sent.append(sync.stats().message_bytes - before)
         errors.append(len(dict(sync.state_dict()["error"])))
-    return sent, errors
+    exact, power, half, exact_again = sent
+    assert power < half / 2
+    assert half == exact / 2
+    assert exact == exact_again
+    assert errors[:2] == [0, 3]
+    assert errors[2:] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -590,15 +582,8 @@ def _resume(algorithm: Algorithm, bucket_cap_mb: float) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "disabled scaler"])
-def test_a_grad_scaler_whose_scale_jumps_changes_no_result(pool2: Pool, enabled: bool) -> None:
-    for plain, scaled, scales, ratio in pool2.run(_scaled, enabled):
-        assert ratio > 1.5
-        assert len(set(scales)) == (4 if enabled else 1)
-        for a, b in zip(plain, scaled, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def _scaled(enabled: bool) -> tuple[list[Tensor], list[Tensor], list[float], float]:
+@in_each_process(2)
+def test_a_grad_scaler_whose_scale_jumps_changes_no_result(enabled: bool) -> None:
     plain, scaled = build("linear"), build("linear")
     thinwire.attach(plain, POWER)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_factor=4.0, growth_interval=2, enabled=enabled)
@@ -615,18 +600,14 @@ def _scaled(enabled: bool) -> tuple[list[Tensor], list[Tensor], list[float], flo
         scales.append(scaler.get_scale())
         scaler.step(optimizers[1])
         scaler.update()
-    parameters = [[p.detach() for p in model.parameters()] for model in (plain, scaled)]
-    return parameters[0], parameters[1], scales, sync.stats().compression_ratio
+    assert sync.stats().compression_ratio > 1.5
+    assert len(set(scales)) == (4 if enabled else 1)
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_parameters_that_ddp_ignores_are_not_planned(pool2: Pool) -> None:
-    for planned, ratio in pool2.run(_ignored):
-        assert "0.weight" not in planned
-        assert "2.weight" in planned
-        assert ratio > 1.5
-
-
-def _ignored() -> tuple[list[str], float]:
+@in_each_process(2)
+def test_parameters_that_ddp_ignores_are_not_planned() -> None:
     module = linear_model()
     ignored = ["0.weight"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
@@ -634,17 +615,14 @@ def _ignored() -> tuple[list[str], float]:
     sync = thinwire.attach(ddp_model, POWER)
     for step in range(2):
         torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
-    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
+    planned = [name for route in sync.plan.routes for name in route.names]
+    assert "0.weight" not in planned
+    assert "2.weight" in planned
+    assert sync.stats().compression_ratio > 1.5
 
 
-def test_a_tied_parameter_that_ddp_ignores_under_one_name_only_has_the_other(pool2: Pool) -> None:
-    for planned, ratio in pool2.run(_ignored_once):
-        assert "head.weight" in planned
-        assert "embed.weight" not in planned
-        assert ratio > 1.5
-
-
-def _ignored_once() -> tuple[list[str], float]:
+@in_each_process(2)
+def test_a_tied_parameter_that_ddp_ignores_under_one_name_only_has_the_other() -> None:
     module = Tied()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["embed.weight"])  # type: ignore[no-untyped-call]
     ddp_model = DistributedDataParallel(module)
@@ -652,19 +630,15 @@ def _ignored_once() -> tuple[list[str], float]:
     for step in range(2):
         batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
         torch.autograd.backward(ddp_model(batch).square().mean())
-    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
+    planned = [name for route in sync.plan.routes for name in route.names]
+    assert "head.weight" in planned
+    assert "embed.weight" not in planned
+    assert sync.stats().compression_ratio > 1.5
 
 
-def test_state_has_the_names_of_the_users_own_module(pool2: Pool) -> None:
+@in_each_process(2)
+def test_state_has_the_names_of_the_users_own_module() -> None:
     """Tied, frozen after wrapping, compiled before wrapping: never a position, never torch's prefix."""
-    for planned, saved, ratio in pool2.run(_named):
-        assert planned == {"embed.weight", "body.weight", "body.bias", "nothing"}
-        assert set(dict(saved["parameters"])) == {*planned, "logit_scale"}
-        assert set(dict(saved["error"])) == {"embed.weight", "body.weight"}
-        assert ratio > 1.5
-
-
-def _named() -> tuple[set[str], dict[str, Any], float]:
     module = Tied()
     compiled = cast(nn.Module, torch.compile(module, backend="eager"))
     ddp_model = DistributedDataParallel(compiled, find_unused_parameters=True)
@@ -674,17 +648,15 @@ def _named() -> tuple[set[str], dict[str, Any], float]:
     for step in range(3):
         batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
         torch.autograd.backward(ddp_model(batch).square().mean())
-    return planned, sync.state_dict(), sync.stats().compression_ratio
+    saved = sync.state_dict()
+    assert planned == {"embed.weight", "body.weight", "body.bias", "nothing"}
+    assert set(dict(saved["parameters"])) == {*planned, "logit_scale"}
+    assert set(dict(saved["error"])) == {"embed.weight", "body.weight"}
+    assert sync.stats().compression_ratio > 1.5
 
 
-def test_an_exception_in_the_backward_pass_leaves_the_state_savable(pool2: Pool) -> None:
-    for before, after, steps in pool2.run(_interrupted):
-        assert steps == 2
-        for name in dict(before["error"]):
-            assert torch.equal(dict(before["error"])[name], dict(after["error"])[name])
-
-
-def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
+@in_each_process(2)
+def test_an_exception_in_the_backward_pass_leaves_the_state_savable() -> None:
     ddp_model = build("linear", bucket_cap_mb=0.001)
     sync = thinwire.attach(ddp_model, POWER)
     for step in range(2):
@@ -700,7 +672,11 @@ def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
 
     with patch.object(Step, "start", failing), pytest.raises(MemoryError):
         torch.autograd.backward(ddp_model(batch_of("linear", 2, 0, torch.float32)).square().mean())
-    return before, sync.state_dict(), sync.stats().steps
+    after = sync.state_dict()
+    steps = sync.stats().steps
+    assert steps == 2
+    for name in dict(before["error"]):
+        assert torch.equal(dict(before["error"])[name], dict(after["error"])[name])
 
 
 def test_torch_compile(pool2: Pool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from hooks.test_hooks import error_of
-from pool import Pool
+from pool import Pool, in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
@@ -199,17 +199,9 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("layer", range(3))
-def test_a_layer_is_frozen_after_the_model_was_wrapped(
-    pool2: Pool, options: dict[str, Any], layer: int
-) -> None:
+@in_each_process(2)
+def test_a_layer_is_frozen_after_the_model_was_wrapped(options: dict[str, Any], layer: int) -> None:
     """DDP still hands over its bucket, wherever it stands; a step is one step."""
-    for steps, buckets, ratio in pool2.run(_frozen, options, layer):
-        assert steps == [1, 2, 3]
-        assert buckets > 1
-        assert ratio > 1.5
-
-
-def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Frozen(layer), **options)
     model.module.layers[layer].requires_grad_(False)
@@ -218,19 +210,15 @@ def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]
     for step in range(3):
         train(model, range(step, step + 1))
         steps.append(sync.stats().steps)
-    return steps, len(engine_of(sync).plans), sync.stats().compression_ratio
+    assert steps == [1, 2, 3]
+    assert len(engine_of(sync).plans) > 1
+    assert sync.stats().compression_ratio > 1.5
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_parameters_of_which_ddp_has_no_gradient_are_refused(pool2: Pool, way: str) -> None:
+@in_each_process(2)
+def test_parameters_of_which_ddp_has_no_gradient_are_refused(way: str) -> None:
     """DDP makes buckets once: what is unfrozen or added later would drift apart without a word."""
-    for told in pool2.run(_unknown_to_ddp, way):
-        assert [error for error, _ in told] == ["StepError", "StepError"]
-        assert "first.bias is trained, and DDP averages no gradient of it" in told[0][1]
-        assert "second.added is trained" in told[1][1]
-
-
-def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
     told = []
     for is_added in (False, True):
         module = TwoOutputs()
@@ -243,7 +231,9 @@ def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
             train(model, range(1))
         module.first.bias.requires_grad_(True)
         told.append(error_of(functools.partial(train, model, range(1, 2))))
-    return told
+    assert [error for error, _ in told] == ["StepError", "StepError"]
+    assert "first.bias is trained, and DDP averages no gradient of it" in told[0][1]
+    assert "second.added is trained" in told[1][1]
 
 
 # Steps that never finish
@@ -251,13 +241,8 @@ def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_skips_buckets_is_refused(pool2: Pool, way: str) -> None:
-    for error, message in pool2.run(_skipping, way):
-        assert error == "AttachError"
-        assert "build the DDP model without it" in message
-
-
-def _skipping(way: str) -> tuple[str, str]:
+@in_each_process(2)
+def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
     model = DistributedDataParallel(
         OneOfTwo(), find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
@@ -266,19 +251,15 @@ def _skipping(way: str) -> tuple[str, str]:
         registered(model, way)
         train(model, range(1))
 
-    return error_of(attach_and_train)
+    error, message = error_of(attach_and_train)
+    assert error == "AttachError"
+    assert "build the DDP model without it" in message
 
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
-def test_a_step_that_ddp_ends_too_early_raises(pool2: Pool) -> None:
+@in_each_process(2)
+def test_a_step_that_ddp_ends_too_early_raises() -> None:
     """An option that nobody knows yet may leave a bucket out; DDP would wait for ever."""
-    for error, message, messages in pool2.run(_too_early):
-        assert error == "StepError"
-        assert "DDP ended a step after" in message
-        assert messages == "can be saved"
-
-
-def _too_early() -> tuple[str, str, str]:
     model = DistributedDataParallel(
         OneOfTwo(),
         find_unused_parameters=True,
@@ -289,18 +270,14 @@ def _too_early() -> tuple[str, str, str]:
     sync = thinwire.attach(model, POWER)
     with patch.object(ddp, "PATIENCE_SECONDS", 0.1):
         error, message = error_of(lambda: train(model, range(1)))
-    return error, message, "can be saved" if sync.state_dict() else ""
+    assert error == "StepError"
+    assert "DDP ended a step after" in message
+    assert ("can be saved" if sync.state_dict() else "") == "can be saved"
 
 
-def test_two_backward_passes_of_one_step(pool2: Pool) -> None:
+@in_each_process(2)
+def test_two_backward_passes_of_one_step() -> None:
     """After the first DDP still waits for gradients, and so do we."""
-    for steps, ratio, gap in pool2.run(_in_two_passes):
-        assert steps == 2
-        assert ratio > 1.5
-        assert gap < 1e-5
-
-
-def _in_two_passes() -> tuple[int, float, float]:
     torch.manual_seed(0)
     plain, ours = (DistributedDataParallel(TwoOutputs(), bucket_cap_mb=SMALL_BUCKETS_MB) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
@@ -317,7 +294,9 @@ def _in_two_passes() -> tuple[int, float, float]:
         totals.append(total)
     totals[1] += dict(sync.state_dict()["error"])["first.weight"]
     gap = (totals[0] - totals[1]).norm() / totals[0].norm()
-    return sync.stats().steps, sync.stats().compression_ratio, float(gap)
+    assert sync.stats().steps == 2
+    assert sync.stats().compression_ratio > 1.5
+    assert gap < 1e-5
 
 
 def test_a_backward_pass_inside_another(pool2: Pool) -> None:
@@ -383,27 +362,21 @@ def test_a_copy_refuses_to_train_until_it_is_attached(pool2: Pool, way: str) -> 
         assert all(map(torch.equal, second[2], results[0][3][2]))
 
 
-def test_a_copy_is_refused_from_registering_on_and_says_what_to_do(pool2: Pool) -> None:
-    for untrained, hooked, evaluated in pool2.run(_copied_early):
-        assert untrained[0] == hooked[0] == evaluated[0] == "AttachError"
-        assert "would train uncompressed; copy again" in untrained[1]
-        assert untrained == hooked
-        assert "until its first forward pass: copy again" in evaluated[1]
-
-
-def _copied_early() -> list[tuple[str, str]]:
+@in_each_process(2)
+def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
     """Before the first step, of a model with a hook without memory, and attached after a forward pass."""
     model, hooked = (DistributedDataParallel(nn.Linear(24, 24)) for _ in range(2))
     thinwire.attach(model, POWER)
     ddp_model.register(hooked, None, hooks.fp16_compress_hook)
     evaluated = copy.deepcopy(model)
     evaluated(inputs_of(0))
-    calls: list[Callable[[], Any]] = [
-        lambda: train(copy.deepcopy(model), range(1)),
-        lambda: train(copy.deepcopy(hooked), range(1)),
-        lambda: thinwire.attach(evaluated, POWER),
-    ]
-    return [error_of(call) for call in calls]
+    untrained = error_of(lambda: train(copy.deepcopy(model), range(1)))
+    assert untrained[0] == "AttachError"
+    assert "would train uncompressed; copy again" in untrained[1]
+    assert untrained == error_of(lambda: train(copy.deepcopy(hooked), range(1)))
+    kind, message = error_of(lambda: thinwire.attach(evaluated, POWER))
+    assert kind == "AttachError"
+    assert "until its first forward pass: copy again" in message
 
 
 Trained = tuple[int, float, list[Tensor]]
@@ -460,21 +433,8 @@ class Tabled(nn.Module):
         self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
 
-def test_what_is_not_ddp_is_told_what_to_do(pool2: Pool) -> None:
-    for plain, parallel, sharded, local, joined, embedding, table, inside in pool2.run(_not_ddp):
-        assert "got Linear; wrap it first" in plain
-        assert "DistributedDataParallel(model.module)" in parallel
-        assert "wrap it first" not in parallel + sharded + joined
-        assert 'give mesh["shard"] to fully_shard' in sharded
-        assert "got FSDPLinear" in joined
-        assert "thinwire.attach takes models of fully_shard (FSDP2)" in joined
-        assert 'mesh["replicate"] to thinwire.attach or LocalSGD' in local
-        assert "the Embedding that is the model makes sparse gradients" in embedding
-        assert 'the Embedding "layers.0" of the Tabled makes sparse gradients' in table
-        assert "step an optimizer after backward()" in inside
-
-
-def _not_ddp() -> list[str]:
+@in_each_process(2)
+def test_what_is_not_ddp_is_told_what_to_do() -> None:
     sharded = nn.Linear(8, 8)
     fully_shard(sharded)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
@@ -482,19 +442,35 @@ def _not_ddp() -> list[str]:
     steps_inside = nn.Linear(8, 8)
     # What torch.distributed.optim._apply_optimizer_in_backward, whose import warns, leaves on a parameter.
     steps_inside.weight._in_backward_optimizers = [torch.optim.SGD([steps_inside.weight], lr=0.1)]  # type: ignore[attr-defined]
-    calls: list[Callable[[], Any]] = [
-        lambda: thinwire.attach(nn.Linear(8, 8), POWER),
-        lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
-        lambda: thinwire.attach(sharded, POWER),
-        lambda: thinwire.LocalSGD(sharded, optimizer, every_steps=2),
-        lambda: thinwire.join(sharded).__enter__(),
-        lambda: thinwire.attach(tables[0], POWER),
-        lambda: thinwire.attach(tables[1], POWER),
-        lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
-    ]
-    told = [error_of(call) for call in calls]
-    assert {error for error, _ in told} == {"AttachError"}
-    return [message for _, message in told]
+    for call, words in (
+        (lambda: thinwire.attach(nn.Linear(8, 8), POWER), "got Linear; wrap it first"),
+        (
+            lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
+            "torch.nn.parallel.DistributedDataParallel(model.module)",
+        ),
+        (lambda: thinwire.attach(sharded, POWER), 'give mesh["shard"] to fully_shard'),
+        (
+            lambda: thinwire.LocalSGD(sharded, optimizer, every_steps=2),
+            'mesh["replicate"] to thinwire.attach or LocalSGD',
+        ),
+        (
+            lambda: thinwire.join(sharded).__enter__(),
+            "got FSDPLinear, sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2)",
+        ),
+        (lambda: thinwire.attach(tables[0], POWER), "the Embedding that is the model makes sparse gradients"),
+        (
+            lambda: thinwire.attach(tables[1], POWER),
+            'the Embedding "layers.0" of the Tabled makes sparse gradients',
+        ),
+        (
+            lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
+            "step an optimizer after backward()",
+        ),
+    ):
+        kind, message = error_of(call)
+        assert kind == "AttachError"
+        assert words in message
+        assert ("wrap it first" in message) == ("wrap it first" in words)
 
 
 def test_a_failed_collective_names_uneven_batches_and_attach() -> None:

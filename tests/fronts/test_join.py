@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from pool import Pool, in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
@@ -246,14 +246,8 @@ def _plain(by_contributors: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["allreduce_hook", "built in"])
-def test_another_hook_that_cannot_divide_as_asked_is_refused(pool2: Pool, name: str) -> None:
-    for message, divided, entered in pool2.run(_foreign, name):
-        assert "register one of thinwire.hooks instead" in message
-        assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
-        assert entered
-
-
-def _foreign(name: str) -> tuple[str, list[float], bool]:
+@in_each_process(2)
+def test_another_hook_that_cannot_divide_as_asked_is_refused(name: str) -> None:
     model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
     if name == "built in":
         model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)  # type: ignore[no-untyped-call]
@@ -272,17 +266,15 @@ def _foreign(name: str) -> tuple[str, list[float], bool]:
             averages.append(model.module.weight.grad.mean().item())
     with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
         entered = True
-    return str(raised.value), averages, entered
+    divided = averages
+    assert "register one of thinwire.hooks instead" in str(raised.value)
+    assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
+    assert entered
 
 
-def test_afterwards_the_model_trains_on_as_before(pool2: Pool) -> None:
+@in_each_process(2)
+def test_afterwards_the_model_trains_on_as_before() -> None:
     """Torch leaves its join switched on after the context; ours ends."""
-    for messages, gap in pool2.run(_after):
-        assert messages == 0
-        assert gap < 1e-6
-
-
-def _after() -> tuple[int, float]:
     model = new_model()
     plain = copy.deepcopy(model.module)
     thinwire.attach(model, AllReduce())
@@ -294,16 +286,12 @@ def _after() -> tuple[int, float]:
     hooks_left = int(list(model._forward_pre_hooks) != before) + int(model._join_config.enable)
     got = gradients_of(model, 5, dist.get_rank())
     both = [gradients_of(plain, 5, process_rank) for process_rank in range(2)]
-    return hooks_left, gap_of(got, [(a + b) / 2 for a, b in zip(*both, strict=True)])
+    assert hooks_left == 0
+    assert gap_of(got, [(a + b) / 2 for a, b in zip(*both, strict=True)]) < 1e-6
 
 
-def test_accumulation_inside(pool2: Pool) -> None:
-    for steps, ratio in pool2.run(_accumulating):
-        assert steps == 3
-        assert ratio > 1.4
-
-
-def _accumulating() -> tuple[int, float]:
+@in_each_process(2)
+def test_accumulation_inside() -> None:
     model = new_model()
     sync = thinwire.attach(model, POWER)
     with thinwire.join(model, divide_by_initial_world_size=False):
@@ -311,7 +299,8 @@ def _accumulating() -> tuple[int, float]:
             with model.no_sync():
                 gradients_of(model, 2 * step, dist.get_rank())
             torch.autograd.backward(model(batch_of(2 * step + 1, dist.get_rank())).square().mean())
-    return sync.stats().steps, sync.stats().compression_ratio
+    assert sync.stats().steps == 3
+    assert sync.stats().compression_ratio > 1.4
 
 
 def test_early_termination_raises_on_all(pool2: Pool) -> None:
@@ -349,14 +338,8 @@ def _disabled() -> tuple[int, int]:
     return sync.stats().steps, hooks_inside
 
 
-def test_what_cannot_be_joined_is_refused_at_once(pool2: Pool) -> None:
-    for not_joinable, loose, *batch_norm in pool2.run(_refused):
-        assert "got Linear" in not_joinable
-        assert "not attached" in loose
-        assert ["throw_on_early_termination=True" in message for message in batch_norm] == [True, True]
-
-
-def _refused() -> list[str]:
+@in_each_process(2)
+def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model = new_model()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
     messages = []
@@ -373,7 +356,10 @@ def _refused() -> list[str]:
         messages.append(str(raised.value))
     with thinwire.join(model, throw_on_early_termination=True):
         pass
-    return messages
+    not_joinable, loose, *batch_norm = messages
+    assert "got Linear" in not_joinable
+    assert "not attached" in loose
+    assert ["throw_on_early_termination=True" in message for message in batch_norm] == [True, True]
 
 
 def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> None:

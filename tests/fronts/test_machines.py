@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from pool import Pool, in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import Machines, ProcessGroupTransport, Recording
@@ -56,13 +56,8 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK(chunk=512)],
     ids=str,
 )
-def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm, pool4: Pool) -> None:
-    for several, alone, same in pool4.run(_several_and_alone, algorithm):
-        assert same
-        assert 0 < alone <= several <= 1.1 * alone
-
-
-def _several_and_alone(algorithm: Algorithm) -> tuple[int, int, bool]:
+@in_each_process(4)
+def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm) -> None:
     """Bytes of a machine of two, and of one process, and whether both got the same; with rebuilt buckets."""
     model = ddp_model(torch.float64)
     sync = thinwire.attach(model, algorithm, machines=PAIRS)
@@ -83,7 +78,9 @@ def _several_and_alone(algorithm: Algorithm) -> tuple[int, int, bool]:
         theirs = _averaged(other, own)
         # Sums of more than two differ in their last bits from those of a machine's means.
         is_same = is_same and torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
-    return sync.stats().message_bytes, plain.stats().message_bytes, is_same
+    alone = plain.stats().message_bytes
+    assert is_same
+    assert 0 < alone <= sync.stats().message_bytes <= 1.1 * alone
 
 
 def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
@@ -97,14 +94,8 @@ def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.T
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
 
 
-def test_the_state_of_torchs_hooks_takes_it_as_a_setting(pool4: Pool) -> None:
-    for same, flat, hooked in pool4.run(_hooked):
-        assert same
-        assert "over 4 processes" in flat
-        assert "over 2 machines of 2 processes" in hooked
-
-
-def _hooked() -> tuple[bool, str, str]:
+@in_each_process(4)
+def test_the_state_of_torchs_hooks_takes_it_as_a_setting() -> None:
     flat = hooks.PowerSGDState(None, start_powerSGD_iter=0)
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, machines=PAIRS)
     is_same = True
@@ -114,7 +105,9 @@ def _hooked() -> tuple[bool, str, str]:
         for step in range(3):
             mine = gradients(model, step)
             is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
-    return is_same, str(flat.sync), str(state.sync)
+    assert is_same
+    assert "over 4 processes" in str(flat.sync)
+    assert "over 2 machines of 2 processes" in str(state.sync)
 
 
 @pytest.mark.parametrize(
@@ -122,16 +115,8 @@ def _hooked() -> tuple[bool, str, str]:
     [(hooks.allreduce_hook, AllReduce()), (hooks.bf16_compress_hook, Cast("bf16"))],
     ids=["allreduce", "bf16"],
 )
-def test_hooks_without_memory_take_a_state_for_it(
-    hook: hooks.Hook, algorithm: Algorithm, pool4: Pool
-) -> None:
-    for same, as_attached, sent, whole in pool4.run(_hooked_without_memory, hook, algorithm):
-        assert same
-        assert as_attached
-        assert sent == (whole if algorithm == AllReduce() else whole / 2)
-
-
-def _hooked_without_memory(hook: hooks.Hook, algorithm: Algorithm) -> tuple[bool, bool, int, int]:
+@in_each_process(4)
+def test_hooks_without_memory_take_a_state_for_it(hook: hooks.Hook, algorithm: Algorithm) -> None:
     state, model, other = hooks.MachinesState(machines=PAIRS), ddp_model(), ddp_model()
     model.register_comm_hook(state, hook)
     thinwire.attach(other, algorithm, machines=PAIRS)
@@ -146,22 +131,16 @@ def _hooked_without_memory(hook: hooks.Hook, algorithm: Algorithm) -> tuple[bool
     with pytest.raises(ConfigError, match="once for each machine"):
         hooks.quantization_pertensor_hook(state, None)  # type: ignore[arg-type]
     stats = state.sync.stats()
-    return is_same, as_attached, stats.message_bytes, stats.gradient_bytes
+    whole = stats.gradient_bytes
+    assert is_same
+    assert as_attached
+    assert stats.message_bytes == (whole if algorithm == AllReduce() else whole / 2)
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), TopK(chunk=512)], ids=str)
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_subgroup_sends_the_change_of_its_models_once(
-    algorithm: Algorithm, fragments: int, pool4: Pool
-) -> None:
-    for (same, sent, inside_bytes, shortfalls), (_, alone, *_) in pool4.run(_local, algorithm, fragments):
-        assert same
-        assert 0 < alone <= sent <= 1.1 * alone
-        assert inside_bytes > 0
-        assert shortfalls == ()
-
-
-def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, Sequence[str]]]:
+@in_each_process(4)
+def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fragments: int) -> None:
     """Two machines of two processes, and two of one: whether models are equal, and bytes."""
     rank = dist.get_rank()
     subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
@@ -181,16 +160,15 @@ def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, S
         parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         same, stats = all(torch.equal(parameters, each) for each in gathered(parameters)), local.stats()
         found.append((same, stats.message_bytes, stats.inside_bytes, stats.shortfalls))
-    return found
+    (same, sent, inside_bytes, shortfalls), (_, alone, *_) = found
+    assert same
+    assert 0 < alone <= sent <= 1.1 * alone
+    assert inside_bytes > 0
+    assert shortfalls == ()
 
 
-def test_uneven_inputs_are_divided_by_those_that_have_some(pool4: Pool) -> None:
-    for flat, several, same in pool4.run(_joined):
-        assert same
-        torch.testing.assert_close(several, flat, rtol=1e-10, atol=1e-12)
-
-
-def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
+@in_each_process(4)
+def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
     found = []
     for machines in (False, PAIRS):
         model = ddp_model(torch.float64)
@@ -201,17 +179,12 @@ def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
                 gradients(model, step)
                 optimizer.step()
         found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    return found[0], found[1], all(torch.equal(found[1], each) for each in gathered(found[1]))
+    assert all(torch.equal(found[1], each) for each in gathered(found[1]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
 
-def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh(pool4: Pool) -> None:
-    for why, is_flat, has_groups in pool4.run(_part_of_the_job):
-        assert "processes know different numbers of process groups" in why
-        assert is_flat
-        assert has_groups
-
-
-def _part_of_the_job() -> tuple[str, bool, bool]:
+@in_each_process(4)
+def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh() -> None:
     one_more = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
     transport = ProcessGroupTransport()
     # As in a job of one process more.
@@ -220,7 +193,9 @@ def _part_of_the_job() -> tuple[str, bool, bool]:
     given, _ = machines_of(transport, init_device_mesh("cpu", (2, 2)))
     if one_more is not None:
         dist.destroy_process_group(one_more)
-    return why, machines is None, given is not None
+    assert "processes know different numbers of process groups" in why
+    assert machines is None
+    assert given is not None
 
 
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
@@ -270,18 +245,14 @@ def _notes(variables: dict[str, str]) -> int:
     return len(recording.notes)
 
 
-def test_unequal_machines_are_said_and_each_process_sends_by_itself(pool4: Pool) -> None:
-    for said, shown in pool4.run(_uneven):
-        assert said == (
-            "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
-            "many on each, what a machine has in common would be sent once",
-        )
-        assert "over 4 processes" in shown
-
-
-def _uneven() -> tuple[Sequence[str], str]:
+@in_each_process(4)
+def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
     sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
-    return sync.stats().shortfalls, str(sync)
+    assert sync.stats().shortfalls == (
+        "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
+        "many on each, what a machine has in common would be sent once",
+    )
+    assert "over 4 processes" in str(sync)
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[ThinwireError], str]] = {
@@ -337,13 +308,8 @@ def _lied_to(case: str) -> None:
             thinwire.attach(model, Quantize(bits=4))
 
 
-def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal(pool4: Pool) -> None:
-    for same, shown in pool4.run(_meshed):
-        assert same
-        assert "2 machines of 2 processes" in shown
-
-
-def _meshed() -> tuple[bool, str]:
+@in_each_process(4)
+def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
     model = ddp_model(find_unused_parameters=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
@@ -353,4 +319,5 @@ def _meshed() -> tuple[bool, str]:
         same = same and all(torch.equal(mine, each) for each in gathered(mine))
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
-    return same, str(sync)
+    assert same
+    assert "2 machines of 2 processes" in str(sync)

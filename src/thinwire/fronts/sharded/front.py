@@ -194,7 +194,7 @@ class ShardedFront:
             )
         # FSDP2 takes no more modules once it has made its first pass.
         if not self._has_order and not sharded.is_all_of(model):
-            raise StepError("sharded in part after it was attached; call fully_shard on all parts, then attach")
+            raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
         if sharded.is_finalized_by_hand:
             raise StepError(
                 f"{NOT_AVERAGED} without an end of the pass; set_manual_backward_finalization(False)"
