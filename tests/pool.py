@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -23,6 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import forked
@@ -115,6 +116,22 @@ class Pools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What all processes of the pool have given, by process rank."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor.detach().contiguous())
+    return rows
+
+
+def are_alike(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all processes of the pool have given the same finite tensors, to the bit."""
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if not real.isfinite().all() or not all(torch.equal(real, other) for other in gathered(real)):
+            return False
+    return True
 
 
 def in_each_process(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:

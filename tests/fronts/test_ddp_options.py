@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from hooks.test_hooks import error_of
-from pool import Pool, in_each_process
+from pool import are_alike, in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
@@ -121,28 +121,25 @@ WAYS = ["attach", "hook", "hook in a hook of one's own"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_static_graph_of_two_types(pool2: Pool, way: str) -> None:
+@in_each_process(2)
+def test_a_static_graph_of_two_types(way: str) -> None:
     """DDP calls both buckets of the first step its first, and neither its last."""
-    for steps, ratio, parameters in (results := pool2.run(_static, way, {})):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
+    check_trained(TwoTypes(), way, static_graph=True)
 
 
 @pytest.mark.skipif("bucket_cap_mb_list" not in DDP_OPTIONS, reason="DDP has no bucket_cap_mb_list yet")
-def test_a_static_graph_with_sizes_of_buckets(pool2: Pool) -> None:
-    for steps, ratio, parameters in (results := pool2.run(_static, "attach", {"bucket_cap_mb_list": [1, 1]})):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
+@in_each_process(2)
+def test_a_static_graph_with_sizes_of_buckets() -> None:
+    check_trained(TwoTypes(), static_graph=True, bucket_cap_mb_list=[1, 1])
 
 
-def _static(way: str, options: dict[str, Any]) -> tuple[int, float, list[Tensor]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(TwoTypes(), static_graph=True, **options)
+def check_trained(module: nn.Module, way: str = "attach", **options: Any) -> None:
+    """Three steps are three, compressed, and all processes get one model."""
+    model = DistributedDataParallel(module, **options)
     state = registered(model, way)
-    parameters = train(model, range(3))
-    return state.stats().steps, state.stats().compression_ratio, parameters
+    assert are_alike(train(model, range(3)))
+    assert state.stats().steps == 3
+    assert state.stats().compression_ratio > 1.5
 
 
 NEW_OPTIONS = {
@@ -152,17 +149,15 @@ NEW_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", NEW_OPTIONS)
-def test_an_option_that_torch_2_6_has_not_changes_no_result(pool2: Pool, option: str) -> None:
-    if not NEW_OPTIONS[option]:
-        pytest.skip(f"DDP has no {option} yet")
-    for steps, ratio, with_it, without in pool2.run(_with_and_without, option):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, with_it, without))
-
-
-def _with_and_without(option: str) -> tuple[int, float, list[Tensor], list[Tensor]]:
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(each, marks=pytest.mark.skipif(not is_there, reason=f"DDP has no {each} yet"))
+        for each, is_there in NEW_OPTIONS.items()
+    ],
+)
+@in_each_process(2)
+def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None:
     by_hand = option == "finalize_backward"
     options: list[dict[str, Any]] = [{}, {} if by_hand else {option: True}]
     results = []
@@ -180,7 +175,9 @@ def _with_and_without(option: str) -> tuple[int, float, list[Tensor], list[Tenso
                 model.finalize_backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
-    return sync.stats().steps, sync.stats().compression_ratio, results[1], results[0]
+    assert sync.stats().steps == 3
+    assert sync.stats().compression_ratio > 1.5
+    assert all(map(torch.equal, *results))
 
 
 class Frozen(nn.Module):
@@ -299,19 +296,9 @@ def test_two_backward_passes_of_one_step() -> None:
     assert gap < 1e-5
 
 
-def test_a_backward_pass_inside_another(pool2: Pool) -> None:
-    for steps, ratio, parameters in (results := pool2.run(_inside_another)):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
-
-
-def _inside_another() -> tuple[int, float, list[Tensor]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
-    sync = thinwire.attach(model, POWER)
-    parameters = train(model, range(3))
-    return sync.stats().steps, sync.stats().compression_ratio, parameters
+@in_each_process(2)
+def test_a_backward_pass_inside_another() -> None:
+    check_trained(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
 
 
 @contextmanager
@@ -327,39 +314,45 @@ def python_reducer() -> Iterator[None]:
             rules.get_legacy_mod_inlinelist.cache_clear()
 
 
-def test_the_reducer_in_python_is_refused(pool2: Pool) -> None:
-    # Where nothing is compiled, torch 2.6 takes the usual one after all, and hooks are called with buckets.
-    falls_back = hasattr(DistributedDataParallel, "_should_disable_cpp_reducer")
-    for told in pool2.run(_python_reducer):
-        assert len(told) == 3
-        for error, message in told[:1] if falls_back else told:
-            assert error == "AttachError"
-            assert 'torch._dynamo.config.optimize_ddp="python_reducer"' in message
-
-
-def _python_reducer() -> list[tuple[str, str]]:
+@in_each_process(2)
+def test_the_reducer_in_python_is_refused() -> None:
     with python_reducer():
         models = [DistributedDataParallel(nn.Linear(24, 24)) for _ in range(3)]
     told = [error_of(lambda: thinwire.attach(models[0], POWER))]
-    models[1].register_comm_hook(None, hooks.fp16_compress_hook)
-    models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
-    return told + [error_of(functools.partial(train, model, range(1))) for model in models[1:]]
+    # If nothing is compiled, torch 2.6 takes the usual one after all, and hooks are called with buckets.
+    if not hasattr(DistributedDataParallel, "_should_disable_cpp_reducer"):
+        models[1].register_comm_hook(None, hooks.fp16_compress_hook)
+        models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
+        told += [error_of(functools.partial(train, model, range(1))) for model in models[1:]]
+    for error, message in told:
+        assert error == "AttachError"
+        assert 'torch._dynamo.config.optimize_ddp="python_reducer"' in message
 
 
 # Copies
 
 
 @pytest.mark.parametrize("way", ["attach", "hook"])
-def test_a_copy_refuses_to_train_until_it_is_attached(pool2: Pool, way: str) -> None:
-    results = pool2.run(_copied, way)
-    for averaged, refused, first, second, inner in results:
-        assert averaged
-        assert refused[0] == "AttachError"
-        assert "copied_model" in refused[1]
-        assert first[0] == 3
-        assert second[0] == inner[0] == 2
-        assert min(first[1], second[1], inner[1]) > 1.5
-        assert all(map(torch.equal, second[2], results[0][3][2]))
+@in_each_process(2)
+def test_a_copy_refuses_to_train_until_it_is_attached(way: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
+    state = registered(model, way)
+    train(model, range(2))
+    follower = AveragedModel(model)
+    follower.update_parameters(model)
+    assert torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
+    error, message = error_of(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
+    assert error == "AttachError"
+    assert "copied_model" in message
+    attached = copy.deepcopy(model)
+    train(model, range(2, 3))
+    assert state.stats().steps == 3
+    for each in (attached, DistributedDataParallel(copy.deepcopy(model.module))):
+        sync = thinwire.attach(each, POWER)
+        assert are_alike(train(each, range(2)))
+        assert sync.stats().steps == 2
+        assert min(state.stats().compression_ratio, sync.stats().compression_ratio) > 1.5
 
 
 @in_each_process(2)
@@ -379,47 +372,13 @@ def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
     assert "until its first forward pass: copy again" in message
 
 
-Trained = tuple[int, float, list[Tensor]]
-
-
-def _copied(way: str) -> tuple[bool, tuple[str, str], Trained, Trained, Trained]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
-    state = registered(model, way)
-    train(model, range(2))
-    follower = AveragedModel(model)
-    follower.update_parameters(model)
-    averaged = torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
-    refused = error_of(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
-    attached = copy.deepcopy(model)
-    first = train(model, range(2, 3))
-    stats = state.stats()
-    inner = DistributedDataParallel(copy.deepcopy(model.module))
-    return (
-        averaged,
-        refused,
-        (stats.steps, stats.compression_ratio, first),
-        _trained(attached),
-        _trained(inner),
-    )
-
-
-def _trained(model: DistributedDataParallel) -> Trained:
-    sync = thinwire.attach(model, POWER)
-    parameters = train(model, range(2))
-    return sync.stats().steps, sync.stats().compression_ratio, parameters
-
-
-def test_a_copy_of_a_model_with_another_hook_takes_ours(pool2: Pool) -> None:
+@in_each_process(2)
+def test_a_copy_of_a_model_with_another_hook_takes_ours() -> None:
     """Torch's list of hooks is copied, its reducer is not: the copy has no hook, and join must know."""
-    assert pool2.run(_copy_without) == [("", False)] * 2
-
-
-def _copy_without() -> tuple[str, bool]:
     model = DistributedDataParallel(nn.Linear(24, 24))
     model.register_comm_hook(None, hooks.allreduce_hook)
     assert ddp_model.hook_of(model) == ("allreduce_hook", True)
-    return ddp_model.hook_of(copy.deepcopy(model))
+    assert ddp_model.hook_of(copy.deepcopy(model)) == ("", False)
 
 
 # Models and gradients that can't be averaged
