@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from in_turn import InTurn
-from pool import Pool, in_each_process
+from pool import in_each_process
 from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
@@ -129,19 +129,11 @@ def test_without_a_process_group() -> None:
         ProcessGroupTransport(None)
 
 
-def test_something_else_as_a_process_group(pool2: Pool) -> None:
-    assert (
-        pool2.run(_something_else)
-        == ["process_group must be a torch.distributed process group or None, got 'gloo'"] * 2
-    )
-
-
-def _something_else() -> str:
-    try:
+@in_each_process(2)
+def test_something_else_as_a_process_group() -> None:
+    words = "process_group must be a torch.distributed process group or None, got 'gloo'"
+    with pytest.raises(AttachError, match=words):
         ProcessGroupTransport("gloo")  # type: ignore[arg-type]
-    except AttachError as error:
-        return str(error)
-    return ""
 
 
 @in_each_process(2)
@@ -197,14 +189,8 @@ def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first(
         thinwire.attach(nn.Linear(4, 4), AllReduce())
 
 
-def test_top_k_in_every_step_is_attached_and_warned_of(pool2: Pool) -> None:
-    warnings, sent_fewer = zip(*pool2.run(_attached_top_k), strict=True)
-    assert all(sent_fewer)
-    assert [len(each) for each in warnings] == [1, 1]
-    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warnings[0][0]
-
-
-def _attached_top_k() -> tuple[list[str], bool]:
+@in_each_process(2)
+def test_top_k_in_every_step_is_attached_and_warned_of() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -217,17 +203,14 @@ def _attached_top_k() -> tuple[list[str], bool]:
         thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), Quantize(bits=4))
     finally:
         logger.removeHandler(handler)
-    return told, sync.stats().compression_ratio > 10
+    (warning,) = told
+    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warning
+    assert sync.stats().compression_ratio > 10
 
 
-def test_a_switch_that_is_refused_changes_nothing(pool2: Pool) -> None:
-    assert pool2.run(_bad_switch) == [True] * 2
-
-
-def _bad_switch() -> bool:
+@in_each_process(2)
+def test_a_switch_that_is_refused_changes_nothing() -> None:
     sync = thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), PowerSGD(matrix_rank=2))
-    try:
+    with pytest.raises(ConfigError):
         sync.use("exact")  # type: ignore[arg-type]
-    except ConfigError:
-        return sync.algorithm == PowerSGD(matrix_rank=2)
-    return False
+    assert sync.algorithm == PowerSGD(matrix_rank=2)

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import Pool, in_each_process
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
@@ -148,29 +148,14 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([whole(p).reshape(-1) for p in model.parameters()])
 
 
-def everyones(tensor: Tensor) -> list[Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return rows
-
-
 def agreed(model: nn.Module) -> bool:
     """Whether all processes, of both replicas, hold the same model to the bit."""
-    own = flat(model)
-    return all(torch.equal(own, other) for other in everyones(own))
+    return are_alike([flat(model)])
 
 
-def test_the_pages_mesh_has_a_timeout_of_its_own(pool4: Pool) -> None:
+@in_each_process(4)
+def test_the_pages_mesh_has_a_timeout_of_its_own() -> None:
     """Of `init_process_group` those of `init_device_mesh` have not."""
-    results = pool4.run(_with_timeout)
-    assert len(results) == 4
-    for timeouts, ratio, equal in results:
-        assert timeouts == [timedelta(minutes=2)] * 2
-        assert ratio > 1.5
-        assert equal
-
-
-def _with_timeout() -> tuple[list[timedelta], float, bool]:
     page = (Path(__file__).parents[2] / "docs" / "sharded.md").read_text()
     (code,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_group" in each]
     names: dict[str, Any] = {"machines": 2, "gpus_of_each": 2, "torch": torch, "datetime": datetime}
@@ -181,7 +166,9 @@ def _with_timeout() -> tuple[list[timedelta], float, bool]:
     model = sharded(wide(), mesh["shard"])
     sync = attach(model, POWER, replicas=mesh["replicate"])
     train(model, range(2))
-    return timeouts, sync.stats().compression_ratio, agreed(model)
+    assert timeouts == [timedelta(minutes=2)] * 2
+    assert sync.stats().compression_ratio > 1.5
+    assert agreed(model)
 
 
 # Exact averaging is native HSDP
@@ -303,8 +290,7 @@ def add_gradients(sums: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def agreed_gradients(model: nn.Module) -> bool:
-    own = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
-    return all(torch.equal(own, other) for other in everyones(own))
+    return are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
 
 
 def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -405,9 +391,9 @@ def test_a_distributed_checkpoint_is_resharded(tmp_path: Path, in_shards: bool) 
 # Steps that are not like others
 
 
-def test_what_is_complete_travels_while_the_backward_pass_goes_on(pool4: Pool) -> None:
-    for early in pool4.run(_early_messages):
-        assert early == [0, 1, 1]  # in the first step it is seen what comes when
+@in_each_process(4)
+def test_what_is_complete_travels_while_the_backward_pass_goes_on() -> None:
+    assert _early_messages() == [0, 1, 1]  # in the first step it is seen what comes when
 
 
 def _early_messages(repeats: tuple[int, ...] = (1, 1, 1)) -> list[int]:
@@ -562,16 +548,14 @@ def test_compiled_blocks_and_checkpointed_activations() -> None:
     assert agreed(ours)
 
 
-def test_replicas_start_equal(pool4: Pool) -> None:
-    assert all(pool4.run(_start))
-
-
-def _start() -> bool:
+@in_each_process(4)
+def test_replicas_start_equal() -> None:
     model: Any = wide(seed=dist.get_rank() // 2)
     model.seen.fill_(dist.get_rank() // 2)
     model = sharded(model, mesh_of()["shard"])
     attach(model, POWER, replicas=mesh_of()["replicate"].get_group())
-    return agreed(model) and all(torch.equal(model.seen, other) for other in everyones(model.seen))
+    assert agreed(model)
+    assert are_alike([model.seen])
 
 
 @needs_replicate
