@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import gathered, in_each_process
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import Machines, ProcessGroupTransport, Recording
@@ -62,18 +62,16 @@ def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm)
     # One process for each machine: both of a machine have the mean of their gradients.
     other = ddp_model(torch.float64, process_group=across)
     plain = thinwire.attach(other, algorithm)
-    is_same = True
     for step in range(4):
         mine = gradients(model, step)
-        is_same = is_same and all(torch.equal(mine, each) for each in gathered(mine))
+        assert are_alike([mine])
         with other.no_sync():
             own = gradients(other, step)
         dist.all_reduce(own.div_(2), group=inside)
         theirs = _averaged(other, own)
         # Sums of more than two differ in their last bits from those of a machine's means.
-        is_same = is_same and torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
     alone = plain.stats().message_bytes
-    assert is_same
     assert 0 < alone <= sync.stats().message_bytes <= 1.1 * alone
 
 
@@ -92,14 +90,10 @@ def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.T
 def test_the_state_of_torchs_hooks_takes_it_as_a_setting() -> None:
     flat = hooks.PowerSGDState(None, start_powerSGD_iter=0)
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, machines=PAIRS)
-    is_same = True
     for each in (flat, state):
         model = ddp_model()
         model.register_comm_hook(each, hooks.powerSGD_hook)
-        for step in range(3):
-            mine = gradients(model, step)
-            is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
-    assert is_same
+        assert are_alike(gradients(model, step) for step in range(3))
     assert "over 4 processes" in str(flat.sync)
     assert "over 2 machines of 2 processes" in str(state.sync)
 
@@ -114,11 +108,10 @@ def test_hooks_without_memory_take_a_state_for_it(hook: hooks.Hook, algorithm: A
     state, model, other = hooks.MachinesState(machines=PAIRS), ddp_model(), ddp_model()
     model.register_comm_hook(state, hook)
     thinwire.attach(other, algorithm, machines=PAIRS)
-    is_same = as_attached = True
     for step in range(3):
         mine = gradients(model, step)
-        is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
-        as_attached = as_attached and torch.equal(mine, gradients(other, step))
+        assert are_alike([mine])
+        assert torch.equal(mine, gradients(other, step))
     assert "over 2 machines of 2 processes" in str(state.sync)
     with pytest.raises(ConfigError, match="make one for each hook"):
         state.run(Cast("fp16"), None)  # type: ignore[arg-type]
@@ -126,8 +119,6 @@ def test_hooks_without_memory_take_a_state_for_it(hook: hooks.Hook, algorithm: A
         hooks.quantization_pertensor_hook(state, None)  # type: ignore[arg-type]
     stats = state.sync.stats()
     whole = stats.gradient_bytes
-    assert is_same
-    assert as_attached
     assert stats.message_bytes == (whole if algorithm == AllReduce() else whole / 2)
 
 
@@ -139,7 +130,7 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
     rank = dist.get_rank()
     subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    found: list[tuple[bool, int, int, Sequence[str]]] = []
+    found = []
     for groups in ({"subgroup": subgroup}, {"replicas": across}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48))
@@ -152,13 +143,12 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
                 gradients(model, step)
                 optimizer.step()
         parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        same, stats = all(torch.equal(parameters, each) for each in gathered(parameters)), local.stats()
-        found.append((same, stats.message_bytes, stats.inside_bytes, stats.shortfalls))
-    (same, sent, inside_bytes, shortfalls), (_, alone, *_) = found
-    assert same
-    assert 0 < alone <= sent <= 1.1 * alone
-    assert inside_bytes > 0
-    assert shortfalls == ()
+        assert are_alike([parameters]) or "replicas" in groups
+        found.append(local.stats())
+    several, alone = found
+    assert 0 < alone.message_bytes <= several.message_bytes <= 1.1 * alone.message_bytes
+    assert several.inside_bytes > 0
+    assert several.shortfalls == ()
 
 
 @in_each_process(4)
@@ -173,7 +163,7 @@ def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
                 gradients(model, step)
                 optimizer.step()
         found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    assert all(torch.equal(found[1], each) for each in gathered(found[1]))
+    assert are_alike([found[1]])
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
 
@@ -295,11 +285,7 @@ def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
     model = ddp_model(find_unused_parameters=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
-    same = True
-    for step in range(3):
-        mine = gradients(model, step)
-        same = same and all(torch.equal(mine, each) for each in gathered(mine))
+    assert are_alike(gradients(model, step) for step in range(3))
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
-    assert same
     assert "2 machines of 2 processes" in str(sync)

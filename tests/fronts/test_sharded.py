@@ -618,6 +618,7 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
+    of_its_replica = PowerSGD(matrix_rank=1 + dist.get_rank() // 2)
     unnamed = init_device_mesh("cpu", (2, 2))
     of_other_names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "devices"))
     # It joins the first shard of one replica and the second one of the other.
@@ -631,79 +632,52 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
     for block in [] if dist.get_rank() // 2 else parts_otherwise.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
-    found = {
-        "no replicas": error_of(lambda: attach(plain, POWER)),
-        "world": error_of(lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
-        "plain parameter": error_of(lambda: attach(partly, POWER, replicas=mesh)),
-        "meta": error_of(lambda: attach(empty, POWER, replicas=mesh)),
-        "meta buffer": error_of(lambda: attach(without_values, POWER, replicas=mesh)),
-        "part": error_of(lambda: whole(tokens_of(0))),
-        "checkpointed whole": error_of(_checkpointed_whole),
-        "step inside": error_of(lambda: backward(steps_inside, 0)),
-        "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
-        "FSDP1": error_of(lambda: attach(old, POWER, replicas=mesh)),
-        "tensor parallel": error_of(lambda: attach(in_columns, POWER, replicas=mesh)),
-        "twice": error_of(lambda: attach(twice, POWER, replicas=mesh)),
-        "unlike": error_of(lambda: attach(unlike, POWER, replicas=mesh)),
-        "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, replicas=mesh)),
-        "no mesh": error_of(lambda: attach(plain, POWER, replicas=cast(Any, "replicate"))),
-        "the shards": error_of(lambda: attach(plain, POWER, replicas=mesh["shard"])),
-        "no names": error_of(lambda: attach(plain, POWER, replicas=unnamed)),
-        "other names": error_of(lambda: attach(plain, POWER, replicas=of_other_names)),
-        "crossed": error_of(lambda: attach(plain, POWER, replicas=crossed)),
-        "unlike cut": error_of(lambda: attach(cut_otherwise, POWER, replicas=mesh)),
-        "unlike parts": error_of(lambda: attach(parts_otherwise, POWER, replicas=mesh)),
-        "sharded later": error_of(lambda: later(tokens_of(0))),
-        "later": error_of(lambda: assigned(tokens_of(0))),
-        "DDP's module sharded": _refused_when_sharded(lambda ddp: ddp.module),
-        "DDP sharded": _refused_when_sharded(lambda ddp: ddp),
-        "a block of DDP's sharded": _refused_when_sharded(lambda ddp: ddp.module.blocks[0]),
-        "no group": error_of(lambda: thinwire.check_replicas(plain)),
-        "unlike algorithm": error_of(
-            lambda: attach(plain, PowerSGD(matrix_rank=1 + dist.get_rank() // 2), replicas=mesh)
-        ),
-    }
-    for case, words in {
-        "no replicas": 'mesh["replicate"] to thinwire.attach or LocalSGD',
-        "world": "different shards of one replica",
-        "plain parameter": "embed.weight is trained, but no fully_shard holds it",
-        "meta": "embed.weight is on the meta device",
-        "meta buffer": "seen is on the meta device",
-        "part": "a part of a larger sharded model",
-        "checkpointed whole": "the whole model is inside of a reentrant activation checkpoint",
-        "step inside": "0.weight was set to None before it was averaged",
-        "advise": "a sharded model does not tell where its other replicas are: pass a probe",
-        "twice": "sync.use",
-        "tensor parallel": "(tensor parallelism), which does not go with Thinwire yet",
-        "FSDP1": "shard the plain module with fully_shard",
-        "unlike": "process 0 has embed.weight of shape (11, 8)",
-        "DDP": "for sharded models",
-        "no mesh": "replicas must be a torch.distributed process group or None, got 'replicate'",
-        "the shards": "hold different shards of one replica",
-        "no names": "got a mesh of dimensions (2, 2)",
-        "other names": "got a mesh of dimensions ('machines', 'devices')",
-        "crossed": "has shard 0 of 2",
-        "unlike cut": "cut along 0",
-        "unlike parts": "held with embed.weight",
-        "sharded later": "call fully_shard on all parts, then attach",
-        "later": "the model trains embed.weight, which it did not have",
-        "DDP's module sharded": "(the whole model) since it was attached, so neither DDP nor Thinwire",
-        "DDP sharded": "(the whole model) since it was attached",
-        "a block of DDP's sharded": "(blocks.0) since it was attached",
-        "no group": "embed.weight is sharded, so processes hold different shards; pass replicas=mesh",
-        "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
-    }.items():
-        assert words in found[case], (case, found[case])
+    not_whole = "(the whole model) since it was attached, so neither DDP nor Thinwire"
+    for words, call in (
+        ('mesh["replicate"] to thinwire.attach or LocalSGD', lambda: attach(plain, POWER)),
+        ("different shards of one replica", lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
+        ("embed.weight is trained, but no fully_shard holds it", lambda: to_replicas(partly)),
+        ("embed.weight is on the meta device", lambda: to_replicas(empty)),
+        ("seen is on the meta device", lambda: to_replicas(without_values)),
+        ("a part of a larger sharded model", lambda: whole(tokens_of(0))),
+        ("the whole model is inside of a reentrant activation checkpoint", _checkpointed_whole),
+        ("0.weight was set to None before it was averaged", lambda: backward(steps_inside, 0)),
+        ("pass a probe", lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
+        ("shard the plain module with fully_shard", lambda: to_replicas(old)),
+        ("(tensor parallelism), which does not go with Thinwire", lambda: to_replicas(in_columns)),
+        ("sync.use", lambda: to_replicas(twice)),
+        ("process 0 has embed.weight of shape (11, 8)", lambda: to_replicas(unlike)),
+        ("for sharded models", lambda: to_replicas(DistributedDataParallel(language()))),
+        ("group or None, got 'replicate'", lambda: attach(plain, POWER, replicas=cast(Any, "replicate"))),
+        ("different shards of one replica", lambda: attach(plain, POWER, replicas=mesh["shard"])),
+        ("got a mesh of dimensions (2, 2)", lambda: attach(plain, POWER, replicas=unnamed)),
+        ("dimensions ('machines', 'devices')", lambda: attach(plain, POWER, replicas=of_other_names)),
+        ("has shard 0 of 2", lambda: attach(plain, POWER, replicas=crossed)),
+        ("cut along 0", lambda: to_replicas(cut_otherwise)),
+        ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
+        ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
+        ("the model trains embed.weight, which it did not have", lambda: assigned(tokens_of(0))),
+        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
+        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp)),
+        ("(blocks.0) since it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
+        ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
+        ("process 0 has algorithm PowerSGD(matrix_rank=1", lambda: to_replicas(plain, of_its_replica)),
+    ):
+        assert words in error_of(call), words
 
 
-def _refused_when_sharded(part_of: Callable[[Any], nn.Module]) -> str:
-    """Return what a DDP model says to its second pass, when a part of it was sharded behind the first one."""
+def to_replicas(model: nn.Module, algorithm: Algorithm = POWER) -> None:
+    attach(model, algorithm, replicas=mesh_of())
+
+
+def _sharded_behind_its_first_pass(part_of: Callable[[Any], nn.Module]) -> None:
+    """Go through a second pass of a DDP model, of which a part was sharded."""
     ddp = DistributedDataParallel(wide())
     sync = attach(ddp, POWER)
     backward(ddp, 0)
     assert sync.stats().compression_ratio > 1.2
     fully_shard(part_of(ddp), mesh=mesh_of()["shard"])
-    return error_of(lambda: backward(ddp, 1))
+    backward(ddp, 1)
 
 
 def _checkpointed_whole() -> None:

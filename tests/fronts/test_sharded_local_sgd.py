@@ -287,27 +287,23 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
-    found = {
-        "attached inside": inside,
-        "attached": error(attached, replicas=mesh["replicate"]),
-        "no replicas": error(model),
-        "native": error(sharded(language(), mesh), replicas=mesh),
-        "subgroup": error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
-        "FSDP1": error(old),
-        "mesh": error(language(), replicas=mesh["replicate"]),
-        "join": joined,
-    }
-    for case, words in {
-        "no replicas": 'mesh["replicate"]',
-        "native": "a mesh of two dimensions",
-        "subgroup": "whose replicas are its fast groups",
-        "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
-        "mesh": "replicas=mesh.get_group()",
-        "join": "a sharded model can't be joined",
-        "attached": "the model is attached already; its gradients are averaged",
-        "attached inside": "averages the model itself over the same processes",
-    }.items():
-        assert words in found[case], (case, found[case])
+    for words, said in (
+        ("averages the model itself over the same processes", inside),
+        (
+            "the model is attached already; its gradients are averaged",
+            error(attached, replicas=mesh["replicate"]),
+        ),
+        ('mesh["replicate"]', error(model)),
+        ("a mesh of two dimensions", error(sharded(language(), mesh), replicas=mesh)),
+        (
+            "whose replicas are its fast groups",
+            error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
+        ),
+        ("shard it with torch.distributed.fsdp.fully_shard", error(old)),
+        ("replicas=mesh.get_group()", error(language(), replicas=mesh["replicate"])),
+        ("a sharded model can't be joined", joined),
+    ):
+        assert words in said
 
 
 @needs_replicate
