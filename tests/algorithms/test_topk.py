@@ -188,28 +188,16 @@ def test_compiled_sums_of_entries_are_pytorchs_to_the_bit(by_senders: bool) -> N
     assert results[0].count_nonzero() > 100
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("density", 0),
-        ("density", -0.5),
-        ("density", 1.5),
-        ("density", "1/64"),
-        ("density", float("nan")),
-        ("bits", 1),
-        ("bits", 3),
-        ("bits", 32),
-        ("bits", 2.0),
-        ("chunk", 0),
-        ("chunk", 65_537),
-        ("chunk", 64.5),
-        ("error_decay", 0),
-        ("error_decay", 1.01),
-        ("error_decay", None),
-        ("merge", "mean"),
-        ("merge", None),
-    ],
-)
+BAD: dict[str, list[Any]] = {
+    "density": [0, -0.5, 1.5, "1/64", float("nan")],
+    "bits": [1, 3, 32, 2.0],
+    "chunk": [0, 65_537, 64.5],
+    "error_decay": [0, 1.01, None],
+    "merge": ["mean", None],
+}
+
+
+@pytest.mark.parametrize(("setting", "value"), [(name, each) for name in BAD for each in BAD[name]])
 def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         TopK(**{setting: value})

@@ -525,33 +525,23 @@ def test_a_grad_scaler_whose_scale_jumps_changes_no_result(enabled: bool) -> Non
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ignored", "sent"),
+    [("linear", "0.weight", "2.weight"), ("tied, scalar, empty", "embed.weight", "head.weight")],
+)
 @in_each_process(2)
-def test_parameters_that_ddp_ignores_are_not_planned() -> None:
-    module = linear_model()
-    ignored = ["0.weight"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
+def test_parameters_that_ddp_ignores_are_not_planned(kind: str, ignored: str, sent: str) -> None:
+    """A tied one that is ignored under one name only has the other."""
+    module = KINDS[kind][0]()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])  # type: ignore[no-untyped-call]
     ddp_model = DistributedDataParallel(module)
     sync = thinwire.attach(ddp_model, POWER)
     for step in range(2):
-        torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
-    planned = [name for route in sync.plan.routes for name in route.names]
-    assert "0.weight" not in planned
-    assert "2.weight" in planned
-    assert sync.stats().compression_ratio > 1.5
-
-
-@in_each_process(2)
-def test_a_tied_parameter_that_ddp_ignores_under_one_name_only_has_the_other() -> None:
-    module = Tied()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["embed.weight"])  # type: ignore[no-untyped-call]
-    ddp_model = DistributedDataParallel(module)
-    sync = thinwire.attach(ddp_model, POWER)
-    for step in range(2):
-        batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
+        batch = batch_of(kind, step, dist.get_rank(), torch.float32)
         torch.autograd.backward(ddp_model(batch).square().mean())
     planned = [name for route in sync.plan.routes for name in route.names]
-    assert "head.weight" in planned
-    assert "embed.weight" not in planned
+    assert sent in planned
+    assert ignored not in planned
     assert sync.stats().compression_ratio > 1.5
 
 

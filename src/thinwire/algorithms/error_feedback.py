@@ -31,16 +31,11 @@ def parts_with_residual(
 
 
 class Compensated(NamedTuple):
-    """Gradients that travel uncompressed, with their residual.
+    """Gradients that travel uncompressed, with their residual."""
 
-    Attributes:
-        parts: Flat gradients; new tensors where there was a residual. Then, if any of it may not fit, one
-            element more that tells whether something remains on this member.
-        remainders: What would not have fitted into the range of the types on the way, by parameter name,
-            in its type, in units of the unscaled loss. The same names on all members.
-    """
-
+    # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
     parts: list[torch.Tensor]
+    # What does not fit into the range of the types on the way, by parameter: the same names on all members.
     remainders: dict[str, torch.Tensor]
 
 

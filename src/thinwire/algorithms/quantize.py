@@ -53,17 +53,14 @@ class Quantize(Algorithm):
             2 and 1 bits; Adam loses below 4.
         seed: Of stochastic rounding.
 
-    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes
-    of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
-    and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
-    no memory and no check.
+    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
+    keeps an fp32 residual of the size of the gradients (fp64 of fp64) and makes a host synchronisation, for
+    the finite check (none without `host_check`).
 
-    A scale has fp32's range: what is beyond it in fp64 gradients is not finite. Of any type, what is beyond
-    half of it (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for.
-    Blocks whose scale would be below 1.2e-38 become zeros.
-
-    If an algorithm with error feedback ran before it (`GradientSync.use`) and it has none, its first step
-    sends gradients and residual uncompressed, so nothing is lost.
+    A scale has fp32's range: fp64 gradients beyond it are not finite. Of any type, what is beyond half of it
+    (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for. Blocks whose
+    scale would be below 1.2e-38 become zeros. After an algorithm with error feedback (`GradientSync.use`),
+    the first step without sends gradients and residual uncompressed, so nothing is lost.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

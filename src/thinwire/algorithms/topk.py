@@ -59,21 +59,18 @@ class TopK(Algorithm):
             not sent is slowly forgotten: it is worth something only as long as it still says where to go.
         merge: "senders" for the mean over those that have sent an entry, "members" for the mean over all,
             in which what was not sent counts as zero. With "senders" an entry that only one member has sent
-            moves by all of that member's, as many times farther as there are members. A byte GPT of 0.18 M
-            parameters, averaged every 15 steps of AdamW by 4 members for 600 steps (2 seeds), came
-            0.8 % below and just to the loss of averaging whole changes with "senders", and 5.4 % above with
-            "members"; 2 % above with an outer rate of 2.5.
+            moves by all of that member's. A byte GPT of 0.18 M parameters, averaged every 15 steps of AdamW
+            by 4 members for 600 steps (2 seeds), came 0.8 % below and just to the loss of averaging whole
+            changes with "senders", and 5.4 % above with "members"; 2 % above with an outer rate of 2.5.
 
-    The residual is what a member has not sent itself. With "members" and an `error_decay` of 1, the sum of
-    results and the mean residual is the sum of true means: nothing is lost. With "senders" results are larger
-    than the mean of what was sent, so the residual does not tell what they lack; and where uneven inputs are
-    divided by the contributors (`thinwire.join`), which raises what goes in, they are too large: use
-    "members" then.
+    With "members" and an `error_decay` of 1, the sum of results and the mean residual is the sum of true
+    means: nothing is lost. With "senders" results are larger than the mean of what was sent; if uneven inputs
+    are divided by the contributors (`thinwire.join`), they are too large: use "members" then.
 
-    Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for
-    each chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about
-    13 copies of the gradients on one CPU thread with Numba (25 without), of two members, and one or two more
-    for each other one; one host synchronisation, for the finite check (none without `host_check`).
+    Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for each
+    chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about 13
+    copies of the gradients on one CPU thread with Numba (25 without), and one or two more for each member
+    beyond two; one host synchronisation, for the finite check (none without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -41,13 +41,12 @@ def attach(
     The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
 
     Args:
-        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
-            backend, over any process group, with any of DDP's options but `mixed_precision` and
-            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook. Training it raises an error
-            until you attach it. Or an FSDP2 model: one on which you called `fully_shard` over a mesh of the
-            shards of one replica, or of replicas and shards (native HSDP); or one on which you called
-            `replicate`. docs/sharded.md says what differs then; replicas become equal here, parameters and
-            buffers.
+        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any backend,
+            over any process group, with any of DDP's options but `mixed_precision` and
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook: training it raises an error
+            until you attach it. Or an FSDP2 model: of `fully_shard` over a mesh of the shards of one replica,
+            or of replicas and shards (native HSDP), or of `replicate`; see docs/sharded.md. Replicas become
+            equal here, parameters and buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
@@ -55,25 +54,25 @@ def attach(
             `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, `replicate` and
             native HSDP, which have a group for it.
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
-            gradients are first averaged exactly inside each machine. Then each process averages a part of
-            them, by the algorithm, with the processes of its place on the other machines, and all get all
-            parts: so everything leaves a machine once. See docs/machines.md. True finds it out from the
-            launcher's variables (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or give
-            the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines, processes
-            of each). With False each process sends by itself.
-        grad_scaler: The scaler that scales the loss, if there is one; or, if something else scales it, a
-            function that returns what the loss of the step under way was multiplied by. Error memory is
-            then kept in unscaled units, so that a change of scale changes no result.
+            gradients are averaged exactly inside each machine first; then each process averages a part of
+            them by the algorithm, with the processes of its place on the other machines. So everything
+            leaves a machine once; see docs/machines.md. True finds it out from the launcher's variables
+            (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or give the ranks on each
+            machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines, processes of each). With
+            False each process sends by itself.
+        grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
+            what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
+            units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite.
             With False it mostly does not wait, and steps that are not finite count in `steps`; see
             docs/ddp.md#without-a-host-check.
-        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
-            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
-            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
-            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
-            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
-            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
-            `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
+            memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
+            without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
+            momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
+            runs without a `GradScaler`, which would never see an overflow; with them `AllReduce` and `Cast`
+            look at the means as well: a pass over the gradients and a host synchronisation per step.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -83,12 +82,9 @@ def attach(
     messages, while there is a residual.
 
     Raises:
-        AttachError: The model is neither a DDP nor an FSDP2 model; none of its parameters is trained; a DDP
-            model has a communication hook (DDP's `mixed_precision` is one), sparse gradients, or an option
-            under which DDP does not hand over all gradients; the group of an FSDP2 model is not one of equal
-            shards.
-        AgreementError: The replicas of an FSDP2 model are not sharded alike; or processes disagree on who
-            shares a machine.
+        AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its
+            hook is taken, gradients are sparse, DDP keeps some back, `replicas` are not of equal shards).
+        AgreementError: Replicas are not sharded alike; or processes disagree on who shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
             `on_nonfinite` does not go with the others.
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.

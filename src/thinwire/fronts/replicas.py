@@ -35,8 +35,7 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
 
     Args:
         model: Between two steps. Of an FSDP2 model, this process's shards are compared.
-        replicas: The processes that hold the same, as a mesh or a process group, None for all: for an FSDP2
-            model `mesh["replicate"]`.
+        replicas: The processes that hold the same, None for all: for an FSDP2 model `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.
 

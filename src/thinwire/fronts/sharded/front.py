@@ -131,6 +131,20 @@ class _Bucket:
     flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
 
+    @property
+    def device(self) -> torch.device:
+        return local_of(self.pieces[0].parameter).device
+
+    def gradients(self) -> torch.Tensor:
+        """Return copies of the gradients, one after the other, zeros for those that this replica lacks."""
+        numel = sum(spec.numel for spec in self.specs)
+        flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
+        parts = Bucket(self.specs, flat).gradients
+        for piece, spec, part in zip(self.pieces, self.specs, parts, strict=True):
+            if piece.parameter.grad is not None:
+                part.view(spec.shape).copy_(local_of(piece.parameter.grad))
+        return flat
+
 
 class ShardedFront:
     """Averages the sharded gradients of an FSDP2 model over its replicas, inside of `backward()`.
@@ -153,7 +167,7 @@ class ShardedFront:
         self._has_order = False
         # Of the buckets in order, how many may be started before the end of a pass.
         self._num_early = 0
-        device = local_of(self._pieces[0].parameter).device
+        device = self._buckets[0].device
         self._handles: list[RemovableHandle] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -280,7 +294,7 @@ class ShardedFront:
                 )
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
-        bucket.flat = _flat_gradients(bucket)
+        bucket.flat = bucket.gradients()
         self._step.start(cast(Lane, bucket.lane), bucket.flat)
         self._num_started += 1
 
@@ -371,11 +385,10 @@ class ShardedFront:
             self.shards,
             f"step {engine.steps}",
             lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
-            lambda: engine.agree(local_of(self._pieces[0].parameter).device),
+            lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            device = local_of(bucket.pieces[0].parameter).device
-            bucket.lane = engine.open(bucket.specs, device, is_agreed=True)
+            bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
     def _hand_back(self, have: torch.Tensor, *, committed: bool) -> None:
         lacks = any(piece.parameter.grad is None for piece in self._pieces)
@@ -417,14 +430,3 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [_Bucket(tuple(each), tuple(specs_of(each))) for each in reversed(grouped.values())]
-
-
-def _flat_gradients(bucket: _Bucket) -> torch.Tensor:
-    """Return a bucket's gradients one after the other, zeros for those that this replica lacks: copies."""
-    local = local_of(bucket.pieces[0].parameter)
-    flat = torch.zeros(sum(spec.numel for spec in bucket.specs), dtype=local.dtype, device=local.device)
-    parts = Bucket(bucket.specs, flat).gradients
-    for piece, spec, part in zip(bucket.pieces, bucket.specs, parts, strict=True):
-        if piece.parameter.grad is not None:
-            part.view(spec.shape).copy_(local_of(piece.parameter.grad))
-    return flat
