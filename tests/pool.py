@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import update_wrapper
 from importlib import import_module
@@ -23,6 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import forked
@@ -115,7 +116,23 @@ class Pools:
             pool.close()
 
 
-def each_of(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What all processes of the pool have given, by process rank."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor.detach().contiguous())
+    return rows
+
+
+def are_alike(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether all processes of the pool have given the same finite tensors, to the bit."""
+    for tensor in tensors:
+        real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        if not real.isfinite().all() or not all(torch.equal(real, other) for other in gathered(real)):
+            return False
+    return True
+
+
+def in_each_process(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let every process of a pool run a test's body, with its parameters and fixtures.
 
     In the processes assertions are plain ones: a failure shows the line, but no values.
@@ -135,7 +152,7 @@ def each_of(world_size: int) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
-    getattr(import_module(module), name).__wrapped__(**given)
+    inspect.unwrap(getattr(import_module(module), name))(**given)
 
 
 def _serve(process_rank: int, world_size: int, folder: str, end: connection.Connection) -> None:

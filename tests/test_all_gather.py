@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from pool import Pools, each_of
+from pool import Pools, in_each_process
 from thinwire.channel import ProcessGroupTransport, Recording
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 
@@ -46,7 +46,7 @@ def test_forward_and_gradient(
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided"])
-@each_of(2)
+@in_each_process(2)
 def test_inputs_that_are_not_contiguous(layout: str) -> None:
     _check((4, 6), None, layout)
 
@@ -70,7 +70,7 @@ def _check(shape: tuple[int, ...], members: list[int] | None, layout: str) -> No
     torch.testing.assert_close(tensor.grad, reference(tensors)[own_rank])
 
 
-@each_of(4)
+@in_each_process(4)
 def test_the_way_back_is_an_exchange_of_slices() -> None:
     """An all-reduce of everything would be twice the bytes, of which each process needs one part."""
     recordings = []
@@ -85,7 +85,7 @@ def test_the_way_back_is_an_exchange_of_slices() -> None:
     assert sent == [("all_gather", 4000), ("all_to_all", 4 * 4000)]
 
 
-@each_of(2)
+@in_each_process(2)
 def test_different_tensors_are_refused_on_all() -> None:
     told = r"process 0: \(4, 3\) torch.float32; process 1: \(4, 2\) torch.float32.*pad or cast first"
     with pytest.raises(thinwire.CommunicationError, match=told):
@@ -97,7 +97,7 @@ def test_without_a_process_group() -> None:
         all_gather_grad(torch.zeros(3))
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_same_as_lightnings_name() -> None:
     stacked: Any = AllGatherGrad.apply(torch.tensor([float(dist.get_rank())]))  # type: ignore[no-untyped-call]
     assert stacked.tolist() == [[0.0], [1.0]]

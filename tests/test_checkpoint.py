@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from algorithms.test_conformance import assert_same_state
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from pool import Pools, each_of
+from pool import Pools, in_each_process
 from thinwire import (
     AllReduce,
     CheckpointError,
@@ -402,7 +402,7 @@ def _resume(how: str, folder: Path, algorithm: Algorithm, saved: dict[str, Any])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@each_of(2)
+@in_each_process(2)
 def test_distributed_checkpoint_resumes_to_the_bit(asynchronous: bool, tmp_path: Path) -> None:
     model, sync = new_model()
     train(model, range(4))

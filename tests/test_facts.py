@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pools, each_of
+from pool import Pools, in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.plan import ParameterSpec
@@ -103,7 +103,7 @@ def _several_buckets() -> None:
     assert_agreed(ddp_model)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_3_one_overflow_under_a_grad_scaler() -> None:
     """Torch's hook: NaN stays in the error memory, and no later step is ever taken."""
     state = new_state(2, start=2)
@@ -149,7 +149,7 @@ def test_facts_8_a_scalar_parameter() -> None:
     assert results[0][-1] == 3.0
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_10_memory_under_the_fp16_wrapper() -> None:
     ratios = []
     for hook in (hooks.fp16_compress_wrapper(hooks.powerSGD_hook), hooks.powerSGD_hook):
@@ -182,7 +182,7 @@ def _noise(step: int, worker: int) -> list[Tensor]:
     return [shared @ torch.ones(2, 32) + own]
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_12_bf16_on_gloo_and_unused_parameters() -> None:
     plain = DistributedDataParallel(model_of(32, 48, 16))
     ours = hooked(model_of(32, 48, 16), None, hooks.bf16_compress_hook)
@@ -201,7 +201,7 @@ def test_facts_12_bf16_on_gloo_and_unused_parameters() -> None:
     assert_agreed(unused.module.used)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_13_compression_starts_when_it_is_told_to() -> None:
     """The well-known test scripts run torch's default of 1 000 warm-up steps and never compress."""
     states = [hooks.PowerSGDState(None), new_state()]

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join
 
 import thinwire
-from pool import Pools, each_of
+from pool import Pools, in_each_process
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.error_feedback import ERROR
@@ -74,7 +74,7 @@ def test_the_config_has_the_references_names_and_defaults() -> None:
     ("matrix_rank", "iterations", "start_after"),
     [(1, 1, 0), (3, 1, 2), (1, 2, 2), (3, 2, 0), (1, 3, 0), (3, 3, 2)],
 )
-@each_of(2)
+@in_each_process(2)
 def test_the_same_as_a_plain_float64_reference(matrix_rank: int, iterations: int, start_after: int) -> None:
     """Direct `aggregate` calls, so that the errors left in the input are compared as well."""
     config = Config(matrix_rank, 1.5, iterations, start_after)
@@ -106,7 +106,7 @@ def test_the_same_as_a_plain_float64_reference(matrix_rank: int, iterations: int
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@each_of(2)
+@in_each_process(2)
 def test_every_type_with_and_without_zero_grad(dtype: torch.dtype) -> None:
     ends = []
     for set_to_none in (None, True, False):
@@ -129,7 +129,7 @@ def test_every_type_with_and_without_zero_grad(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [None, Quantize(bits=4)], ids=str)
-@each_of(4)
+@in_each_process(4)
 def test_a_machine_of_two_processes_sends_once(algorithm: Algorithm | None) -> None:
     sent = []
     for machines in (PAIRS, False):
@@ -146,7 +146,7 @@ def test_a_machine_of_two_processes_sends_once(algorithm: Algorithm | None) -> N
     assert 0 < 1.9 * sent[0] < 2 * sent[1]
 
 
-@each_of(2)
+@in_each_process(2)
 def test_all_reduce_is_plain_data_parallel() -> None:
     model, single = new_model(), new_model()
     alone, aggregator = torch.optim.SGD(single.parameters(), lr=0.05), AllReduce()
@@ -161,7 +161,7 @@ def test_all_reduce_is_plain_data_parallel() -> None:
     assert aggregator._front.sync.stats().message_bytes >= 3 * 4 * flat(model).numel()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_14_equal_shapes_are_each_normalised_on_their_own() -> None:
     """FACTS 14: at matrix rank 1 theirs normalises over the batch: 94 % error for 16 matrices of rank one."""
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +191,7 @@ class Branches(nn.Module):
         return self.branches[index].get_parameter("weight").detach().clone()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_14_unused_parameters() -> None:
     """None on some counts as zeros; None on all stays None: no weight decay, and the residual is kept."""
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def _resumed() -> None:
     assert other_powersgd.stats().compression_ratio > 2
 
 
-@each_of(4)
+@in_each_process(4)
 def test_a_process_group_of_some() -> None:
     model, groups = new_model(), [dist.new_group([0, 1]), dist.new_group([2, 3])]
     powersgd = PowerSGD(model.parameters(), AT_ONCE, process_group=groups[dist.get_rank() // 2])
@@ -259,7 +259,7 @@ def test_a_process_group_of_some() -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "GradScaler", "a disabled one"])
-@each_of(2)
+@in_each_process(2)
 def test_a_non_finite_gradient_skips_the_step_on_all(kind: str) -> None:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -279,7 +279,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all(kind: str) -> None:
     assert scaler.get_scale() == (2.0**9 if kind == "GradScaler" else 1.0)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_scale_that_jumps_changes_no_result() -> None:
     results = []
     for scaler in (GradScaler("cpu", enabled=False), GradScaler("cpu", init_scale=2.0**8)):
@@ -345,7 +345,7 @@ class SignMean(Aggregator):
         return means
 
 
-@each_of(2)
+@in_each_process(2)
 def test_an_aggregator_of_ones_own_keeps_the_references_contract() -> None:
     model = new_model()
     train(model, SignMean(), range(3))
@@ -362,7 +362,7 @@ def test_an_aggregator_of_ones_own_keeps_the_references_contract() -> None:
     ],
     ids=lambda value: str(value)[:15],
 )
-@each_of(2)
+@in_each_process(2)
 def test_uneven_inputs(
     num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None
 ) -> None:
@@ -398,7 +398,7 @@ def test_uneven_inputs(
     assert powersgd.stats().compression_ratio > 4
 
 
-@each_of(2)
+@in_each_process(2)
 def test_after_torchs_own_join_context_it_averages_on() -> None:
     """Torch leaves its notifications switched on, also on the process that never shadowed the other."""
     powersgd = PowerSGD([torch.zeros(30, 40)], AT_ONCE)
@@ -410,7 +410,7 @@ def test_after_torchs_own_join_context_it_averages_on() -> None:
     assert powersgd.stats().steps == 4
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_setting_that_differs_is_named_as_it_was_typed() -> None:
     config = Config(rank=1 + dist.get_rank(), start_compressing_after_num_steps=0)
     powersgd = PowerSGD([torch.zeros(30, 40)], config)
@@ -467,14 +467,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-@each_of(2)
+@in_each_process(2)
 def test_mistakes_are_refused_at_once(name: str) -> None:
     call, message = BAD[name]
     with pytest.raises(thinwire.ThinwireError, match=message):
         call()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_unscaled_too_early_is_told() -> None:
     model, scaler = new_model(), GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -573,7 +573,7 @@ def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
         assert sum(expected) == 54
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_gradient_missing_on_one_process_can_be_saved_all_the_same() -> None:
     """There the error stays in memory, where the others have left it in their gradients."""
     powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
@@ -586,7 +586,7 @@ def test_a_gradient_missing_on_one_process_can_be_saved_all_the_same() -> None:
     assert torch.equal(*gathered(residual))
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_failed_step_of_several_buckets_is_forgotten() -> None:
     parameters = [torch.zeros(48, 32), torch.zeros(48, 32, dtype=torch.float64)]
     powersgd = PowerSGD(parameters, AT_ONCE)
@@ -599,7 +599,7 @@ def test_a_failed_step_of_several_buckets_is_forgotten() -> None:
     assert len(state["error"]) == 2
 
 
-@each_of(2)
+@in_each_process(2)
 def test_every_message_goes_through_the_transport_of_the_sync() -> None:
     powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
     metered = powersgd.engine.metered

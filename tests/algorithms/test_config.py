@@ -18,36 +18,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from in_turn import InTurn
-from pool import Pool
+from pool import in_each_process
 from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 
+BAD: dict[str, list[Any]] = {
+    "matrix_rank": [0, -3, "4", 4.0, True, None],
+    "min_compression_ratio": [-1, "2", float("nan")],
+    "warmup_steps": [-1, 1.5],
+    "error_feedback": ["yes"],
+    "warm_start": [2, [True]],
+    "seed": [-1],
+    "wire_dtype": ["fp8", torch.float32],
+    "power_iterations": [0],
+}
+
 
 @pytest.mark.parametrize("kind", [PowerSGD, BatchedPowerSGD])
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("matrix_rank", 0),
-        ("matrix_rank", -3),
-        ("matrix_rank", "4"),
-        ("matrix_rank", 4.0),
-        ("matrix_rank", True),
-        ("matrix_rank", None),
-        ("min_compression_ratio", -1),
-        ("min_compression_ratio", "2"),
-        ("min_compression_ratio", float("nan")),
-        ("warmup_steps", -1),
-        ("warmup_steps", 1.5),
-        ("error_feedback", "yes"),
-        ("warm_start", 2),
-        ("warm_start", [True]),
-        ("seed", -1),
-        ("wire_dtype", "fp8"),
-        ("wire_dtype", torch.float32),
-        ("power_iterations", 0),
-    ],
-)
+@pytest.mark.parametrize(("setting", "value"), [(name, each) for name in BAD for each in BAD[name]])
 def test_a_bad_setting_is_named(kind: type[PowerSGD], setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         kind(**{setting: value})
@@ -129,68 +118,46 @@ def test_without_a_process_group() -> None:
         ProcessGroupTransport(None)
 
 
-def test_something_else_as_a_process_group(pool2: Pool) -> None:
-    assert (
-        pool2.run(_something_else)
-        == ["process_group must be a torch.distributed process group or None, got 'gloo'"] * 2
-    )
-
-
-def _something_else() -> str:
-    try:
+@in_each_process(2)
+def test_something_else_as_a_process_group() -> None:
+    words = "process_group must be a torch.distributed process group or None, got 'gloo'"
+    with pytest.raises(AttachError, match=words):
         ProcessGroupTransport("gloo")  # type: ignore[arg-type]
-    except AttachError as error:
-        return str(error)
-    return ""
 
 
-def test_bad_calls_of_attach(pool2: Pool) -> None:
-    for messages in pool2.run(_bad_attach):
-        assert "expected a DistributedDataParallel model, got Linear" in messages["not DDP"]
-        assert "expected an algorithm" in messages["not an algorithm"]
-        assert "'powersgd'" in messages["not an algorithm"]
-        assert "got the class; write PowerSGD()" in messages["a class"]
-        assert "grad_scaler must be" in messages["not a scaler"]
-        assert messages["an optimizer as a scaler"].endswith("got an object of type AdamW")
-        assert messages["swapped"] == (
-            "got PowerSGD for the model and DistributedDataParallel for the algorithm; "
-            "write attach(model, algorithm)"
-        )
-        assert "no parameter of the model is trained" in messages["all frozen"]
-        assert "allows one only" in messages["twice"]
-        assert "allows one only" in messages["after another hook"]
-        assert messages["healthy"] == ""
-
-
-def _bad_attach() -> dict[str, str]:
+@in_each_process(2)
+def test_bad_calls_of_attach() -> None:
     ddp_model = DistributedDataParallel(nn.Linear(64, 64))
     hooked = DistributedDataParallel(nn.Linear(64, 64))
     hooked.register_comm_hook(None, thinwire.hooks.allreduce_hook)
     frozen = DistributedDataParallel(nn.Linear(64, 64))
     frozen.requires_grad_(False)
     optimizer = torch.optim.AdamW(ddp_model.parameters())
-    calls: dict[str, Any] = {
-        "not DDP": lambda: thinwire.attach(nn.Linear(4, 4), AllReduce()),
-        "not an algorithm": lambda: thinwire.attach(ddp_model, "powersgd"),  # type: ignore[arg-type]
-        "a class": lambda: thinwire.attach(ddp_model, PowerSGD),  # type: ignore[arg-type]
-        "not a scaler": lambda: thinwire.attach(ddp_model, AllReduce(), grad_scaler=2.0),  # type: ignore[arg-type]
-        "an optimizer as a scaler": lambda: thinwire.attach(ddp_model, AllReduce(), grad_scaler=optimizer),  # type: ignore[arg-type]
-        "swapped": lambda: thinwire.attach(PowerSGD(), ddp_model),  # type: ignore[arg-type]
-        "all frozen": lambda: thinwire.attach(frozen, PowerSGD()),
-        "healthy": lambda: thinwire.attach(ddp_model, AllReduce()),
-        "twice": lambda: thinwire.attach(ddp_model, AllReduce()),
-        "after another hook": lambda: thinwire.attach(hooked, AllReduce()),
-    }
-    messages = {}
-    for name, call in calls.items():
-        try:
+    attach: Any = thinwire.attach
+    cases: list[tuple[str, Callable[[], object]]] = [
+        (
+            "expected a DistributedDataParallel model, got Linear",
+            lambda: attach(nn.Linear(4, 4), AllReduce()),
+        ),
+        ("expected an algorithm .*'powersgd'", lambda: attach(ddp_model, "powersgd")),
+        (r"got the class; write PowerSGD\(\)", lambda: attach(ddp_model, PowerSGD)),
+        ("grad_scaler must be", lambda: attach(ddp_model, AllReduce(), grad_scaler=2.0)),
+        ("got an object of type AdamW$", lambda: attach(ddp_model, AllReduce(), grad_scaler=optimizer)),
+        (
+            "^got PowerSGD for the model and DistributedDataParallel for",
+            lambda: attach(PowerSGD(), ddp_model),
+        ),
+        ("no parameter of the model is trained", lambda: attach(frozen, PowerSGD())),
+        ("allows one only", lambda: attach(hooked, AllReduce())),
+    ]
+    for words, call in cases:
+        with pytest.raises(thinwire.ThinwireError, match=words):
             call()
-            messages[name] = ""
-        except thinwire.ThinwireError as error:
-            messages[name] = str(error)
     hooks = [len(model._comm_hooks) for model in (ddp_model, hooked, frozen)]
-    assert hooks == [1, 1, 0]  # nothing was changed
-    return messages
+    assert hooks == [0, 1, 0]  # nothing was changed
+    attach(ddp_model, AllReduce())
+    with pytest.raises(AttachError, match="allows one only"):
+        attach(ddp_model, AllReduce())
 
 
 def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first() -> None:
@@ -201,14 +168,8 @@ def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first(
         thinwire.attach(nn.Linear(4, 4), AllReduce())
 
 
-def test_top_k_in_every_step_is_attached_and_warned_of(pool2: Pool) -> None:
-    warnings, sent_fewer = zip(*pool2.run(_attached_top_k), strict=True)
-    assert all(sent_fewer)
-    assert [len(each) for each in warnings] == [1, 1]
-    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warnings[0][0]
-
-
-def _attached_top_k() -> tuple[list[str], bool]:
+@in_each_process(2)
+def test_top_k_in_every_step_is_attached_and_warned_of() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -221,17 +182,14 @@ def _attached_top_k() -> tuple[list[str], bool]:
         thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), Quantize(bits=4))
     finally:
         logger.removeHandler(handler)
-    return told, sync.stats().compression_ratio > 10
+    (warning,) = told
+    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warning
+    assert sync.stats().compression_ratio > 10
 
 
-def test_a_switch_that_is_refused_changes_nothing(pool2: Pool) -> None:
-    assert pool2.run(_bad_switch) == [True] * 2
-
-
-def _bad_switch() -> bool:
+@in_each_process(2)
+def test_a_switch_that_is_refused_changes_nothing() -> None:
     sync = thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), PowerSGD(matrix_rank=2))
-    try:
+    with pytest.raises(ConfigError):
         sync.use("exact")  # type: ignore[arg-type]
-    except ConfigError:
-        return sync.algorithm == PowerSGD(matrix_rank=2)
-    return False
+    assert sync.algorithm == PowerSGD(matrix_rank=2)

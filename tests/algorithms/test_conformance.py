@@ -14,7 +14,6 @@ from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec,
 from thinwire import AllReduce
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 
@@ -269,12 +268,6 @@ def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
         assert scaled.step(gradients)
         for x, y in zip(expected, gradients[0], strict=True):
             torch.testing.assert_close(y / value, x, rtol=1e-5, atol=1e-5)
-
-
-@every_entry
-def test_unknown_arguments_are_refused(entry: Entry) -> None:
-    with pytest.raises((TypeError, ConfigError), match="matrix_rnak"):
-        type(entry.algorithm)(matrix_rnak=4)
 
 
 @every_entry

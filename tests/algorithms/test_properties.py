@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catalog import flat_error, random_gradients, true_means
-from thinwire import AllReduce, PowerSGD
+from thinwire import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+ROUNDINGS: list[Literal["nearest", "stochastic"]] = ["nearest", "stochastic"]
 SHAPES = st.lists(st.integers(0, 12), max_size=4).map(tuple)
-
-FP32_EPS = torch.finfo(torch.float32).eps
 
 
 @st.composite
@@ -43,13 +42,20 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
         "warmup_steps": draw(st.integers(0, 2)),
         "power_iterations": draw(st.integers(1, 2)),
     }
-    if draw(st.booleans()):
-        return BatchedPowerSGD(**settings)
-    return PowerSGD(**settings, alternating=draw(st.booleans()))
+    bits, density = draw(st.sampled_from([2, 4, 8])), draw(st.floats(1e-3, 1))
+    block, rounding = 16 * draw(st.integers(1, 4)), draw(st.sampled_from(ROUNDINGS))
+    kinds = [
+        AllReduce(),
+        PowerSGD(**settings, alternating=draw(st.booleans())),
+        BatchedPowerSGD(**settings),
+        Quantize(bits=bits, block=block, rounding=rounding, error_feedback=True),
+        TopK(density=density, bits=bits, chunk=draw(st.integers(1, 100)), error_decay=1, merge="members"),
+    ]
+    return draw(st.sampled_from(kinds))
 
 
 @given(layouts(), algorithms(), st.integers(1, 4), st.integers(-20, 20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_telescoping_identity(
     layout: list[tuple[ParameterSpec, ...]], algorithm: Algorithm, num_workers: int, exponent: int
 ) -> None:
@@ -79,18 +85,4 @@ def test_the_telescoping_identity(
     state = simulation.state_dicts()[0]
     for bucket, all_true, all_sent, total in zip(layout, true, sent, magnitude, strict=True):
         gap = (all_true - all_sent - flat_error(state, bucket)).norm()
-        assert gap <= (32 * FP32_EPS if bucket[0].dtype.itemsize > 2 else 1e-2) * total
-
-
-@given(layouts(), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
-def test_exact_is_exact(layout: list[tuple[ParameterSpec, ...]], num_workers: int) -> None:
-    simulation = Simulation(AllReduce(), layout, num_workers=num_workers)
-    gradients = random_gradients(layout, num_workers=num_workers, seed=0)
-    means = true_means(gradients)
-    assert simulation.step(gradients)
-    for flat, mean in zip(gradients[0], means, strict=True):
-        half = flat.dtype.itemsize == 2
-        torch.testing.assert_close(
-            flat.double(), mean, rtol=1e-2 if half else 1e-6, atol=1e-2 if half else 1e-6
-        )
+        assert gap <= (1e-5 if bucket[0].dtype.itemsize > 2 else 1e-2) * total

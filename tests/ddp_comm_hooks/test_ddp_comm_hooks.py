@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from launcher import run_python
-from pool import each_of
+from pool import in_each_process
 from thinwire import ddp_comm_hooks, hooks
 from training import gathered
 
@@ -81,7 +81,7 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
 RANKS = {"POWER_SGD": 1, "POWER_SGD_RANK2": 2, "BATCHED_POWER_SGD": 1, "BATCHED_POWER_SGD_RANK2": 2}
 
 
-@each_of(2)
+@in_each_process(2)
 def test_every_type_registers_its_hook() -> None:
     """Those that average leave one gradient on both processes, in buckets of their own."""
     assert len(ddp_comm_hooks.DDPCommHookType) == 10
@@ -100,7 +100,7 @@ def test_every_type_registers_its_hook() -> None:
             assert state.stats().compression_ratio > 4
 
 
-@each_of(2)
+@in_each_process(2)
 def test_torchs_built_in_types_register_ours() -> None:
     for built_in, ours in (
         (BuiltinCommHookType.ALLREDUCE, hooks.allreduce_hook),

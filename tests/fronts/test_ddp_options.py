@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
@@ -121,28 +121,25 @@ WAYS = ["attach", "hook", "hook in a hook of one's own"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_static_graph_of_two_types(pool2: Pool, way: str) -> None:
+@in_each_process(2)
+def test_a_static_graph_of_two_types(way: str) -> None:
     """DDP calls both buckets of the first step its first, and neither its last."""
-    for steps, ratio, parameters in (results := pool2.run(_static, way, {})):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
+    check_trained(TwoTypes(), way, static_graph=True)
 
 
 @pytest.mark.skipif("bucket_cap_mb_list" not in DDP_OPTIONS, reason="DDP has no bucket_cap_mb_list yet")
-def test_a_static_graph_with_sizes_of_buckets(pool2: Pool) -> None:
-    for steps, ratio, parameters in (results := pool2.run(_static, "attach", {"bucket_cap_mb_list": [1, 1]})):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
+@in_each_process(2)
+def test_a_static_graph_with_sizes_of_buckets() -> None:
+    check_trained(TwoTypes(), static_graph=True, bucket_cap_mb_list=[1, 1])
 
 
-def _static(way: str, options: dict[str, Any]) -> tuple[int, float, list[Tensor]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(TwoTypes(), static_graph=True, **options)
+def check_trained(module: nn.Module, way: str = "attach", **options: Any) -> None:
+    """Three steps are three, compressed, and all processes get one model."""
+    model = DistributedDataParallel(module, **options)
     state = registered(model, way)
-    parameters = train(model, range(3))
-    return state.stats().steps, state.stats().compression_ratio, parameters
+    assert are_alike(train(model, range(3)))
+    assert state.stats().steps == 3
+    assert state.stats().compression_ratio > 1.5
 
 
 NEW_OPTIONS = {
@@ -152,17 +149,15 @@ NEW_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", NEW_OPTIONS)
-def test_an_option_that_torch_2_6_has_not_changes_no_result(pool2: Pool, option: str) -> None:
-    if not NEW_OPTIONS[option]:
-        pytest.skip(f"DDP has no {option} yet")
-    for steps, ratio, with_it, without in pool2.run(_with_and_without, option):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, with_it, without))
-
-
-def _with_and_without(option: str) -> tuple[int, float, list[Tensor], list[Tensor]]:
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(each, marks=pytest.mark.skipif(not is_there, reason=f"DDP has no {each} yet"))
+        for each, is_there in NEW_OPTIONS.items()
+    ],
+)
+@in_each_process(2)
+def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None:
     by_hand = option == "finalize_backward"
     options: list[dict[str, Any]] = [{}, {} if by_hand else {option: True}]
     results = []
@@ -180,7 +175,9 @@ def _with_and_without(option: str) -> tuple[int, float, list[Tensor], list[Tenso
                 model.finalize_backward()
             optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
-    return sync.stats().steps, sync.stats().compression_ratio, results[1], results[0]
+    assert sync.stats().steps == 3
+    assert sync.stats().compression_ratio > 1.5
+    assert all(map(torch.equal, *results))
 
 
 class Frozen(nn.Module):
@@ -199,17 +196,9 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("layer", range(3))
-def test_a_layer_is_frozen_after_the_model_was_wrapped(
-    pool2: Pool, options: dict[str, Any], layer: int
-) -> None:
+@in_each_process(2)
+def test_a_layer_is_frozen_after_the_model_was_wrapped(options: dict[str, Any], layer: int) -> None:
     """DDP still hands over its bucket, wherever it stands; a step is one step."""
-    for steps, buckets, ratio in pool2.run(_frozen, options, layer):
-        assert steps == [1, 2, 3]
-        assert buckets > 1
-        assert ratio > 1.5
-
-
-def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]:
     torch.manual_seed(0)
     model = DistributedDataParallel(Frozen(layer), **options)
     model.module.layers[layer].requires_grad_(False)
@@ -218,19 +207,15 @@ def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]
     for step in range(3):
         train(model, range(step, step + 1))
         steps.append(sync.stats().steps)
-    return steps, len(engine_of(sync).plans), sync.stats().compression_ratio
+    assert steps == [1, 2, 3]
+    assert len(engine_of(sync).plans) > 1
+    assert sync.stats().compression_ratio > 1.5
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_parameters_of_which_ddp_has_no_gradient_are_refused(pool2: Pool, way: str) -> None:
+@in_each_process(2)
+def test_parameters_of_which_ddp_has_no_gradient_are_refused(way: str) -> None:
     """DDP makes buckets once: what is unfrozen or added later would drift apart without a word."""
-    for told in pool2.run(_unknown_to_ddp, way):
-        assert [error for error, _ in told] == ["StepError", "StepError"]
-        assert "first.bias is trained, and DDP averages no gradient of it" in told[0][1]
-        assert "second.added is trained" in told[1][1]
-
-
-def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
     told = []
     for is_added in (False, True):
         module = TwoOutputs()
@@ -243,7 +228,9 @@ def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
             train(model, range(1))
         module.first.bias.requires_grad_(True)
         told.append(raised_by(functools.partial(train, model, range(1, 2))))
-    return told
+    assert [error for error, _ in told] == ["StepError", "StepError"]
+    assert "first.bias is trained, and DDP averages no gradient of it" in told[0][1]
+    assert "second.added is trained" in told[1][1]
 
 
 # Steps that never finish
@@ -251,13 +238,8 @@ def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_skips_buckets_is_refused(pool2: Pool, way: str) -> None:
-    for error, message in pool2.run(_skipping, way):
-        assert error == "AttachError"
-        assert "build the DDP model without it" in message
-
-
-def _skipping(way: str) -> tuple[str, str]:
+@in_each_process(2)
+def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
     model = DistributedDataParallel(
         OneOfTwo(), find_unused_parameters=True, skip_all_reduce_unused_params=True
     )
@@ -266,19 +248,15 @@ def _skipping(way: str) -> tuple[str, str]:
         registered(model, way)
         train(model, range(1))
 
-    return raised_by(attach_and_train)
+    error, message = raised_by(attach_and_train)
+    assert error == "AttachError"
+    assert "build the DDP model without it" in message
 
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
-def test_a_step_that_ddp_ends_too_early_raises(pool2: Pool) -> None:
+@in_each_process(2)
+def test_a_step_that_ddp_ends_too_early_raises() -> None:
     """An option that nobody knows yet may leave a bucket out; DDP would wait for ever."""
-    for error, message, messages in pool2.run(_too_early):
-        assert error == "StepError"
-        assert "DDP ended a step after" in message
-        assert messages == "can be saved"
-
-
-def _too_early() -> tuple[str, str, str]:
     model = DistributedDataParallel(
         OneOfTwo(),
         find_unused_parameters=True,
@@ -289,18 +267,14 @@ def _too_early() -> tuple[str, str, str]:
     sync = thinwire.attach(model, POWER)
     with patch.object(ddp, "PATIENCE_SECONDS", 0.1):
         error, message = raised_by(lambda: train(model, range(1)))
-    return error, message, "can be saved" if sync.state_dict() else ""
+    assert error == "StepError"
+    assert "DDP ended a step after" in message
+    assert ("can be saved" if sync.state_dict() else "") == "can be saved"
 
 
-def test_two_backward_passes_of_one_step(pool2: Pool) -> None:
+@in_each_process(2)
+def test_two_backward_passes_of_one_step() -> None:
     """After the first DDP still waits for gradients, and so do we."""
-    for steps, ratio, gap in pool2.run(_in_two_passes):
-        assert steps == 2
-        assert ratio > 1.5
-        assert gap < 1e-5
-
-
-def _in_two_passes() -> tuple[int, float, float]:
     torch.manual_seed(0)
     plain, ours = (DistributedDataParallel(TwoOutputs(), bucket_cap_mb=SMALL_BUCKETS_MB) for _ in range(2))
     ours.load_state_dict(plain.state_dict())
@@ -317,22 +291,14 @@ def _in_two_passes() -> tuple[int, float, float]:
         totals.append(total)
     totals[1] += dict(sync.state_dict()["error"])["first.weight"]
     gap = (totals[0] - totals[1]).norm() / totals[0].norm()
-    return sync.stats().steps, sync.stats().compression_ratio, float(gap)
+    assert sync.stats().steps == 2
+    assert sync.stats().compression_ratio > 1.5
+    assert gap < 1e-5
 
 
-def test_a_backward_pass_inside_another(pool2: Pool) -> None:
-    for steps, ratio, parameters in (results := pool2.run(_inside_another)):
-        assert steps == 3
-        assert ratio > 1.5
-        assert all(map(torch.equal, parameters, results[0][2]))
-
-
-def _inside_another() -> tuple[int, float, list[Tensor]]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
-    sync = thinwire.attach(model, POWER)
-    parameters = train(model, range(3))
-    return sync.stats().steps, sync.stats().compression_ratio, parameters
+@in_each_process(2)
+def test_a_backward_pass_inside_another() -> None:
+    check_trained(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
 
 
 @contextmanager
@@ -348,105 +314,71 @@ def python_reducer() -> Iterator[None]:
             rules.get_legacy_mod_inlinelist.cache_clear()
 
 
-def test_the_reducer_in_python_is_refused(pool2: Pool) -> None:
-    # Where nothing is compiled, torch 2.6 takes the usual one after all, and hooks are called with buckets.
-    falls_back = hasattr(DistributedDataParallel, "_should_disable_cpp_reducer")
-    for told in pool2.run(_python_reducer):
-        assert len(told) == 3
-        for error, message in told[:1] if falls_back else told:
-            assert error == "AttachError"
-            assert 'torch._dynamo.config.optimize_ddp="python_reducer"' in message
-
-
-def _python_reducer() -> list[tuple[str, str]]:
+@in_each_process(2)
+def test_the_reducer_in_python_is_refused() -> None:
     with python_reducer():
         models = [DistributedDataParallel(nn.Linear(24, 24)) for _ in range(3)]
     told = [raised_by(lambda: thinwire.attach(models[0], POWER))]
-    models[1].register_comm_hook(None, hooks.fp16_compress_hook)
-    models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
-    return told + [raised_by(functools.partial(train, model, range(1))) for model in models[1:]]
+    # If nothing is compiled, torch 2.6 takes the usual one after all, and hooks are called with buckets.
+    if not hasattr(DistributedDataParallel, "_should_disable_cpp_reducer"):
+        models[1].register_comm_hook(None, hooks.fp16_compress_hook)
+        models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
+        told += [raised_by(functools.partial(train, model, range(1))) for model in models[1:]]
+    for error, message in told:
+        assert error == "AttachError"
+        assert 'torch._dynamo.config.optimize_ddp="python_reducer"' in message
 
 
 # Copies
 
 
 @pytest.mark.parametrize("way", ["attach", "hook"])
-def test_a_copy_refuses_to_train_until_it_is_attached(pool2: Pool, way: str) -> None:
-    results = pool2.run(_copied, way)
-    for averaged, refused, first, second, inner in results:
-        assert averaged
-        assert refused[0] == "AttachError"
-        assert "copied_model" in refused[1]
-        assert first[0] == 3
-        assert second[0] == inner[0] == 2
-        assert min(first[1], second[1], inner[1]) > 1.5
-        assert all(map(torch.equal, second[2], results[0][3][2]))
-
-
-def test_a_copy_is_refused_from_registering_on_and_says_what_to_do(pool2: Pool) -> None:
-    for untrained, hooked, evaluated in pool2.run(_copied_early):
-        assert untrained[0] == hooked[0] == evaluated[0] == "AttachError"
-        assert "would train uncompressed; copy it again" in untrained[1]
-        assert untrained == hooked
-        assert "copy again and attach that copy first" in evaluated[1]
-
-
-def _copied_early() -> list[tuple[str, str]]:
-    """Before the first step, of a model with a hook without memory, and attached after a forward pass."""
-    model, hooked = (DistributedDataParallel(nn.Linear(24, 24)) for _ in range(2))
-    thinwire.attach(model, POWER)
-    ddp_model.register(hooked, None, hooks.fp16_compress_hook)
-    evaluated = copy.deepcopy(model)
-    evaluated(inputs_of(0))
-    calls: list[Callable[[], Any]] = [
-        lambda: train(copy.deepcopy(model), range(1)),
-        lambda: train(copy.deepcopy(hooked), range(1)),
-        lambda: thinwire.attach(evaluated, POWER),
-    ]
-    return [raised_by(call) for call in calls]
-
-
-Trained = tuple[int, float, list[Tensor]]
-
-
-def _copied(way: str) -> tuple[bool, tuple[str, str], Trained, Trained, Trained]:
+@in_each_process(2)
+def test_a_copy_refuses_to_train_until_it_is_attached(way: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
     state = registered(model, way)
     train(model, range(2))
     follower = AveragedModel(model)
     follower.update_parameters(model)
-    averaged = torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
-    refused = raised_by(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
+    assert torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
+    error, message = raised_by(lambda: train(copy.deepcopy(copy.deepcopy(model)), range(1)))
+    assert error == "AttachError"
+    assert "copied_model" in message
     attached = copy.deepcopy(model)
-    first = train(model, range(2, 3))
-    stats = state.stats()
-    inner = DistributedDataParallel(copy.deepcopy(model.module))
-    return (
-        averaged,
-        refused,
-        (stats.steps, stats.compression_ratio, first),
-        _trained(attached),
-        _trained(inner),
-    )
+    train(model, range(2, 3))
+    assert state.stats().steps == 3
+    for each in (attached, DistributedDataParallel(copy.deepcopy(model.module))):
+        sync = thinwire.attach(each, POWER)
+        assert are_alike(train(each, range(2)))
+        assert sync.stats().steps == 2
+        assert min(state.stats().compression_ratio, sync.stats().compression_ratio) > 1.5
 
 
-def _trained(model: DistributedDataParallel) -> Trained:
-    sync = thinwire.attach(model, POWER)
-    parameters = train(model, range(2))
-    return sync.stats().steps, sync.stats().compression_ratio, parameters
+@in_each_process(2)
+def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
+    """Before the first step, of a model with a hook without memory, and attached after a forward pass."""
+    model, hooked = (DistributedDataParallel(nn.Linear(24, 24)) for _ in range(2))
+    thinwire.attach(model, POWER)
+    ddp_model.register(hooked, None, hooks.fp16_compress_hook)
+    evaluated = copy.deepcopy(model)
+    evaluated(inputs_of(0))
+    untrained = raised_by(lambda: train(copy.deepcopy(model), range(1)))
+    assert untrained[0] == "AttachError"
+    assert "would train uncompressed; copy again" in untrained[1]
+    assert untrained == raised_by(lambda: train(copy.deepcopy(hooked), range(1)))
+    kind, message = raised_by(lambda: thinwire.attach(evaluated, POWER))
+    assert kind == "AttachError"
+    assert "until its first forward pass: copy again" in message
 
 
-def test_a_copy_of_a_model_with_another_hook_takes_ours(pool2: Pool) -> None:
+@in_each_process(2)
+def test_a_copy_of_a_model_with_another_hook_takes_ours() -> None:
     """Torch's list of hooks is copied, its reducer is not: the copy has no hook, and join must know."""
-    assert pool2.run(_copy_without) == [("", False)] * 2
-
-
-def _copy_without() -> tuple[str, bool]:
     model = DistributedDataParallel(nn.Linear(24, 24))
     model.register_comm_hook(None, hooks.allreduce_hook)
     assert ddp_model.hook_of(model) == ("allreduce_hook", True)
-    return ddp_model.hook_of(copy.deepcopy(model))
+    assert ddp_model.hook_of(copy.deepcopy(model)) == ("", False)
 
 
 # Models and gradients that can't be averaged
@@ -460,21 +392,8 @@ class Tabled(nn.Module):
         self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
 
-def test_what_is_not_ddp_is_told_what_to_do(pool2: Pool) -> None:
-    for plain, parallel, sharded, local, joined, embedding, table, inside in pool2.run(_not_ddp):
-        assert "got Linear; wrap it first" in plain
-        assert "DistributedDataParallel(model.module)" in parallel
-        assert "wrap it first" not in parallel + sharded + joined
-        assert 'give mesh["shard"] to fully_shard' in sharded
-        assert "got FSDPLinear" in joined
-        assert "thinwire.attach takes models of fully_shard (FSDP2)" in joined
-        assert 'mesh["replicate"] to thinwire.attach or LocalSGD' in local
-        assert "the Embedding that is the model makes sparse gradients" in embedding
-        assert 'the Embedding "layers.0" of the Tabled makes sparse gradients' in table
-        assert "step an optimizer after backward()" in inside
-
-
-def _not_ddp() -> list[str]:
+@in_each_process(2)
+def test_what_is_not_ddp_is_told_what_to_do() -> None:
     sharded = nn.Linear(8, 8)
     fully_shard(sharded)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
@@ -482,19 +401,35 @@ def _not_ddp() -> list[str]:
     steps_inside = nn.Linear(8, 8)
     # What torch.distributed.optim._apply_optimizer_in_backward, whose import warns, leaves on a parameter.
     steps_inside.weight._in_backward_optimizers = [torch.optim.SGD([steps_inside.weight], lr=0.1)]  # type: ignore[attr-defined]
-    calls: list[Callable[[], Any]] = [
-        lambda: thinwire.attach(nn.Linear(8, 8), POWER),
-        lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
-        lambda: thinwire.attach(sharded, POWER),
-        lambda: thinwire.LocalSGD(sharded, optimizer, every_steps=2),
-        lambda: thinwire.join(sharded).__enter__(),
-        lambda: thinwire.attach(tables[0], POWER),
-        lambda: thinwire.attach(tables[1], POWER),
-        lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
-    ]
-    told = [raised_by(call) for call in calls]
-    assert {error for error, _ in told} == {"AttachError"}
-    return [message for _, message in told]
+    for call, words in (
+        (lambda: thinwire.attach(nn.Linear(8, 8), POWER), "got Linear; wrap it first"),
+        (
+            lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
+            "torch.nn.parallel.DistributedDataParallel(model.module)",
+        ),
+        (lambda: thinwire.attach(sharded, POWER), 'give mesh["shard"] to fully_shard'),
+        (
+            lambda: thinwire.LocalSGD(sharded, optimizer, every_steps=2),
+            'mesh["replicate"] to thinwire.attach or LocalSGD',
+        ),
+        (
+            lambda: thinwire.join(sharded).__enter__(),
+            "got FSDPLinear, sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2)",
+        ),
+        (lambda: thinwire.attach(tables[0], POWER), "the Embedding that is the model makes sparse gradients"),
+        (
+            lambda: thinwire.attach(tables[1], POWER),
+            'the Embedding "layers.0" of the Tabled makes sparse gradients',
+        ),
+        (
+            lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
+            "step an optimizer after backward()",
+        ),
+    ):
+        kind, message = raised_by(call)
+        assert kind == "AttachError"
+        assert words in message
+        assert ("wrap it first" in message) == ("wrap it first" in words)
 
 
 def test_a_failed_collective_names_uneven_batches_and_attach() -> None:

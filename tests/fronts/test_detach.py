@@ -22,7 +22,7 @@ from fronts.test_sharded import (
     whole,
     wide,
 )
-from pool import Pool
+from pool import in_each_process
 from thinwire import AllReduce, LocalSGD, PowerSGD, hooks
 from training import error_of
 
@@ -41,21 +41,8 @@ def gradient_of(model: nn.Module, step: int) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_a_detached_ddp_model_averages_exactly_and_is_attached_again(pool2: Pool) -> None:
-    for found in pool2.run(_ddp):
-        assert found["ratio"] > 5
-        assert found["lossy"] > 1e-3
-        assert found["exact"] < 1e-6
-        assert found["steps"] == 2
-        assert found["again"] == found["straight"]
-        assert "call sync.detach() first" in found["twice"]
-        assert "nothing to take off" in found["detached twice"]
-        assert "nothing to take off" in found["registered by hand"]
-        assert "detach() was called during a backward pass" in found["in a pass"]
-        assert found["local"] > 2
-
-
-def _ddp() -> dict[str, Any]:
+@in_each_process(2)
+def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
     assert dist.get_world_size() == 2
     model, plain, straight = new_ddp_model(), new_ddp_model(), new_ddp_model()
     sync, other = thinwire.attach(model, POWER), thinwire.attach(straight, POWER)
@@ -95,19 +82,20 @@ def _ddp() -> dict[str, Any]:
     last = thinwire.attach(model, POWER)
     gradient_of(model, 5)
     assert last.stats().steps == 1
-    return found
+    assert found["ratio"] > 5
+    assert found["lossy"] > 1e-3
+    assert found["exact"] < 1e-6
+    assert found["steps"] == 2
+    assert found["again"] == found["straight"]
+    assert "sync.detach() first" in found["twice"]
+    assert "nothing to take off" in found["detached twice"]
+    assert "nothing to take off" in found["registered by hand"]
+    assert "detach() was called during a backward pass" in found["in a pass"]
+    assert found["local"] > 2
 
 
-def test_a_detached_sharded_model_is_attached_again(pool4: Pool) -> None:
-    for averaged, steps, ratio, is_apart, is_agreed in pool4.run(_sharded):
-        assert averaged
-        assert steps == [1, 1]
-        assert ratio > 1.5
-        assert is_apart
-        assert is_agreed
-
-
-def _sharded() -> tuple[bool, list[int], float, bool, bool]:
+@in_each_process(4)
+def test_a_detached_sharded_model_is_attached_again() -> None:
     model = sharded(wide(), mesh_of()["shard"])
     before = _hooks_of(model)
     first = thinwire.attach(model, POWER, replicas=mesh_of())
@@ -125,8 +113,12 @@ def _sharded() -> tuple[bool, list[int], float, bool, bool]:
     again = thinwire.attach(model, POWER, replicas=mesh_of())
     model.zero_grad()
     backward(model, 2)
-    steps = [each.stats().steps for each in (first, again)]
-    return averaged and _alike(model), steps, again.stats().compression_ratio, is_apart, agreed(model)
+    assert averaged
+    assert _alike(model)
+    assert [each.stats().steps for each in (first, again)] == [1, 1]
+    assert again.stats().compression_ratio > 1.5
+    assert is_apart
+    assert agreed(model)
 
 
 def _hooks_of(model: nn.Module) -> list[int]:
@@ -146,12 +138,8 @@ def _alike(model: nn.Module) -> bool:
 
 
 @needs_replicate
-def test_a_detached_replicated_model_is_averaged_by_pytorch_again(pool4: Pool) -> None:
-    for difference in pool4.run(_replicated):
-        assert difference <= 1e-9
-
-
-def _replicated() -> float:
+@in_each_process(4)
+def test_a_detached_replicated_model_is_averaged_by_pytorch_again() -> None:
     native, ours = (replicated(language()) for _ in range(2))
     sync = thinwire.attach(ours, AllReduce())
     backward(ours, 0)
@@ -162,4 +150,4 @@ def _replicated() -> float:
         backward(model, 1)
     pairs = zip(native.parameters(), ours.parameters(), strict=True)
     gaps: list[Any] = [whole(a.grad) - whole(b.grad) for a, b in pairs if a.grad is not None]
-    return max(float(gap.abs().max()) for gap in gaps)
+    assert max(float(gap.abs().max()) for gap in gaps) <= 1e-9

@@ -16,11 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
-from thinwire.fronts.contributors import counted, divide_by_contributors
+from thinwire.fronts.common import counted, divide_by_contributors
 from thinwire.sync.engine import Engine
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
@@ -78,28 +78,11 @@ def gap_of(total: list[Tensor], true: list[Tensor]) -> float:
     ],
     ids=lambda value: type(value).__name__,
 )
+@in_each_process(2)
 def test_results_plus_what_is_still_owed_are_the_true_sum(
-    pool2: Pool,
-    algorithm: Algorithm,
-    tolerance: float,
-    divide_by_initial: bool,
-    num_batches: tuple[int, int],
+    algorithm: Algorithm, tolerance: float, divide_by_initial: bool, num_batches: tuple[int, int]
 ) -> None:
     """The telescoping identity over the whole uneven run: a finished process pays on."""
-    results = pool2.run(_telescoping, algorithm, num_batches, divide_by_initial)
-    assert [steps for _, steps, _, _ in results] == [max(num_batches)] * 2
-    longest = num_batches.index(max(num_batches))
-    gap, steps, ratio, owed = results[longest]
-    assert gap <= tolerance
-    if steps and not isinstance(algorithm, AllReduce):
-        assert ratio > 1.4
-    if isinstance(algorithm, PowerSGD | BatchedPowerSGD) and steps:
-        assert owed > 0
-
-
-def _telescoping(
-    algorithm: Algorithm, num_batches: tuple[int, ...], divide_by_initial: bool
-) -> tuple[float, int, float, float]:
     model = new_model()
     plain = copy.deepcopy(model.module)
     sync = thinwire.attach(model, algorithm)
@@ -111,20 +94,21 @@ def _telescoping(
     error = dict(sync.state_dict()["error"])
     owed = [error.get(name, torch.zeros(())) for name, _ in plain.named_parameters()]
     settled = [each + rest for each, rest in zip(total, owed, strict=True)]
-    gap = gap_of(settled, true_sum(plain, num_batches, divide_by_initial))
-    owed_norm = sum(each.norm().item() for each in owed)
-    return gap, sync.stats().steps, sync.stats().compression_ratio, owed_norm
+    steps = max(num_batches)
+    assert sync.stats().steps == steps
+    if num_batches[dist.get_rank()] == steps:  # it has seen all results
+        assert gap_of(settled, true_sum(plain, num_batches, divide_by_initial)) <= tolerance
+    assert not steps or isinstance(algorithm, AllReduce) or sync.stats().compression_ratio > 1.4
+    if isinstance(algorithm, PowerSGD | BatchedPowerSGD) and steps:
+        assert sum(each.norm().item() for each in owed) > 0
 
 
 @pytest.mark.parametrize("name", [*STATELESS, "powerSGD_hook", "batched_powerSGD_hook", "post_localSGD_hook"])
 @pytest.mark.parametrize("divisor", ["initial size", "contributors", "initial size, model.join"])
-def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divisor: str) -> None:
+@in_each_process(2)
+def test_facts_9_every_hook_divides_as_asked(name: str, divisor: str) -> None:
     """FACTS 9: with any hook, torch's join ignores divide_by_initial_world_size=False."""
-    gaps = pool2.run(_hooked, name, (2, 6), divisor)
-    assert gaps[1] < STATELESS.get(name, 1e-5)
-
-
-def _hooked(name: str, num_batches: tuple[int, int], divisor: str) -> float:
+    num_batches = (2, 6)
     model = new_model()
     plain = copy.deepcopy(model.module)
     state: Any = None if name in STATELESS else hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -144,21 +128,16 @@ def _hooked(name: str, num_batches: tuple[int, int], divisor: str) -> float:
         error = dict(state.state_dict()["error"])
         for each, (parameter_name, _) in zip(total, plain.named_parameters(), strict=True):
             each.add_(error.get(parameter_name, torch.zeros(())))
-    return gap_of(total, true_sum(plain, num_batches, divide_by_initial))
+    if dist.get_rank() == 1:
+        gap = gap_of(total, true_sum(plain, num_batches, divide_by_initial))
+        assert gap < STATELESS.get(name, 1e-5)
 
 
 @pytest.mark.parametrize("num_batches", [(3, 21), (0, 9)], ids=str)
 @pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
-def test_local_sgd(pool2: Pool, num_batches: tuple[int, int], divide_by_initial: bool) -> None:
+@in_each_process(2)
+def test_local_sgd(num_batches: tuple[int, int], divide_by_initial: bool) -> None:
     """Learning rate one, gradients that do not depend on the weights: moved and owed are the true sum."""
-    for weight, gap, ratio, steps in (results := pool2.run(_local, num_batches, divide_by_initial)):
-        assert steps == max(num_batches)
-        assert ratio > 4
-        assert gap < 1e-5
-        assert torch.equal(weight, results[0][0])
-
-
-def _local(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[Tensor, float, float, int]:
     torch.manual_seed(0)
     layer = nn.Linear(40, 30, bias=False)
     start = layer.weight.detach().clone()
@@ -180,7 +159,10 @@ def _local(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[Tenso
     owed = dict(local.sync.state_dict()["error"])["weight"]
     assert owed.norm() > 0
     gap = (start - layer.weight.detach() - true - owed).norm() / true.norm()
-    return layer.weight.detach(), float(gap), local.stats().compression_ratio, local.stats().steps
+    assert gap < 1e-5
+    assert local.stats().steps == max(num_batches)
+    assert local.stats().compression_ratio > 4
+    assert are_alike([layer.weight])
 
 
 def _drawn(step: int, process_rank: int) -> Tensor:
@@ -194,20 +176,9 @@ def _drawn(step: int, process_rank: int) -> Tensor:
     [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_four_processes_end_with_the_same_model(pool4: Pool, stock: bool, options: dict[str, Any]) -> None:
-    results = pool4.run(_trained, (0, 13, 5, 9), stock, options)
-    assert len(results) == 4
-    for parameters, ratio, changed, world_size in results:
-        assert world_size == 4
-        assert ratio > 1.5
-        assert changed
-        for mine, theirs in zip(parameters, results[0][0], strict=True):
-            assert torch.equal(mine, theirs)
-
-
-def _trained(
-    num_batches: tuple[int, ...], stock: bool, options: dict[str, Any]
-) -> tuple[list[Tensor], float, bool, int]:
+@in_each_process(4)
+def test_four_processes_end_with_the_same_model(stock: bool, options: dict[str, Any]) -> None:
+    num_batches = (0, 13, 5, 9)
     model = new_model(**options)
     before = [p.detach().clone() for p in model.parameters()]
     sync = thinwire.attach(model, POWER)
@@ -218,18 +189,15 @@ def _trained(
             gradients_of(model, step, dist.get_rank())
             optimizer.step()
     after = [p.detach() for p in model.parameters()]
-    changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return after, sync.stats().compression_ratio, changed, dist.get_world_size()
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert sync.stats().compression_ratio > 1.5
+    assert are_alike(after)
 
 
 @pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
-def test_without_a_hook_ddp_divides_as_asked(pool2: Pool, by_contributors: bool) -> None:
+@in_each_process(2)
+def test_without_a_hook_ddp_divides_as_asked(by_contributors: bool) -> None:
     """Three batches on one process, five on the other; torch's own join goes on to divide by one."""
-    alone = 50.0 if by_contributors else 25.0
-    assert pool2.run(_plain, by_contributors) == [[50.0] * 3 + [50.0], [50.0] * 3 + [alone] * 2 + [50.0]]
-
-
-def _plain(by_contributors: bool) -> list[float]:
     model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
     averages = []
 
@@ -242,18 +210,13 @@ def _plain(by_contributors: bool) -> list[float]:
         for _ in range(5 if dist.get_rank() else 3):
             step()
     step()
-    return averages
+    alone = 50.0 if by_contributors else 25.0
+    assert averages == [50.0] * 3 + [alone] * (2 if dist.get_rank() else 0) + [50.0]
 
 
 @pytest.mark.parametrize("name", ["allreduce_hook", "built in"])
-def test_another_hook_that_cannot_divide_as_asked_is_refused(pool2: Pool, name: str) -> None:
-    for message, divided, entered in pool2.run(_foreign, name):
-        assert "register one of thinwire.hooks instead" in message
-        assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
-        assert entered
-
-
-def _foreign(name: str) -> tuple[str, list[float], bool]:
+@in_each_process(2)
+def test_another_hook_that_cannot_divide_as_asked_is_refused(name: str) -> None:
     model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
     if name == "built in":
         model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)  # type: ignore[no-untyped-call]
@@ -272,17 +235,15 @@ def _foreign(name: str) -> tuple[str, list[float], bool]:
             averages.append(model.module.weight.grad.mean().item())
     with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
         entered = True
-    return str(raised.value), averages, entered
+    divided = averages
+    assert "register one of thinwire.hooks instead" in str(raised.value)
+    assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
+    assert entered
 
 
-def test_afterwards_the_model_trains_on_as_before(pool2: Pool) -> None:
+@in_each_process(2)
+def test_afterwards_the_model_trains_on_as_before() -> None:
     """Torch leaves its join switched on after the context; ours ends."""
-    for messages, gap in pool2.run(_after):
-        assert messages == 0
-        assert gap < 1e-6
-
-
-def _after() -> tuple[int, float]:
     model = new_model()
     plain = copy.deepcopy(model.module)
     thinwire.attach(model, AllReduce())
@@ -294,16 +255,12 @@ def _after() -> tuple[int, float]:
     hooks_left = int(list(model._forward_pre_hooks) != before) + int(model._join_config.enable)
     got = gradients_of(model, 5, dist.get_rank())
     both = [gradients_of(plain, 5, process_rank) for process_rank in range(2)]
-    return hooks_left, gap_of(got, [(a + b) / 2 for a, b in zip(*both, strict=True)])
+    assert hooks_left == 0
+    assert gap_of(got, [(a + b) / 2 for a, b in zip(*both, strict=True)]) < 1e-6
 
 
-def test_accumulation_inside(pool2: Pool) -> None:
-    for steps, ratio in pool2.run(_accumulating):
-        assert steps == 3
-        assert ratio > 1.4
-
-
-def _accumulating() -> tuple[int, float]:
+@in_each_process(2)
+def test_accumulation_inside() -> None:
     model = new_model()
     sync = thinwire.attach(model, POWER)
     with thinwire.join(model, divide_by_initial_world_size=False):
@@ -311,69 +268,53 @@ def _accumulating() -> tuple[int, float]:
             with model.no_sync():
                 gradients_of(model, 2 * step, dist.get_rank())
             torch.autograd.backward(model(batch_of(2 * step + 1, dist.get_rank())).square().mean())
-    return sync.stats().steps, sync.stats().compression_ratio
+    assert sync.stats().steps == 3
+    assert sync.stats().compression_ratio > 1.4
 
 
-def test_early_termination_raises_on_all(pool2: Pool) -> None:
-    for divide_by_initial in (True, False):
-        messages = pool2.run(_terminated, divide_by_initial)
-        assert "exhausted all inputs" in messages[0]
-        assert "at least one rank that exhausted inputs" in messages[1]
-
-
-def _terminated(divide_by_initial: bool) -> str:
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@in_each_process(2)
+def test_early_termination_raises_on_all(divide_by_initial: bool) -> None:
     model = new_model()
     thinwire.attach(model, POWER)
-    try:
+    words = ["exhausted all inputs", "at least one rank that exhausted inputs"][dist.get_rank()]
+
+    def train() -> None:
         with thinwire.join(model, divide_by_initial, throw_on_early_termination=True):
             for step in range(2 if dist.get_rank() == 0 else 9):
                 gradients_of(model, step, dist.get_rank())
-    except RuntimeError as error:
-        assert not model._join_config.enable
-        return str(error)
-    return ""
+
+    with pytest.raises(RuntimeError, match=words):
+        train()
+    assert not model._join_config.enable
 
 
-def test_switched_off_it_does_nothing(pool2: Pool) -> None:
-    assert pool2.run(_disabled) == [(3, 0)] * 2
-
-
-def _disabled() -> tuple[int, int]:
+@in_each_process(2)
+def test_switched_off_it_does_nothing() -> None:
     model = new_model()
     sync = thinwire.attach(model, POWER)
     before = len(model._forward_pre_hooks)
     with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
-        hooks_inside = len(model._forward_pre_hooks) - before
+        assert len(model._forward_pre_hooks) == before
         for step in range(3):
             gradients_of(model, step, dist.get_rank())
-    return sync.stats().steps, hooks_inside
+    assert sync.stats().steps == 3
 
 
-def test_what_cannot_be_joined_is_refused_at_once(pool2: Pool) -> None:
-    for not_joinable, loose, *batch_norm in pool2.run(_refused):
-        assert "got Linear" in not_joinable
-        assert "not attached" in loose
-        assert ["throw_on_early_termination=True" in message for message in batch_norm] == [True, True]
-
-
-def _refused() -> list[str]:
+@in_each_process(2)
+def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model = new_model()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
-    messages = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = thinwire.LocalSGD(model.module, optimizer, every_steps=2)
-    for joined in (
-        nn.Linear(2, 2),
-        thinwire.GradientSync(Engine(AllReduce(), ProcessGroupTransport())),
-        model,
-        local,
-    ):
-        with pytest.raises(thinwire.ThinwireError) as raised, thinwire.join(joined):
+    loose = thinwire.GradientSync(Engine(AllReduce(), ProcessGroupTransport()))
+    norm = r"throw_on_early_termination=True"
+    cases: dict[str, Any] = {"got Linear": nn.Linear(2, 2), "not attached": loose}
+    for words, joined in (*cases.items(), (norm, model), (norm, local)):
+        with pytest.raises(thinwire.ThinwireError, match=words), thinwire.join(joined):
             raise AssertionError("the loop must not be entered")
-        messages.append(str(raised.value))
     with thinwire.join(model, throw_on_early_termination=True):
         pass
-    return messages
 
 
 def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import Machines, ProcessGroupTransport, Recording
@@ -45,24 +45,13 @@ def gradients(model: nn.Module, step: int = 0) -> torch.Tensor:
     )
 
 
-def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return rows
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK(chunk=512)],
     ids=str,
 )
-def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm, pool4: Pool) -> None:
-    for several, alone, same in pool4.run(_several_and_alone, algorithm):
-        assert same
-        assert 0 < alone <= several <= 1.1 * alone
-
-
-def _several_and_alone(algorithm: Algorithm) -> tuple[int, int, bool]:
+@in_each_process(4)
+def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm) -> None:
     """Bytes of a machine of two, and of one process, and whether both got the same; with rebuilt buckets."""
     model = ddp_model(torch.float64)
     sync = thinwire.attach(model, algorithm, machines=PAIRS)
@@ -73,17 +62,17 @@ def _several_and_alone(algorithm: Algorithm) -> tuple[int, int, bool]:
     # One process for each machine: both of a machine have the mean of their gradients.
     other = ddp_model(torch.float64, process_group=across)
     plain = thinwire.attach(other, algorithm)
-    is_same = True
     for step in range(4):
         mine = gradients(model, step)
-        is_same = is_same and all(torch.equal(mine, each) for each in gathered(mine))
+        assert are_alike([mine])
         with other.no_sync():
             own = gradients(other, step)
         dist.all_reduce(own.div_(2), group=inside)
         theirs = _averaged(other, own)
         # Sums of more than two differ in their last bits from those of a machine's means.
-        is_same = is_same and torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
-    return sync.stats().message_bytes, plain.stats().message_bytes, is_same
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    alone = plain.stats().message_bytes
+    assert 0 < alone <= sync.stats().message_bytes <= 1.1 * alone
 
 
 def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
@@ -97,24 +86,16 @@ def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.T
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
 
 
-def test_the_state_of_torchs_hooks_takes_it_as_a_setting(pool4: Pool) -> None:
-    for same, flat, hooked in pool4.run(_hooked):
-        assert same
-        assert "over 4 processes" in flat
-        assert "over 2 machines of 2 processes" in hooked
-
-
-def _hooked() -> tuple[bool, str, str]:
+@in_each_process(4)
+def test_the_state_of_torchs_hooks_takes_it_as_a_setting() -> None:
     flat = hooks.PowerSGDState(None, start_powerSGD_iter=0)
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, machines=PAIRS)
-    is_same = True
     for each in (flat, state):
         model = ddp_model()
         model.register_comm_hook(each, hooks.powerSGD_hook)
-        for step in range(3):
-            mine = gradients(model, step)
-            is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
-    return is_same, str(flat.sync), str(state.sync)
+        assert are_alike(gradients(model, step) for step in range(3))
+    assert "over 4 processes" in str(flat.sync)
+    assert "over 2 machines of 2 processes" in str(state.sync)
 
 
 @pytest.mark.parametrize(
@@ -122,51 +103,34 @@ def _hooked() -> tuple[bool, str, str]:
     [(hooks.allreduce_hook, AllReduce()), (hooks.bf16_compress_hook, Cast("bf16"))],
     ids=["allreduce", "bf16"],
 )
-def test_hooks_without_memory_take_a_state_for_it(
-    hook: hooks.Hook, algorithm: Algorithm, pool4: Pool
-) -> None:
-    for same, as_attached, sent, whole in pool4.run(_hooked_without_memory, hook, algorithm):
-        assert same
-        assert as_attached
-        assert sent == (whole if algorithm == AllReduce() else whole / 2)
-
-
-def _hooked_without_memory(hook: hooks.Hook, algorithm: Algorithm) -> tuple[bool, bool, int, int]:
+@in_each_process(4)
+def test_hooks_without_memory_take_a_state_for_it(hook: hooks.Hook, algorithm: Algorithm) -> None:
     state, model, other = hooks.MachinesState(machines=PAIRS), ddp_model(), ddp_model()
     model.register_comm_hook(state, hook)
     thinwire.attach(other, algorithm, machines=PAIRS)
-    is_same = as_attached = True
     for step in range(3):
         mine = gradients(model, step)
-        is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
-        as_attached = as_attached and torch.equal(mine, gradients(other, step))
+        assert are_alike([mine])
+        assert torch.equal(mine, gradients(other, step))
     assert "over 2 machines of 2 processes" in str(state.sync)
     with pytest.raises(ConfigError, match="make one for each hook"):
         state.run(Cast("fp16"), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="once for each machine"):
         hooks.quantization_pertensor_hook(state, None)  # type: ignore[arg-type]
     stats = state.sync.stats()
-    return is_same, as_attached, stats.message_bytes, stats.gradient_bytes
+    whole = stats.gradient_bytes
+    assert stats.message_bytes == (whole if algorithm == AllReduce() else whole / 2)
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), TopK(chunk=512)], ids=str)
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_subgroup_sends_the_change_of_its_models_once(
-    algorithm: Algorithm, fragments: int, pool4: Pool
-) -> None:
-    for (same, sent, inside_bytes, shortfalls), (_, alone, *_) in pool4.run(_local, algorithm, fragments):
-        assert same
-        assert 0 < alone <= sent <= 1.1 * alone
-        assert inside_bytes > 0
-        assert shortfalls == ()
-
-
-def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, Sequence[str]]]:
+@in_each_process(4)
+def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fragments: int) -> None:
     """Two machines of two processes, and two of one: whether models are equal, and bytes."""
     rank = dist.get_rank()
     subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    found: list[tuple[bool, int, int, Sequence[str]]] = []
+    found = []
     for groups in ({"subgroup": subgroup}, {"replicas": across}):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48))
@@ -179,18 +143,16 @@ def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, S
                 gradients(model, step)
                 optimizer.step()
         parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        same, stats = all(torch.equal(parameters, each) for each in gathered(parameters)), local.stats()
-        found.append((same, stats.message_bytes, stats.inside_bytes, stats.shortfalls))
-    return found
+        assert are_alike([parameters]) or "replicas" in groups
+        found.append(local.stats())
+    several, alone = found
+    assert 0 < alone.message_bytes <= several.message_bytes <= 1.1 * alone.message_bytes
+    assert several.inside_bytes > 0
+    assert several.shortfalls == ()
 
 
-def test_uneven_inputs_are_divided_by_those_that_have_some(pool4: Pool) -> None:
-    for flat, several, same in pool4.run(_joined):
-        assert same
-        torch.testing.assert_close(several, flat, rtol=1e-10, atol=1e-12)
-
-
-def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
+@in_each_process(4)
+def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
     found = []
     for machines in (False, PAIRS):
         model = ddp_model(torch.float64)
@@ -201,17 +163,12 @@ def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
                 gradients(model, step)
                 optimizer.step()
         found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    return found[0], found[1], all(torch.equal(found[1], each) for each in gathered(found[1]))
+    assert are_alike([found[1]])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
 
 
-def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh(pool4: Pool) -> None:
-    for why, is_flat, has_groups in pool4.run(_part_of_the_job):
-        assert "processes know different numbers of process groups" in why
-        assert is_flat
-        assert has_groups
-
-
-def _part_of_the_job() -> tuple[str, bool, bool]:
+@in_each_process(4)
+def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh() -> None:
     one_more = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
     transport = ProcessGroupTransport()
     # As in a job of one process more.
@@ -220,17 +177,16 @@ def _part_of_the_job() -> tuple[str, bool, bool]:
     given, _ = machines_of(transport, init_device_mesh("cpu", (2, 2)))
     if one_more is not None:
         dist.destroy_process_group(one_more)
-    return why, machines is None, given is not None
+    assert "processes know different numbers of process groups" in why
+    assert machines is None
+    assert given is not None
 
 
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
 
-def test_the_launcher_tells_who_shares_a_machine(pool4: Pool) -> None:
-    assert pool4.run(_found) == [("2 machines of 2 processes", "")] * 4
-
-
-def _found() -> tuple[str, str]:
+@in_each_process(4)
+def test_the_launcher_tells_who_shares_a_machine() -> None:
     device, timeout = torch.device("cpu"), timedelta(seconds=77)
     group = dist.new_group(list(range(4)), timeout)
     with patch.dict(os.environ, LAUNCHED, GROUP_RANK=str(dist.get_rank() // 2)):
@@ -241,8 +197,8 @@ def _found() -> tuple[str, str]:
     for each in (groups.inside, groups.between):
         assert isinstance(each, ProcessGroupTransport)
         assert each.group._get_backend(device).options._timeout == timeout
-    where = str(sync).partition(" over ")[2].partition(", of which")[0]
-    return where, "".join(sync.stats().shortfalls)
+    assert "over 2 machines of 2 processes" in str(sync)
+    assert not sync.stats().shortfalls
 
 
 @pytest.mark.parametrize(
@@ -255,11 +211,8 @@ def _found() -> tuple[str, str]:
     ],
     ids=["no launcher", "one machine", "one process each", "an older launcher"],
 )
-def test_nothing_is_sent_where_there_is_nothing_to_find(variables: dict[str, str], pool4: Pool) -> None:
-    assert pool4.run(_notes, variables) == [0] * 4
-
-
-def _notes(variables: dict[str, str]) -> int:
+@in_each_process(4)
+def test_nothing_is_sent_where_there_is_nothing_to_find(variables: dict[str, str]) -> None:
     recording = Recording(ProcessGroupTransport())
     with (
         patch.dict(os.environ, variables, GROUP_RANK="0"),
@@ -267,21 +220,17 @@ def _notes(variables: dict[str, str]) -> int:
     ):
         assert machines_of(ProcessGroupTransport()) == (None, "")
         assert machines_of(ProcessGroupTransport(), False) == (None, "")
-    return len(recording.notes)
+    assert not recording.notes
 
 
-def test_unequal_machines_are_said_and_each_process_sends_by_itself(pool4: Pool) -> None:
-    for said, shown in pool4.run(_uneven):
-        assert said == (
-            "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
-            "many on each, what a machine has in common would be sent once",
-        )
-        assert "over 4 processes" in shown
-
-
-def _uneven() -> tuple[Sequence[str], str]:
+@in_each_process(4)
+def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
     sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
-    return sync.stats().shortfalls, str(sync)
+    assert sync.stats().shortfalls == (
+        "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
+        "many on each, what a machine has in common would be sent once",
+    )
+    assert "over 4 processes" in str(sync)
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[ThinwireError], str]] = {
@@ -299,22 +248,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[ThinwireError], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_can_not_be_is_refused_in_a_sentence(case: str, pool4: Pool) -> None:
-    pool4.run(_refused, case)
-
-
-def _refused(case: str) -> None:
+@in_each_process(4)
+def test_what_can_not_be_is_refused_in_a_sentence(case: str) -> None:
     make, kind, words = CASES[case]
     with pytest.raises(kind, match=words):
         thinwire.attach(ddp_model(), Quantize(bits=4), machines=make())
 
 
 @pytest.mark.parametrize("case", ["hosts differ", "too many", "some differ", "one is late"])
-def test_variables_that_lie_are_refused_on_all(case: str, pool4: Pool) -> None:
-    pool4.run(_lied_to, case)
-
-
-def _lied_to(case: str) -> None:
+@in_each_process(4)
+def test_variables_that_lie_are_refused_on_all(case: str) -> None:
     rank = dist.get_rank()
     variables = {**LAUNCHED, "GROUP_RANK": str(rank // 2)}
     words, host = "LOCAL_WORLD_SIZE is", "host"
@@ -337,20 +280,12 @@ def _lied_to(case: str) -> None:
             thinwire.attach(model, Quantize(bits=4))
 
 
-def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal(pool4: Pool) -> None:
-    for same, shown in pool4.run(_meshed):
-        assert same
-        assert "2 machines of 2 processes" in shown
-
-
-def _meshed() -> tuple[bool, str]:
+@in_each_process(4)
+def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
     model = ddp_model(find_unused_parameters=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
-    same = True
-    for step in range(3):
-        mine = gradients(model, step)
-        same = same and all(torch.equal(mine, each) for each in gathered(mine))
+    assert are_alike(gradients(model, step) for step in range(3))
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
-    return same, str(sync)
+    assert "2 machines of 2 processes" in str(sync)

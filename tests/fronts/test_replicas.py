@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from pool import Pool
+from pool import in_each_process
 from thinwire.fronts import replicas
 from thinwire.fronts.replicas import fingerprint
 
@@ -31,13 +31,8 @@ def test_one_changed_bit_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch
     assert fingerprint([plain]).tolist() == fingerprint([plain.clone()]).tolist()
 
 
-def test_processes_whose_models_drift_apart_are_told(pool2: Pool) -> None:
-    for size, message in pool2.run(_drifting):
-        assert size == 2
-        assert "of 1 of 2 processes (ranks 1) are not those of process 0" in message
-
-
-def _drifting() -> tuple[int, str]:
+@in_each_process(2)
+def test_processes_whose_models_drift_apart_are_told() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     thinwire.check_replicas(model)
@@ -46,7 +41,8 @@ def _drifting() -> tuple[int, str]:
             model.bias[2] = torch.nextafter(model.bias[2], torch.tensor(1.0))
     with pytest.raises(thinwire.AgreementError) as caught:
         thinwire.check_replicas(model)
-    return dist.get_world_size(), str(caught.value)
+    assert dist.get_world_size() == 2
+    assert "of 1 of 2 processes (ranks 1) are not those of process 0" in str(caught.value)
 
 
 def test_what_is_no_module_is_refused() -> None:

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
@@ -148,29 +148,14 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([whole(p).reshape(-1) for p in model.parameters()])
 
 
-def everyones(tensor: Tensor) -> list[Tensor]:
-    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor)
-    return rows
-
-
 def agreed(model: nn.Module) -> bool:
     """Whether all processes, of both replicas, hold the same model to the bit."""
-    own = flat(model)
-    return all(torch.equal(own, other) for other in everyones(own))
+    return are_alike([flat(model)])
 
 
-def test_the_pages_mesh_has_a_timeout_of_its_own(pool4: Pool) -> None:
+@in_each_process(4)
+def test_the_pages_mesh_has_a_timeout_of_its_own() -> None:
     """Of `init_process_group` those of `init_device_mesh` have not."""
-    results = pool4.run(_with_timeout)
-    assert len(results) == 4
-    for timeouts, ratio, equal in results:
-        assert timeouts == [timedelta(minutes=2)] * 2
-        assert ratio > 1.5
-        assert equal
-
-
-def _with_timeout() -> tuple[list[timedelta], float, bool]:
     page = (Path(__file__).parents[2] / "docs" / "sharded.md").read_text()
     (code,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_group" in each]
     names: dict[str, Any] = {"machines": 2, "gpus_of_each": 2, "torch": torch, "datetime": datetime}
@@ -181,7 +166,9 @@ def _with_timeout() -> tuple[list[timedelta], float, bool]:
     model = sharded(wide(), mesh["shard"])
     sync = attach(model, POWER, replicas=mesh["replicate"])
     train(model, range(2))
-    return timeouts, sync.stats().compression_ratio, agreed(model)
+    assert timeouts == [timedelta(minutes=2)] * 2
+    assert sync.stats().compression_ratio > 1.5
+    assert agreed(model)
 
 
 # Exact averaging is native HSDP
@@ -203,25 +190,8 @@ EXACT: dict[str, Case] = {
 }
 
 
-def test_exact_averaging_is_native_hsdp(pool4: Pool) -> None:
-    for found in pool4.run(_against_native):
-        assert found["world"] == 4
-        assert found["sums"] <= 1e-6
-        for case, (steps, _, _, tolerance, _) in EXACT.items():
-            for difference, scale, steps_here, is_agreed in found[case]:
-                assert is_agreed
-                assert steps_here == steps, case  # one each, whatever the accumulation
-                assert difference <= tolerance * scale, case
-        assert found["detached"] == 0
-
-
-def divided_by(model: Any, factor: float) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(factor)
-
-
-def _against_native() -> dict[str, Any]:
+@in_each_process(4)
+def test_exact_averaging_is_native_hsdp() -> None:
     found: dict[str, Any] = {"world": dist.get_world_size()}
     for case, (steps, dtype, flag, _, options) in EXACT.items():
         native = sharded(language(dtype=dtype), mesh_of(), **options)
@@ -250,7 +220,20 @@ def _against_native() -> dict[str, Any]:
     divided_by(native, 1.0)
     divided_by(ours, 0.5)
     found["sums"] = distance(gradients_of(ours, range(1)), gradients_of(native, range(1)))
-    return found
+    assert found["world"] == 4
+    assert found["sums"] <= 1e-6
+    for case, (steps, _, _, tolerance, _) in EXACT.items():
+        for difference, scale, steps_here, is_agreed in found[case]:
+            assert is_agreed
+            assert steps_here == steps, case  # one each, whatever the accumulation
+            assert difference <= tolerance * scale, case
+    assert found["detached"] == 0
+
+
+def divided_by(model: Any, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
 
 
 # Compression
@@ -259,18 +242,9 @@ def _against_native() -> dict[str, Any]:
 VARIANTS = {v.code: (v.algorithm, v.tolerance, each.is_lossy) for each in REGISTRY for v in each.variants}
 
 
-def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike(pool4: Pool) -> None:
+@in_each_process(4)
+def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> None:
     """Results so far and the mean residual are the true means so far."""
-    for found in pool4.run(_identity):
-        assert found.pop("world") == 4
-        for code, (missing, is_alike, ratio) in found.items():
-            _, tolerance, is_lossy = VARIANTS[code]
-            assert missing <= tolerance, code
-            assert is_alike, code
-            assert (ratio > 1.2) == is_lossy, code
-
-
-def _identity() -> dict[str, Any]:
     found: dict[str, Any] = {"world": dist.get_world_size()}
     model, sync = attached(AllReduce(), wide())
     fresh = sync.state_dict()
@@ -286,7 +260,12 @@ def _identity() -> dict[str, Any]:
             sums[name] += error
         ratio = (after.gradient_bytes - before.gradient_bytes) / (after.message_bytes - before.message_bytes)
         found[code] = (distance(sums, truth), is_alike, ratio)
-    return found
+    assert found.pop("world") == 4
+    for code, (missing, is_alike, ratio) in found.items():
+        _, tolerance, is_lossy = VARIANTS[code]
+        assert missing <= tolerance, code
+        assert is_alike, code
+        assert (ratio > 1.2) == is_lossy, code
 
 
 def gradients_of(model: Any, steps: range) -> dict[str, Tensor]:
@@ -311,8 +290,7 @@ def add_gradients(sums: dict[str, Tensor], model: nn.Module) -> None:
 
 
 def agreed_gradients(model: nn.Module) -> bool:
-    own = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
-    return all(torch.equal(own, other) for other in everyones(own))
+    return are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
 
 
 def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -324,16 +302,8 @@ def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 # State
 
 
-def test_a_state_is_of_the_whole_model_and_goes_on_to_the_bit(pool4: Pool) -> None:
-    for found in pool4.run(_resumed):
-        assert found["straight"] == found["resumed"]
-        assert found["ratio"] > 1.5
-        assert found["shape"] == (64, 64)
-        of_both = {"blocks.0.0.weight @ shard 0 of 2", "blocks.0.0.weight @ shard 1 of 2"}
-        assert found["factors"] == of_both
-
-
-def _resumed() -> dict[str, Any]:
+@in_each_process(4)
+def test_a_state_is_of_the_whole_model_and_goes_on_to_the_bit() -> None:
     model, sync = attached(POWER, wide())
     train(model, range(2))
     saved, weights = sync.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
@@ -342,13 +312,18 @@ def _resumed() -> dict[str, Any]:
     its.load_state_dict(saved)
     train(model, range(2, 4))
     train(again, range(2, 4))
-    return {
+    found = {
         "straight": checksum(model, sync),
         "resumed": checksum(again, its),
         "ratio": sync.stats().compression_ratio,
         "shape": dict(saved["error"])["blocks.0.0.weight"].shape,
         "factors": {label for label, _ in saved["factor"] if "blocks.0.0.weight" in label},
     }
+    assert found["straight"] == found["resumed"]
+    assert found["ratio"] > 1.5
+    assert found["shape"] == (64, 64)
+    of_both = {"blocks.0.0.weight @ shard 0 of 2", "blocks.0.0.weight @ shard 1 of 2"}
+    assert found["factors"] == of_both
 
 
 def checksum(model: nn.Module, sync: thinwire.GradientSync) -> tuple[str, float]:
@@ -356,14 +331,8 @@ def checksum(model: nn.Module, sync: thinwire.GradientSync) -> tuple[str, float]
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
-def test_other_numbers_of_shards_and_replicas_owe_the_same(pool4: Pool, replicas: int) -> None:
-    for owed, missing, of_ddp in pool4.run(_elsewhere, replicas):
-        assert owed > 0
-        assert missing <= 1e-6
-        assert of_ddp <= 1e-6
-
-
-def _elsewhere(replicas: int) -> tuple[float, float, float]:
+@in_each_process(4)
+def test_other_numbers_of_shards_and_replicas_owe_the_same(replicas: int) -> None:
     """What is owed after 2 steps on 2 × 2, and what is missing after one more elsewhere, and with DDP."""
     model, sync = attached(POWER, wide())
     sums, plain = gradients_of(model, range(2)), sharded(wide(), mesh_of())
@@ -378,20 +347,13 @@ def _elsewhere(replicas: int) -> tuple[float, float, float]:
         for name, error in its.state_dict()["error"]:
             total[name] += error
         missing.append(distance({name: total[name] + sums[name] for name in truth}, truth))
-    return max(error.norm().item() for _, error in saved["error"]), *missing
+    assert max(error.norm().item() for _, error in saved["error"]) > 0
+    assert max(missing) <= 1e-6
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
-def test_a_distributed_checkpoint_is_resharded(pool4: Pool, tmp_path: Path, in_shards: bool) -> None:
-    for owed, error, parameters, momenta, held in pool4.run(_dcp, tmp_path, in_shards):
-        assert owed > 0
-        assert held == {(DTensor, (64, 64), (rows, 64)) for rows in (32, 16, 64)} or not in_shards
-        assert error
-        assert parameters
-        assert momenta
-
-
-def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[Any]]:
+@in_each_process(4)
+def test_a_distributed_checkpoint_is_resharded(tmp_path: Path, in_shards: bool) -> None:
     """Save by 2 replicas of 2 shards, load by one of 4 and by 4 of one, beside model and optimizer."""
     kept, held = [], set()
     for replicas in (2, 1, 4):
@@ -411,28 +373,27 @@ def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[An
         if replicas == 2:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 uses it itself
-                dcp_save(state, checkpoint_id=folder)
+                dcp_save(state, checkpoint_id=tmp_path)
         else:
-            dcp_load(state, checkpoint_id=folder)
+            dcp_load(state, checkpoint_id=tmp_path)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
         moments = [whole(optimizer.state[p]["exp_avg"]) for p in model.parameters() if p.requires_grad]
         kept.append((sync.state_dict(), flat(model), torch.cat([each.flatten() for each in moments])))
     (saved, weights_then, moments_then), *loaded = kept
-    owed = max(each.norm().item() for _, each in saved["error"])
-    same = all(torch.equal(each, dict(now["error"])[n]) for now, _, _ in loaded for n, each in saved["error"])
-    are_loaded = (
-        all(torch.equal(weights_then, now) for _, now, _ in loaded),
-        all(torch.equal(moments_then, now) for _, _, now in loaded),
-    )
-    return owed, same, *are_loaded, held
+    assert max(each.norm().item() for _, each in saved["error"]) > 0
+    assert held == {(DTensor, (64, 64), (rows, 64)) for rows in (32, 16, 64)} or not in_shards
+    for state_now, weights_now, moments_now in loaded:
+        assert all(torch.equal(each, dict(state_now["error"])[name]) for name, each in saved["error"])
+        assert torch.equal(weights_then, weights_now)
+        assert torch.equal(moments_then, moments_now)
 
 
 # Steps that are not like others
 
 
-def test_what_is_complete_travels_while_the_backward_pass_goes_on(pool4: Pool) -> None:
-    for early in pool4.run(_early_messages):
-        assert early == [0, 1, 1]  # in the first step it is seen what comes when
+@in_each_process(4)
+def test_what_is_complete_travels_while_the_backward_pass_goes_on() -> None:
+    assert _early_messages() == [0, 1, 1]  # in the first step it is seen what comes when
 
 
 def _early_messages(repeats: tuple[int, ...] = (1, 1, 1)) -> list[int]:
@@ -451,15 +412,8 @@ def _early_messages(repeats: tuple[int, ...] = (1, 1, 1)) -> list[int]:
     return early
 
 
-def test_modules_that_are_called_now_more_now_less_often(pool4: Pool) -> None:
-    for difference, early, refused in pool4.run(_repeated):
-        assert difference <= 1e-9
-        # What comes in parts leaves with its last one, before the pass ends.
-        assert early == [0, 1, 1, 1]
-        assert "call backward() once for the forward passes of a step" in refused
-
-
-def _repeated() -> tuple[float, list[int], str]:
+@in_each_process(4)
+def test_modules_that_are_called_now_more_now_less_often() -> None:
     """Also what is said where a gradient comes after all, as if its hook came again."""
     native, (ours, _) = sharded(language(), mesh_of()), attached(AllReduce())
     for model in (native, ours):
@@ -470,7 +424,10 @@ def _repeated() -> tuple[float, list[int], str]:
             train(model, range(step, step + 1), micro_steps=1)
     difference = (flat(ours) - flat(native)).abs().max().item()
     ours.blocks[0][1].bias.register_post_accumulate_grad_hook(again)
-    return difference, _early_messages((1, 3, 1, 2)), error_of(lambda: backward(ours, 0))
+    assert difference <= 1e-9
+    # What comes in parts leaves with its last one, before the pass ends.
+    assert _early_messages((1, 3, 1, 2)) == [0, 1, 1, 1]
+    assert "call backward() once a step" in error_of(lambda: backward(ours, 0))
 
 
 def again(parameter: Any) -> None:
@@ -481,14 +438,8 @@ def again(parameter: Any) -> None:
     not hasattr(FSDPModule, "reset_iter_state"),
     reason="this torch's FSDP2 can't forget a failed pass",
 )
-def test_after_an_exception_in_a_backward_pass(pool4: Pool) -> None:
-    for refused, is_agreed, ratio in pool4.run(_interrupted):
-        assert "call abandon() first" in refused
-        assert is_agreed
-        assert ratio > 1.5
-
-
-def _interrupted() -> tuple[str, bool, float]:
+@in_each_process(4)
+def test_after_an_exception_in_a_backward_pass() -> None:
     model, sync = attached(POWER, wide())
     train(model, range(2), micro_steps=1)
 
@@ -505,15 +456,13 @@ def _interrupted() -> tuple[str, bool, float]:
     sync.abandon()
     model.zero_grad()
     train(model, range(3, 5), micro_steps=1)
-    return refused, agreed(model), sync.stats().compression_ratio
+    assert "call abandon() first" in refused
+    assert agreed(model)
+    assert sync.stats().compression_ratio > 1.5
 
 
-def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(pool4: Pool) -> None:
-    for found in pool4.run(_overflow):
-        assert found == (1, True, True, True)
-
-
-def _overflow() -> tuple[int, bool, bool, bool]:
+@in_each_process(4)
+def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere() -> None:
     model, sync = attached(POWER, wide())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -530,7 +479,12 @@ def _overflow() -> tuple[int, bool, bool, bool]:
     after = dict(sync.state_dict()["error"])
     same = error.keys() == after.keys() and all(torch.equal(error[name], after[name]) for name in error)
     same = same and any(each.any() for each in error.values())  # something was owed
-    return sync.stats().nonfinite_steps, bool(all_nan), same, torch.equal(before, flat(model))
+    assert (sync.stats().nonfinite_steps, bool(all_nan), same, torch.equal(before, flat(model))) == (
+        1,
+        True,
+        True,
+        True,
+    )
 
 
 def spoil(parameter: Tensor) -> None:
@@ -552,14 +506,8 @@ class Branches(nn.Module):
         return out.square().mean()
 
 
-def test_parameters_that_some_or_all_replicas_do_not_use(pool4: Pool) -> None:
-    for halves, third, owed in pool4.run(_unused):
-        assert max(halves) <= 1e-6
-        assert third
-        assert owed <= 1e-6
-
-
-def _unused() -> tuple[list[float], bool, float]:
+@in_each_process(4)
+def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     torch.manual_seed(3)
     model = Branches()
     fully_shard(model, mesh=mesh_of()["shard"])
@@ -580,17 +528,13 @@ def _unused() -> tuple[list[float], bool, float]:
         halves.append((whole(branch.weight.grad) - layer.weight.grad).abs().max().item())
     still = dict(sync.state_dict()["error"])["branches.2.weight"]
     unused: Any = model.branches[2]
-    return halves, unused.weight.grad is None, (still - owed).abs().max().item()
+    assert max(halves) <= 1e-6
+    assert unused.weight.grad is None
+    assert (still - owed).abs().max() <= 1e-6
 
 
-def test_compiled_blocks_and_checkpointed_activations(pool4: Pool) -> None:
-    for difference, steps, is_agreed in pool4.run(_compiled):
-        assert difference <= 1e-9
-        assert steps == 2
-        assert is_agreed
-
-
-def _compiled() -> tuple[float, int, bool]:
+@in_each_process(4)
+def test_compiled_blocks_and_checkpointed_activations() -> None:
     native = sharded(language(), mesh_of())
     train(native, range(2), micro_steps=1)
     model = language()
@@ -599,31 +543,24 @@ def _compiled() -> tuple[float, int, bool]:
         block.compile(backend="eager")
     ours, sync = attached(AllReduce(), model)
     train(ours, range(2), micro_steps=1)
-    return (flat(ours) - flat(native)).abs().max().item(), sync.steps, agreed(ours)
+    assert (flat(ours) - flat(native)).abs().max().item() <= 1e-9
+    assert sync.steps == 2
+    assert agreed(ours)
 
 
-def test_replicas_start_equal(pool4: Pool) -> None:
-    assert all(pool4.run(_start))
-
-
-def _start() -> bool:
+@in_each_process(4)
+def test_replicas_start_equal() -> None:
     model: Any = wide(seed=dist.get_rank() // 2)
     model.seen.fill_(dist.get_rank() // 2)
     model = sharded(model, mesh_of()["shard"])
     attach(model, POWER, replicas=mesh_of()["replicate"].get_group())
-    return agreed(model) and all(torch.equal(model.seen, other) for other in everyones(model.seen))
+    assert agreed(model)
+    assert are_alike([model.seen])
 
 
 @needs_replicate
-def test_a_replicated_model_is_averaged_by_the_algorithm_alone(pool4: Pool) -> None:
-    for difference, ratio, steps, is_agreed in pool4.run(_replicated):
-        assert difference <= 1e-6
-        assert ratio > 1.2
-        assert steps == 4
-        assert is_agreed
-
-
-def _replicated() -> tuple[float, float, int, bool]:
+@in_each_process(4)
+def test_a_replicated_model_is_averaged_by_the_algorithm_alone() -> None:
     native, ours = (replicated(wide(seed=each)) for each in (5, 5 + dist.get_rank()))
     sync = attach(ours, AllReduce())
     for model in (native, ours):
@@ -631,7 +568,10 @@ def _replicated() -> tuple[float, float, int, bool]:
     difference = (flat(ours) - flat(native)).abs().max().item()
     sync.use(POWER)
     train(ours, range(2, 4))
-    return difference, sync.stats().compression_ratio, sync.steps, agreed(ours)
+    assert difference <= 1e-6
+    assert sync.stats().compression_ratio > 1.2
+    assert sync.steps == 4
+    assert agreed(ours)
 
 
 # Refusals
@@ -640,58 +580,20 @@ def _replicated() -> tuple[float, float, int, bool]:
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="this torch ends passes by itself"
 )
-def test_a_model_that_is_finalized_by_hand_is_refused_before_its_pass(pool4: Pool) -> None:
-    for message, ratio, is_agreed in pool4.run(_finalized_by_hand):
-        assert "set_manual_backward_finalization(False)" in message
-        assert ratio > 1.2
-        assert is_agreed
-
-
-def _finalized_by_hand() -> tuple[str, float, bool]:
+@in_each_process(4)
+def test_a_model_that_is_finalized_by_hand_is_refused_before_its_pass() -> None:
     model, sync = attached(POWER, wide())
     model.set_manual_backward_finalization(True)
     message = error_of(lambda: train(model, range(1)))
     model.set_manual_backward_finalization(False)
     train(model, range(2))
-    return message, sync.stats().compression_ratio, agreed(model)
+    assert "set_manual_backward_finalization(False)" in message
+    assert sync.stats().compression_ratio > 1.2
+    assert agreed(model)
 
 
-def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
-    for found in pool4.run(_refused):
-        for case, words in {
-            "no replicas": 'mesh["replicate"] to thinwire.attach or LocalSGD',
-            "world": "different shards of one replica",
-            "plain parameter": "embed.weight is trained, but no fully_shard holds it",
-            "meta": "embed.weight is on the meta device",
-            "meta buffer": "seen is on the meta device",
-            "part": "a part of a larger sharded model",
-            "checkpointed whole": "is inside of a reentrant activation checkpoint, so gradients would not",
-            "step inside": "0.weight was set to None before it was averaged",
-            "advise": "a sharded model does not tell where its other replicas are: pass a probe",
-            "twice": "sync.use",
-            "tensor parallel": "(tensor parallelism), which does not go with Thinwire yet",
-            "FSDP1": "shard it with fully_shard",
-            "unlike": "process 0 has embed.weight of shape (11, 8)",
-            "DDP": "for sharded models",
-            "no mesh": "replicas must be a torch.distributed process group or None, got 'replicate'",
-            "the shards": "hold different shards of one replica",
-            "no names": "got a mesh of dimensions (2, 2)",
-            "other names": "got a mesh of dimensions ('machines', 'devices')",
-            "crossed": "has shard 0 of 2",
-            "unlike cut": "cut along 0",
-            "unlike parts": "held with embed.weight",
-            "sharded later": "call fully_shard on all parts, then attach",
-            "later": "the model trains embed.weight, which it did not have",
-            "DDP's module sharded": "(the whole model) since it was attached, so neither DDP nor Thinwire",
-            "DDP sharded": "(the whole model) since it was attached",
-            "a block of DDP's sharded": "(blocks.0) since it was attached",
-            "no group": "embed.weight is sharded, so processes hold different shards; pass replicas=mesh",
-            "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
-        }.items():
-            assert words in found[case], (case, found[case])
-
-
-def _refused() -> dict[str, str]:
+@in_each_process(4)
+def test_what_cant_be_attached_is_told_what_to_do() -> None:
     mesh = mesh_of()
     twice, _ = attached(POWER)
     partly = language()
@@ -716,6 +618,7 @@ def _refused() -> dict[str, str]:
     taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
+    of_its_replica = PowerSGD(matrix_rank=1 + dist.get_rank() // 2)
     unnamed = init_device_mesh("cpu", (2, 2))
     of_other_names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "devices"))
     # It joins the first shard of one replica and the second one of the other.
@@ -729,48 +632,52 @@ def _refused() -> dict[str, str]:
     for block in [] if dist.get_rank() // 2 else parts_otherwise.blocks:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
-    return {
-        "no replicas": error_of(lambda: attach(plain, POWER)),
-        "world": error_of(lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
-        "plain parameter": error_of(lambda: attach(partly, POWER, replicas=mesh)),
-        "meta": error_of(lambda: attach(empty, POWER, replicas=mesh)),
-        "meta buffer": error_of(lambda: attach(without_values, POWER, replicas=mesh)),
-        "part": error_of(lambda: whole(tokens_of(0))),
-        "checkpointed whole": error_of(_checkpointed_whole),
-        "step inside": error_of(lambda: backward(steps_inside, 0)),
-        "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
-        "FSDP1": error_of(lambda: attach(old, POWER, replicas=mesh)),
-        "tensor parallel": error_of(lambda: attach(in_columns, POWER, replicas=mesh)),
-        "twice": error_of(lambda: attach(twice, POWER, replicas=mesh)),
-        "unlike": error_of(lambda: attach(unlike, POWER, replicas=mesh)),
-        "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, replicas=mesh)),
-        "no mesh": error_of(lambda: attach(plain, POWER, replicas=cast(Any, "replicate"))),
-        "the shards": error_of(lambda: attach(plain, POWER, replicas=mesh["shard"])),
-        "no names": error_of(lambda: attach(plain, POWER, replicas=unnamed)),
-        "other names": error_of(lambda: attach(plain, POWER, replicas=of_other_names)),
-        "crossed": error_of(lambda: attach(plain, POWER, replicas=crossed)),
-        "unlike cut": error_of(lambda: attach(cut_otherwise, POWER, replicas=mesh)),
-        "unlike parts": error_of(lambda: attach(parts_otherwise, POWER, replicas=mesh)),
-        "sharded later": error_of(lambda: later(tokens_of(0))),
-        "later": error_of(lambda: assigned(tokens_of(0))),
-        "DDP's module sharded": _refused_when_sharded(lambda ddp: ddp.module),
-        "DDP sharded": _refused_when_sharded(lambda ddp: ddp),
-        "a block of DDP's sharded": _refused_when_sharded(lambda ddp: ddp.module.blocks[0]),
-        "no group": error_of(lambda: thinwire.check_replicas(plain)),
-        "unlike algorithm": error_of(
-            lambda: attach(plain, PowerSGD(matrix_rank=1 + dist.get_rank() // 2), replicas=mesh)
-        ),
-    }
+    not_whole = "(the whole model) since it was attached, so neither DDP nor Thinwire"
+    for words, call in (
+        ('mesh["replicate"] to thinwire.attach or LocalSGD', lambda: attach(plain, POWER)),
+        ("different shards of one replica", lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
+        ("embed.weight is trained, but no fully_shard holds it", lambda: to_replicas(partly)),
+        ("embed.weight is on the meta device", lambda: to_replicas(empty)),
+        ("seen is on the meta device", lambda: to_replicas(without_values)),
+        ("a part of a larger sharded model", lambda: whole(tokens_of(0))),
+        ("the whole model is inside of a reentrant activation checkpoint", _checkpointed_whole),
+        ("0.weight was set to None before it was averaged", lambda: backward(steps_inside, 0)),
+        ("pass a probe", lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
+        ("shard the plain module with fully_shard", lambda: to_replicas(old)),
+        ("(tensor parallelism), which does not go with Thinwire", lambda: to_replicas(in_columns)),
+        ("sync.use", lambda: to_replicas(twice)),
+        ("process 0 has embed.weight of shape (11, 8)", lambda: to_replicas(unlike)),
+        ("for sharded models", lambda: to_replicas(DistributedDataParallel(language()))),
+        ("group or None, got 'replicate'", lambda: attach(plain, POWER, replicas=cast(Any, "replicate"))),
+        ("different shards of one replica", lambda: attach(plain, POWER, replicas=mesh["shard"])),
+        ("got a mesh of dimensions (2, 2)", lambda: attach(plain, POWER, replicas=unnamed)),
+        ("dimensions ('machines', 'devices')", lambda: attach(plain, POWER, replicas=of_other_names)),
+        ("has shard 0 of 2", lambda: attach(plain, POWER, replicas=crossed)),
+        ("cut along 0", lambda: to_replicas(cut_otherwise)),
+        ("held with embed.weight", lambda: to_replicas(parts_otherwise)),
+        ("call fully_shard on all parts, then attach", lambda: later(tokens_of(0))),
+        ("the model trains embed.weight, which it did not have", lambda: assigned(tokens_of(0))),
+        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module)),
+        (not_whole, lambda: _sharded_behind_its_first_pass(lambda ddp: ddp)),
+        ("(blocks.0) since it", lambda: _sharded_behind_its_first_pass(lambda ddp: ddp.module.blocks[0])),
+        ("embed.weight is sharded, so processes hold different", lambda: thinwire.check_replicas(plain)),
+        ("process 0 has algorithm PowerSGD(matrix_rank=1", lambda: to_replicas(plain, of_its_replica)),
+    ):
+        assert words in error_of(call), words
 
 
-def _refused_when_sharded(part_of: Callable[[Any], nn.Module]) -> str:
-    """Return what a DDP model says to its second pass, when a part of it was sharded behind the first one."""
+def to_replicas(model: nn.Module, algorithm: Algorithm = POWER) -> None:
+    attach(model, algorithm, replicas=mesh_of())
+
+
+def _sharded_behind_its_first_pass(part_of: Callable[[Any], nn.Module]) -> None:
+    """Go through a second pass of a DDP model, of which a part was sharded."""
     ddp = DistributedDataParallel(wide())
     sync = attach(ddp, POWER)
     backward(ddp, 0)
     assert sync.stats().compression_ratio > 1.2
     fully_shard(part_of(ddp), mesh=mesh_of()["shard"])
-    return error_of(lambda: backward(ddp, 1))
+    backward(ddp, 1)
 
 
 def _checkpointed_whole() -> None:

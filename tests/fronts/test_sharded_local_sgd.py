@@ -27,7 +27,7 @@ from fronts.test_sharded import (
     sharded,
     tokens_of,
 )
-from pool import Pool
+from pool import Pool, in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
 from thinwire.channel import InProcessTransport, Metered, ProcessGroupTransport, run_members
 from thinwire.fronts.local_sgd import sharded_replica
@@ -146,16 +146,8 @@ def _as_whole() -> dict[str, Any]:
     return found
 
 
-def test_few_bits_and_factors_of_shards(pool4: Pool) -> None:
-    for found in pool4.run(_compressed):
-        for alike, ratio, owed, sent_inside in found:
-            assert alike
-            assert 0 < sent_inside < 100  # bytes, in two averagings of 20 kB of shards: no weights
-            assert ratio > 8
-            assert owed > 0
-
-
-def _compressed() -> list[tuple[bool, float, float, int]]:
+@in_each_process(4)
+def test_few_bits_and_factors_of_shards() -> None:
     found = []
     for algorithm in (Quantize(bits=4, error_feedback=True), PowerSGD(matrix_rank=2)):
         model: Any = sharded(language(seed=dist.get_rank() // 2, width=64), mesh_of()["shard"])
@@ -176,19 +168,16 @@ def _compressed() -> list[tuple[bool, float, float, int]]:
             sent_inside = inside[0].traffic.message_bytes - before
             owed = max(error.norm().item() for _, error in local.sync.state_dict()["error"])
         found.append((agreed(model), local.stats().compression_ratio, owed, sent_inside))
-    return found
-
-
-def test_a_state_is_of_the_whole_model(pool4: Pool, tmp_path: Path) -> None:
-    """It goes on to the bit on as many shards; it is the same on others, and without any."""
-    for straight, resumed, moved, owed, of_others in pool4.run(_resumed, tmp_path):
-        assert straight == resumed == 0.0
-        assert moved == 0.0
+    for alike, ratio, owed, sent_inside in found:
+        assert alike
+        assert 0 < sent_inside < 100  # bytes, in two averagings of 20 kB of shards: no weights
+        assert ratio > 8
         assert owed > 0
-        assert "fragments=2" in of_others
 
 
-def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
+@in_each_process(4)
+def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
+    """It goes on to the bit on as many shards; it is the same on others, and without any."""
     mesh = mesh_of()
     few_bits = Quantize(bits=4, error_feedback=True)
     settings: dict[str, Any] = {
@@ -204,14 +193,14 @@ def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
         torch.save(local.state_dict(), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        dcp_save({"local": local.distributed_state()}, checkpoint_id=folder)
+        dcp_save({"local": local.distributed_state()}, checkpoint_id=tmp_path)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         momenta = copy.deepcopy(optimizer.state_dict())  # else both would step the same tensors
         again, its = shards(seed=6)
         again.load_state_dict(weights)
         its.load_state_dict(momenta)
         other = DiLoCo(again, its, replicas=mesh, **settings)
-        dcp_load({"local": other.distributed_state()}, checkpoint_id=folder)
+        dcp_load({"local": other.distributed_state()}, checkpoint_id=tmp_path)
         with other:
             loaded = other.state_dict()
             for step in range(5, 8):
@@ -236,18 +225,15 @@ def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
     alone.load_state_dict(saved)
     fewer = DiLoCo(again, its, replicas=mesh, every_steps=3)
     owed = max(each.norm().item() for each in error.values())
-    return difference, states, moved, owed, error_of(lambda: fewer.load_state_dict(saved))
+    assert difference == states == 0.0
+    assert moved == 0.0
+    assert owed > 0
+    assert "fragments=2" in error_of(lambda: fewer.load_state_dict(saved))
 
 
-def test_an_evaluation_between_averagings(pool4: Pool) -> None:
+@in_each_process(4)
+def test_an_evaluation_between_averagings() -> None:
     """Of the average, and of the model itself: no gathered parameters stay behind that are used again."""
-    for at_average, own_back, refused in pool4.run(_evaluated):
-        assert at_average
-        assert own_back
-        assert "optimizer.step" in refused or "inside averaged()" in refused
-
-
-def _evaluated() -> tuple[bool, bool, str]:
     model, optimizer = shards()
     tokens = tokens_of(0, 0)
     with LocalSGD(model, optimizer, every_steps=4, replicas=mesh_of()) as local, torch.no_grad():
@@ -260,17 +246,14 @@ def _evaluated() -> tuple[bool, bool, str]:
             at_average = torch.equal(model(tokens), start)
             refused = error_of(optimizer.step)
         own_back = torch.equal(model(tokens), own) and not torch.equal(own, start)
-    return at_average, own_back, refused
+    assert at_average
+    assert own_back
+    assert "optimizer.step" in refused or "inside averaged()" in refused
 
 
-def test_a_shard_that_diverges_stops_all(pool4: Pool) -> None:
+@in_each_process(4)
+def test_a_shard_that_diverges_stops_all() -> None:
     """The parameters of one shard of one replica are infinite: nobody averages, and all say so."""
-    for said, unchanged in pool4.run(_diverged):
-        assert "are not finite" in said
-        assert unchanged
-
-
-def _diverged() -> tuple[str, bool]:
     model, optimizer = shards()
     said, unchanged = "", False
     try:
@@ -286,25 +269,12 @@ def _diverged() -> tuple[str, bool]:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         pass
-    return said, unchanged
+    assert "are not finite" in said
+    assert unchanged
 
 
-def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
-    for found in pool4.run(_refused):
-        for case, words in {
-            "no replicas": 'mesh["replicate"]',
-            "native": "a mesh of two dimensions",
-            "subgroup": "whose replicas are its fast groups",
-            "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
-            "mesh": "replicas=mesh.get_group()",
-            "join": "a sharded model can't be joined",
-            "attached": "the model is attached already; its gradients are averaged",
-            "attached inside": "averages the model itself over the same processes",
-        }.items():
-            assert words in found[case], (case, found[case])
-
-
-def _refused() -> dict[str, str]:
+@in_each_process(4)
+def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     mesh = mesh_of()
     model, optimizer = shards()
 
@@ -317,24 +287,27 @@ def _refused() -> dict[str, str]:
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
-    return {
-        "attached inside": inside,
-        "attached": error(attached, replicas=mesh["replicate"]),
-        "no replicas": error(model),
-        "native": error(sharded(language(), mesh), replicas=mesh),
-        "subgroup": error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
-        "FSDP1": error(old),
-        "mesh": error(language(), replicas=mesh["replicate"]),
-        "join": joined,
-    }
+    for words, said in (
+        ("averages the model itself over the same processes", inside),
+        (
+            "the model is attached already; its gradients are averaged",
+            error(attached, replicas=mesh["replicate"]),
+        ),
+        ('mesh["replicate"]', error(model)),
+        ("a mesh of two dimensions", error(sharded(language(), mesh), replicas=mesh)),
+        (
+            "whose replicas are its fast groups",
+            error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
+        ),
+        ("shard it with torch.distributed.fsdp.fully_shard", error(old)),
+        ("replicas=mesh.get_group()", error(language(), replicas=mesh["replicate"])),
+        ("a sharded model can't be joined", joined),
+    ):
+        assert words in said
 
 
 @needs_replicate
-def test_a_replicated_model_is_refused(pool4: Pool) -> None:
-    for message in pool4.run(_refused_replicated):
-        assert "pass the plain module instead" in message
-
-
-def _refused_replicated() -> str:
+@in_each_process(4)
+def test_a_replicated_model_is_refused() -> None:
     model = replicated(language())
-    return error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))
+    assert "pass the plain module instead" in error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_p
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import each_of
+from pool import in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
@@ -110,7 +110,7 @@ def hook_named(name: str) -> Callable[..., Any]:
         ("bf16_compress_wrapper(quantization_perchannel_hook)", 1e-4, 0.1),
     ],
 )
-@each_of(2)
+@in_each_process(2)
 def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> None:
     """16 and 8 bits leave their mark on the gradient, and no more than that."""
     models = new_model(), hooked(None, hook_named(name))
@@ -128,7 +128,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
         "fp16_compress_wrapper(batched_powerSGD_hook)",
     ],
 )
-@each_of(2)
+@in_each_process(2)
 def test_hooks_with_state(name: str) -> None:
     """FACTS 2: torch's batched hook fails at the first step that it compresses."""
     state = new_state()
@@ -138,7 +138,7 @@ def test_hooks_with_state(name: str) -> None:
     assert any(cast(Any, route).matrix_rank == 1 for route in state.plan.routes)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_eight_bits_are_off_by_half_a_step_and_show_what_is_not_finite() -> None:
     """One layer of odd size, whose gradient is known: of 100 elements with a scale, the last ones of 53."""
     own = torch.linspace(-1, 3, 63 * 31) * (dist.get_rank() + 1)
@@ -174,7 +174,7 @@ def _gradient_through(hook: hooks.Hook, gradient: Tensor) -> Tensor:
     return cast(Tensor, model.module.weight.grad).flatten()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_settings_reach_the_algorithm() -> None:
     state = hooks.PowerSGDState(None, 3, 1, 1.5, False, False, 0, 7)
     gradients_of(hooked(state), range(1))
@@ -185,7 +185,7 @@ def test_the_settings_reach_the_algorithm() -> None:
 
 
 @pytest.mark.parametrize("name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook"])
-@each_of(4)
+@in_each_process(4)
 def test_a_process_group_of_some(name: str) -> None:
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     module = nn.Linear(64, 64)
@@ -200,7 +200,7 @@ def test_a_process_group_of_some(name: str) -> None:
     assert (state.stats().compression_ratio > 8) == (name in POWER)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_hook_and_attach_do_the_same() -> None:
     state, attached = hooks.PowerSGDState(None, 2, start_powerSGD_iter=1), new_model()
     sync = thinwire.attach(attached, PowerSGD(matrix_rank=2, warmup_steps=1))
@@ -208,7 +208,7 @@ def test_hook_and_attach_do_the_same() -> None:
     assert min(state.stats().compression_ratio, sync.stats().compression_ratio) > 3
 
 
-@each_of(2)
+@in_each_process(2)
 def test_saved_with_torch_and_resumed_with_other_buckets() -> None:
     """FACTS 7: torch's state is keyed by bucket, pickled, and differs between processes."""
     state, again = new_state(), new_state()
@@ -224,7 +224,7 @@ def test_saved_with_torch_and_resumed_with_other_buckets() -> None:
     assert again.stats().compression_ratio > 8
 
 
-@each_of(2)
+@in_each_process(2)
 def test_state_of_another_model_is_refused_at_the_first_step() -> None:
     state, other_state = new_state(), new_state()
     gradients_of(hooked(state), range(2))
@@ -238,7 +238,7 @@ def test_state_of_another_model_is_refused_at_the_first_step() -> None:
 
 @pytest.mark.parametrize("other_hook", POWER)
 @pytest.mark.parametrize("is_hidden", [False, True], ids=["registered", "inside a hook of one's own"])
-@each_of(2)
+@in_each_process(2)
 def test_a_state_used_on_two_models_is_refused(other_hook: str, is_hidden: bool) -> None:
     state = new_state()
     models = []
@@ -270,7 +270,7 @@ class EqualLayers(nn.Module):
         return outputs
 
 
-@each_of(2)
+@in_each_process(2)
 def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
     """DDP reorders its buckets after the first step: positions would give layers each other's error."""
     models, states = [], [new_state(), new_state()]
@@ -288,7 +288,7 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
     assert_same(gradients_of(straight, range(4, 6)), gradients_of(late, range(4, 6)))
 
 
-@each_of(2)
+@in_each_process(2)
 def test_inside_a_hook_of_ones_own_names_are_positions() -> None:
     states = [new_state() for _ in range(3)]
     straight = hooked(None, _hiding(states[0]))
@@ -320,7 +320,7 @@ class Heads(nn.Module):
         return outputs
 
 
-@each_of(2)
+@in_each_process(2)
 def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
     torch.manual_seed(7)
     model, state = DistributedDataParallel(Heads(), find_unused_parameters=True), new_state()
@@ -336,7 +336,7 @@ def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
     assert gradient is None or not gradient.any()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_use() -> None:
     state, loaded = new_state(), new_state()
     gradients_of(hooked(state), range(2))
@@ -365,7 +365,7 @@ def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_us
         "quantization_pertensor_hook",
     ],
 )
-@each_of(2)
+@in_each_process(2)
 def test_a_state_of_the_wrong_kind_is_told(name: str) -> None:
     with pytest.raises((thinwire.ConfigError, thinwire.AttachError), match="StockState"):
         gradients_of(hooked(StockState(), hook_named(name)), range(1))
@@ -375,7 +375,7 @@ class StockState:
     """A foreign state."""
 
 
-@each_of(2)
+@in_each_process(2)
 def test_sparse_gradients_are_refused_at_once() -> None:
     attached, model = (DistributedDataParallel(nn.Embedding(32, 32, sparse=True)) for _ in range(2))
     with pytest.raises(thinwire.AttachError, match="sparse=False"):
@@ -391,7 +391,7 @@ def test_what_is_wrapped_already_can_be_wrapped_again(hook: hooks.Hook) -> None:
     assert hooks.fp16_compress_wrapper(wrapped) is wrapped
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_setting_that_stays_as_it_is_can_be_set_by_one_process() -> None:
     """Nothing is compared again, for which the others would have to be there."""
     state = new_state()
@@ -437,7 +437,7 @@ def test_bad_settings_are_refused_at_once(setting: str, value: Any) -> None:
     assert state.algorithm(PowerSGD) == PowerSGD(matrix_rank=1, warmup_steps=1000)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_torchs_attributes_can_all_be_read() -> None:
     state = hooks.PowerSGDState(
         None, 2, 1, 3, orthogonalization_epsilon=1e-8, random_seed=5, batch_tensors_with_same_shape=True
@@ -484,7 +484,7 @@ def _read(state: hooks.PowerSGDState) -> dict[str, Any]:
     return told | dicts | {"rng": state.rng.randint(1000)}
 
 
-@each_of(2)
+@in_each_process(2)
 def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
     """Before the first step and after; the residual is kept, and what `sync.use` has set is told."""
     state = hooks.PowerSGDState(None, 1, 1)
@@ -518,7 +518,7 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on() -> None:
         state.matrix_approximation_rank = 2
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_setting_is_not_set_during_a_backward_pass() -> None:
     state, refused = new_state(), []
     ddp_model = hooked(state, bucket_cap_mb=0.0001)
@@ -535,7 +535,7 @@ def test_a_setting_is_not_set_during_a_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["powerSGD_hook", "fp16_compress_wrapper(powerSGD_hook)"])
-@each_of(2)
+@in_each_process(2)
 def test_a_states_algorithm_can_be_switched(name: str) -> None:
     """To any other, several buckets, and back."""
     state = new_state(rank=2)
@@ -598,7 +598,7 @@ def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:
     assert other.state_dict() == saved
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_model_can_be_copied_but_not_pickled_whole() -> None:
     """Weight averaging (`torch.optim.swa_utils.AveragedModel`) copies the model it is given."""
     attached, state = new_model(), new_state()
@@ -634,7 +634,7 @@ class Failing(torch.autograd.Function):
         raise MemoryError("out of memory in the backward pass")
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved() -> None:
     state = new_state()
     ddp_model = hooked(state, bucket_cap_mb=0.0001)
@@ -649,7 +649,7 @@ def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved() -> None:
     torch.testing.assert_close(dict(state.state_dict()["error"]), before, rtol=0, atol=0)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_statistics_are_logged() -> None:
     lines: list[str] = []
     handler = logging.Handler()

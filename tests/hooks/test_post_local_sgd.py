@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import each_of
+from pool import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, ThinwireError, Warmup, hooks
 from thinwire.channel import ProcessGroupTransport
 from training import (
@@ -54,7 +54,7 @@ def with_state(state: hooks.PostLocalSGDState, hook: hooks.Hook = hooks.post_loc
 
 
 @pytest.mark.parametrize("local_gradients", [True, False])
-@each_of(4)
+@in_each_process(4)
 def test_gradients_are_torchs_own(local_gradients: bool) -> None:
     """Global, then of the pair or alone; several buckets; the same counter."""
     subgroup = pairs()
@@ -71,7 +71,7 @@ def test_gradients_are_torchs_own(local_gradients: bool) -> None:
         assert halves(ours) == ((True, True) if step < 3 else (local_gradients, False))
 
 
-@each_of(4)
+@in_each_process(4)
 def test_a_process_group_of_some() -> None:
     group = pairs()
     model = DistributedDataParallel(new_model(), process_group=group)
@@ -81,7 +81,7 @@ def test_a_process_group_of_some() -> None:
     assert halves(model) == (True, False)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_copied_model_averages_again() -> None:
     state = hooks.PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False)
     model = with_state(state)
@@ -106,7 +106,7 @@ def test_a_copied_model_averages_again() -> None:
     ],
     ids=str,
 )
-@each_of(2)
+@in_each_process(2)
 def test_mistakes_raise_at_once(settings: dict[str, Any], message: str) -> None:
     if settings.get("subgroup") == "foreign":
         groups = [dist.new_group([process_rank]) for process_rank in range(2)]
@@ -139,7 +139,7 @@ def test_what_is_set_later_is_checked_as_well(name: str, value: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with an accelerator the machine's processes are known")
-@each_of(4)
+@in_each_process(4)
 def test_without_a_subgroup_local_steps_need_the_launchers_word() -> None:
     """The warm-up does not; the first step warns."""
     lines: list[str] = []
@@ -167,7 +167,7 @@ def test_a_state_can_be_made_before_any_group_exists() -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-@each_of(4)
+@in_each_process(4)
 def test_its_messages_in_16_bits(wire: str) -> None:
     subgroup, types = pairs(), set()
     wrapper = hooks.fp16_compress_wrapper if wire == "fp16" else hooks.bf16_compress_wrapper
@@ -192,7 +192,7 @@ def test_its_messages_in_16_bits(wire: str) -> None:
 # FACTS 15
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_15_one_counter() -> None:
     """torch has two, of gradients and of models, which must agree by hand."""
     model = new_ddp_model()
@@ -206,7 +206,7 @@ def test_facts_15_one_counter() -> None:
     assert of_warmup == ["warmup"]  # a number, and how gradients travel
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_15_a_skipped_step_is_counted() -> None:
     """By torch it is not: one process is a step behind for good."""
     model = new_model()
@@ -222,7 +222,7 @@ def test_facts_15_a_skipped_step_is_counted() -> None:
 
 
 @pytest.mark.parametrize("of_all", [True, False], ids=["any", "the first"])
-@each_of(2)
+@in_each_process(2)
 def test_facts_15_parameters_without_a_gradient_are_averaged(of_all: bool) -> None:
     """torch leaves them out, though earlier steps have moved them; with none left it fails."""
     model = new_model()
@@ -236,7 +236,7 @@ def test_facts_15_parameters_without_a_gradient_are_averaged(of_all: bool) -> No
         assert agreed(model)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_15_storage_stays_where_it_is() -> None:
     """With torch, every parameter becomes a view of one new tensor, and others keep the old."""
     model = new_model()

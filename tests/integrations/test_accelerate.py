@@ -29,7 +29,7 @@ from launcher import (
     run_python,
 )
 from pasted import handles, lines_for, run
-from pool import each_of
+from pool import in_each_process
 from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
@@ -143,7 +143,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("hook", "wrapper", "options", "algorithm", "least_ratio"), CHOICES)
-@each_of(2)
+@in_each_process(2)
 def test_every_hook_and_wrapper(
     hook: Hook, wrapper: Hook, options: dict[str, Any], algorithm: Algorithm, least_ratio: float
 ) -> None:
@@ -157,7 +157,7 @@ def test_every_hook_and_wrapper(
         assert handler.sync.stats().compression_ratio > least_ratio
 
 
-@each_of(4)
+@in_each_process(4)
 def test_the_handler_takes_machines() -> None:
     for machines, over in (
         ({}, "over 4 processes"),  # the launcher tells of one machine
@@ -170,7 +170,7 @@ def test_the_handler_takes_machines() -> None:
             assert over in str(handler.sync)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
     """And as docs/migrating.md tells: its older checkpoint gets an empty state."""
     with several_processes():
@@ -196,7 +196,7 @@ def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
         assert handler.sync.stats().steps == 2
 
 
-@each_of(2)
+@in_each_process(2)
 def test_one_process_has_nothing_to_attach() -> None:
     try:
         handler = new_handler()
@@ -208,7 +208,7 @@ def test_one_process_has_nothing_to_attach() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
     """Collecting the state is collective: `save_state` must call it on every process, or this hangs."""
     with several_processes():
@@ -231,7 +231,7 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
             assert handler.sync.stats().compression_ratio > 15
 
 
-@each_of(2)
+@in_each_process(2)
 def test_accumulated_batches_are_one_step() -> None:
     ends, sent = [], []
     for parts in (1, 2):
@@ -253,7 +253,7 @@ def test_accumulated_batches_are_one_step() -> None:
     torch.testing.assert_close(ends[0], ends[1])
 
 
-@each_of(2)
+@in_each_process(2)
 def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros() -> None:
     with several_processes():
         options = {**AT_ONCE, "on_nonfinite": "zero", "host_check": False}
@@ -265,7 +265,7 @@ def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros() -> None:
         assert handler.sync.stats().nonfinite_steps == 1
 
 
-@each_of(2)
+@in_each_process(2)
 def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     """By DiLoCo around the loop, as docs/migrating.md has it, and resumed as docs/accelerate.md has it.
 
@@ -297,7 +297,7 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     assert torch.equal(ends[0], ends[1])
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_lines_of_advice_run_as_they_are() -> None:
     lines = lines_for("Accelerate")
     with several_processes(), handles() as made:
@@ -314,7 +314,7 @@ def test_the_lines_of_advice_run_as_they_are() -> None:
         assert min(each.stats().compression_ratio for each in made) > 5
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_run_chooses_its_algorithm() -> None:
     """What `prepare` has wrapped, as docs/choosing.md has it."""
     with several_processes():
@@ -328,7 +328,7 @@ def test_the_run_chooses_its_algorithm() -> None:
         assert_chosen_alike(chooser)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_two_models_of_one_handler(tmp_path: Path) -> None:
     def steps_of(handler: DistributedDataParallelKwargs) -> list[int]:
         return [sync.stats().steps for sync in handler.syncs]
@@ -354,7 +354,7 @@ def test_two_models_of_one_handler(tmp_path: Path) -> None:
         assert steps_of(handler) == [3, 2]
 
 
-@each_of(2)
+@in_each_process(2)
 def test_prepared_twice_and_prepared_again() -> None:
     with several_processes():
         handler, accelerator, (model, optimizer) = new_run()
@@ -369,7 +369,7 @@ def test_prepared_twice_and_prepared_again() -> None:
         assert handler.sync.stats().steps == 0
 
 
-@each_of(2)
+@in_each_process(2)
 def test_misuse_is_refused() -> None:
     with several_processes():
         handler = new_handler()

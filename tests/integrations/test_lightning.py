@@ -32,7 +32,7 @@ import thinwire
 from accelerated import assert_chosen_alike
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
-from pool import Pool, each_of
+from pool import Pool, in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
 from thinwire.sync import engine_of
@@ -166,7 +166,7 @@ def _resume_on_four(folder: Path) -> None:
     assert sum(each.norm() for _, each in strategy.sync.state_dict()["error"]) > 0
 
 
-@each_of(2)
+@in_each_process(2)
 def test_facts_16_hooks_work_on_the_cpu(tmp_path: Path) -> None:
     """Lightning's own strategy ignores them there."""
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -180,7 +180,7 @@ def test_facts_16_hooks_work_on_the_cpu(tmp_path: Path) -> None:
     assert agreed(model)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_accumulation_and_clipping(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(PowerSGD(matrix_rank=2))
     _, model = fit(strategy, tmp_path, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
@@ -197,7 +197,7 @@ class Overflowing(Regression):
         return loss * torch.inf if self.global_rank == 1 and self.trainer.global_step == 2 else loss
 
 
-@each_of(2)
+@in_each_process(2)
 def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(PowerSGD(matrix_rank=2), on_nonfinite="zero", host_check=False)
     _, model = fit(strategy, tmp_path, epochs=1, model=Overflowing)
@@ -207,7 +207,7 @@ def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: P
     assert flat(model).isfinite().all()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(POWER)
     logger = CSVLogger(tmp_path, version="one")
@@ -232,7 +232,7 @@ def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
         assert strategy.sync.stats().steps == 6  # of a different model, from the start
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     # All are tried, for messages are waited for; what is chosen then, the machine has to say.
     strategy = ThinwireStrategy(
@@ -252,7 +252,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     assert strategy.sync.stats().steps == 30
 
 
-@each_of(2)
+@in_each_process(2)
 def test_by_name(tmp_path: Path) -> None:
     trainer, _ = fit("thinwire", tmp_path, epochs=1)
     assert isinstance(trainer.strategy, ThinwireStrategy)
@@ -260,7 +260,7 @@ def test_by_name(tmp_path: Path) -> None:
     assert trainer.strategy.algorithm == PowerSGD()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_register_ddp_comm_hook() -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -272,7 +272,7 @@ def test_register_ddp_comm_hook() -> None:
         register_ddp_comm_hook(model, None, hooks.allreduce_hook)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_hook_without_memory_takes_machines() -> None:
     model, state = DistributedDataParallel(nn.Linear(64, 64)), hooks.MachinesState(machines=[[0, 1]])
     register_ddp_comm_hook(model, state, hooks.allreduce_hook, hooks.bf16_compress_wrapper)
@@ -281,7 +281,7 @@ def test_a_hook_without_memory_takes_machines() -> None:
     assert state.sync.steps == 1
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_documents_third_example() -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     alone = [dist.new_group([process_rank]) for process_rank in range(2)][dist.get_rank()]
@@ -295,7 +295,7 @@ def test_the_documents_third_example() -> None:
     assert state.iter == 2
 
 
-@each_of(2)
+@in_each_process(2)
 def test_models_are_averaged_with_the_local_hook(tmp_path: Path) -> None:
     """Every second step after two: after the third and the fifth; and at once in a second fit."""
 
@@ -316,7 +316,7 @@ def test_models_are_averaged_with_the_local_hook(tmp_path: Path) -> None:
     assert agreed(six)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
     lines = lines_for("Lightning")
     assert len(lines) == 2
@@ -354,7 +354,7 @@ class TwoOptimizers(Regression):
         return [torch.optim.SGD([each], lr=0.1) for each in self.layers.parameters()][:2]
 
 
-@each_of(2)
+@in_each_process(2)
 def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     """By DiLoCo every four steps, and before validation and checkpoints, which are of one model."""
     averaging = partial(thinwire.DiLoCo, every_steps=4)
@@ -389,7 +389,7 @@ class Ending(Regression):
             raise RuntimeError("no more")
 
 
-@each_of(2)
+@in_each_process(2)
 def test_an_exception_saves_a_process_s_own_model(tmp_path: Path) -> None:
     """Nothing is sent: the other processes might be anywhere."""
     strategy = ThinwireStrategy(partial(thinwire.LocalSGD, every_steps=4))
@@ -521,7 +521,7 @@ def test_mistakes_are_refused_at_once(name: str) -> None:
         call()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_callback_refuses_a_strategy_with_nothing_to_log(tmp_path: Path) -> None:
     with pytest.raises(thinwire.ConfigError, match="got DDPStrategy"):
         fit(DDPStrategy(), tmp_path, callbacks=[ThinwireCallback()])

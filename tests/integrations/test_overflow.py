@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from accelerated import several_processes
 from integrations.test_accelerate import new_handler
 from integrations.test_lightning import Regression, fit
-from pool import each_of
+from pool import in_each_process
 from sync.test_overflow import POWER, STEPS, Result, assert_the_same, huge, loss_of, new_model, overflows
 from thinwire import GradientSync
 from thinwire.integrations.lightning import ThinwireStrategy
@@ -35,7 +35,7 @@ class Overflowing(Regression):
         return huge(loss) if OVERFLOWING.get(batch_idx) == self.global_rank else loss
 
 
-@each_of(2)
+@in_each_process(2)
 def test_overflows_leave_no_trace_in_lightning(tmp_path: Path) -> None:
     every = torch.randn(6, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
     kept = every[[number for number in range(6) if number not in OVERFLOWING]]
@@ -78,7 +78,7 @@ def result_of(model: nn.Module, sync: GradientSync, scaler: GradScaler) -> Resul
     return parameters, error, stats.nonfinite_steps, [scaler.get_scale()], stats.compression_ratio
 
 
-@each_of(2)
+@in_each_process(2)
 def test_overflows_leave_no_trace_in_accelerate() -> None:
     scalers = [GradScaler("cpu", init_scale=2.0**14), GradScaler("cpu", init_scale=1.0)]
     disturbed, healthy = _accelerate(scalers[0], overflows(2)), _accelerate(scalers[1], {})

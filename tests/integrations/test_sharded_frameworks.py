@@ -28,7 +28,7 @@ from accelerated import several_processes
 from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, train
 from integrations.test_lightning import Regression, fit, lightning_environment
 from integrations.test_transformers import new_trainer
-from pool import each_of
+from pool import in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.integrations.accelerate import ParallelismConfig
 from thinwire.integrations.transformers import attach as attach_trainer
@@ -36,7 +36,7 @@ from thinwire.integrations.transformers import attach as attach_trainer
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
 
 
-@each_of(4)
+@in_each_process(4)
 def test_what_accelerate_prepares_with_our_config_is_attached() -> None:
     """Accelerate shards on accelerators only: here its own code is called as it calls it."""
     native = sharded(language(), mesh_of())
@@ -106,7 +106,7 @@ def sharding_trainer(folder: Path, config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@each_of(4)
+@in_each_process(4)
 def test_the_trainer_shards_and_resumes(tmp_path: Path) -> None:
     """Its parts that shard, save and load are its own; that it does so on CPUs is not."""
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -130,7 +130,7 @@ def test_the_trainer_shards_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@each_of(4)
+@in_each_process(4)
 def test_the_trainer_averages_shards_of_models(tmp_path: Path) -> None:
     with sharding_on_cpus():
         config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -178,7 +178,7 @@ class Sharded(Regression):
 
 
 @pytest.mark.filterwarnings("ignore")
-@each_of(4)
+@in_each_process(4)
 def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
     def fitted(name: str, epochs: int, resume: str | None = None) -> Any:
         strategy = ModelParallelStrategy(

@@ -27,7 +27,7 @@ import thinwire
 from accelerated import assert_chosen_alike, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
-from pool import each_of
+from pool import in_each_process
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -110,7 +110,7 @@ def model_of(trainer: Trainer) -> torch.nn.Module:
     return cast(torch.nn.Module, trainer.model)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_checkpoint_and_resume(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoint-3")
     with several_processes():
@@ -129,7 +129,7 @@ def test_checkpoint_and_resume(tmp_path: Path) -> None:
         assert not torch.equal(flat(model_of(forgetful)), straight)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_logs_reach_the_other_callbacks(tmp_path: Path) -> None:
     with several_processes():
         trainer, callback = trained(tmp_path, save_strategy="no")
@@ -143,7 +143,7 @@ def test_logs_reach_the_other_callbacks(tmp_path: Path) -> None:
             assert losses[-1]["thinwire_total_nonfinite_steps"] == 0
 
 
-@each_of(2)
+@in_each_process(2)
 def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: Path) -> None:
     """Of a step after training, so that one process can be given what is infinite."""
     with several_processes():
@@ -176,7 +176,7 @@ class Looking(TrainerCallback):
         self.weights.append(flat(model))
 
 
-@each_of(2)
+@in_each_process(2)
 def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     """By DiLoCo every four steps, and before the checkpoint in mid-round, which has one model for all."""
     averaging = partial(thinwire.DiLoCo, every_steps=4)
@@ -210,7 +210,7 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
         assert callback.local.steps == 6
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
     lines = lines_for("Trainer")
     assert len(lines) == 2
@@ -222,7 +222,7 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
             assert names["thinwire_callback"].sync.stats().compression_ratio > 5
 
 
-@each_of(2)
+@in_each_process(2)
 def test_training_again_goes_on_with_the_same_memory(tmp_path: Path) -> None:
     with several_processes():
         trainer, callback = trained(tmp_path, save_strategy="no")
@@ -232,7 +232,7 @@ def test_training_again_goes_on_with_the_same_memory(tmp_path: Path) -> None:
         assert first.stats().steps == 12
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     told: list[str] = []
     # All are tried, for messages are waited for; what is chosen then, the machine has to say.
@@ -258,7 +258,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     [("a", "a", f"has no {STATE_NAME}"), ("b", "c", "checkpoint="), ("b", "a", "checkpoint=")],
     ids=["without our file", "from a folder not the trainer's", "that has a checkpoint of a different run"],
 )
-@each_of(2)
+@in_each_process(2)
 def test_a_checkpoint_that_does_not_fit_is_refused(
     tmp_path: Path, trained: str, attached: str, message: str
 ) -> None:
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
         dist.barrier()
 
 
-@each_of(2)
+@in_each_process(2)
 def test_the_error_is_in_units_of_the_unscaled_loss(tmp_path: Path) -> None:
     """On CPUs a Trainer has no scaler; here it has been given one."""
     errors = []
@@ -291,7 +291,7 @@ def test_the_error_is_in_units_of_the_unscaled_loss(tmp_path: Path) -> None:
     torch.testing.assert_close(*errors, rtol=0, atol=0)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_a_hyper_parameter_search_is_refused(tmp_path: Path) -> None:
     with several_processes():
         trainer = new_trainer(str(tmp_path))
@@ -301,7 +301,7 @@ def test_a_hyper_parameter_search_is_refused(tmp_path: Path) -> None:
             callback.on_train_begin(trainer.args, state, trainer.control)
 
 
-@each_of(2)
+@in_each_process(2)
 def test_only_weights_are_saved_when_asked(tmp_path: Path) -> None:
     with several_processes():
         _, callback = trained(tmp_path, save_only_model=True)

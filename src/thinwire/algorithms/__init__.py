@@ -1,13 +1,6 @@
 """Algorithms: how gradients become their mean over the group, as frozen configs and pure tensor code."""
 
-from thinwire.algorithms.base import (
-    Algorithm,
-    Bucket,
-    BucketPlan,
-    Diagnosis,
-    Memory,
-    Slot,
-)
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.exact import AllReduce, Cast
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
@@ -23,7 +16,7 @@ from thinwire.algorithms.requests import (
     Request,
     Requests,
 )
-from thinwire.algorithms.sparse.topk import TopK
+from thinwire.algorithms.topk import TopK
 from thinwire.kernels.dispatch import all_finite
 
 __all__ = [

@@ -19,41 +19,6 @@ from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 from thinwire.tensors.layout import fill_alike, in_one_piece
 
-
-def check_names(
-    kind: type, args: Sequence[object], settings: Mapping[str, object], elsewhere: Mapping[str, str]
-) -> None:
-    """Refuse settings that a class does not take."""
-    taken = signature(kind.__init__)  # type: ignore[misc]
-    try:
-        taken.bind_partial(None, *args, **settings)
-    except TypeError as error:
-        defaults = {name: each.default for name, each in taken.parameters.items() if name != "self"}
-        raise ConfigError(_respelt(kind.__name__, defaults, args, settings, elsewhere)) from error
-
-
-def _respelt(
-    kind: str,
-    defaults: Mapping[str, object],
-    args: Sequence[object],
-    settings: Mapping[str, object],
-    elsewhere: Mapping[str, str],
-) -> str:
-    names = list(defaults)
-    for unknown in (name for name in settings if name not in names):
-        other = elsewhere.get(unknown)
-        # Only what this algorithm has: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
-        meant = [other] if other in names else get_close_matches(unknown, names, n=1)
-        if meant:
-            return f"{kind} has no setting {unknown!r}; write {kind}({meant[0]}={settings[unknown]!r})"
-        return f"{kind} has no setting {unknown!r}; it has {', '.join(names) or 'none'}"
-    if not names:
-        return f"{kind} has no settings, got {args[0]!r}; write {kind}()"
-    # Not a model, say, that stands where another library has it.
-    value = args[0] if isinstance(args[0], int | float | str) else defaults[names[0]]
-    return f"{kind} takes settings by name, got {args[0]!r} without one; write {kind}({names[0]}={value!r})"
-
-
 MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
@@ -67,11 +32,11 @@ class Bucket:
     """Gradients that become ready together.
 
     Attributes:
-        specs: The parameters, in the order their gradients lie in `flat`.
+        specs: The parameters, in the order of their gradients.
         flat: Their gradients one after the other, shape (sum of elements,), each in its parameter's
             order of memory. The exchange turns it into the mean, in place.
         loss_scale: What the loss was multiplied by, a tensor of shape (); None if it was not.
-        rank: This member's place in the group.
+        rank: This member's number in the group.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -101,8 +66,8 @@ class Slot:
             parameters, its tensors flat, in the parameter's order of memory, and saved in the parameter's
             shape. If not, its labels are those of routes.
         is_saved: Whether it is saved at all.
-        check: Refuses a loaded tensor that can't be one of it: called with its label, the tensor, and the
-            shapes of all parameters by name. It raises `StateError`.
+        check: Raises `StateError` if a loaded tensor can't be one of it. Called with its label, the tensor,
+            and the shapes of all parameters by name.
     """
 
     name: str
@@ -114,11 +79,10 @@ class Slot:
     )
 
     def __post_init__(self) -> None:
-        # What the members resume from is one state, and of what differs between them that is the mean.
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
-                f"the slot {self.name!r} is local and saved, so its mean is saved, which is defined for "
-                "elementwise slots only; make it elementwise, or equal on all members, or do not save it"
+                f"the slot {self.name!r} is local and saved, so its mean is saved, which only elementwise "
+                "slots have; make it elementwise, or equal on all members, or do not save it"
             )
 
 
@@ -154,7 +118,7 @@ class Memory:
         return Memory(self.step, copies)
 
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
-        """Take back what was written under some labels, on the device, unless `is_healthy`.
+        """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
 
         What was written where nothing of its shape was before becomes zeros. To take back what was dropped
         costs a host synchronisation.
@@ -167,7 +131,7 @@ class Memory:
         for slot, tensors in self.slots.items():
             old = before[slot]
             dropped = old.keys() - tensors.keys()
-            # A key is the host's, so here it asks, and waits for the device.
+            # A key is the host's, so here it waits for the device.
             if dropped and not is_healthy:
                 tensors.update({label: old[label] for label in dropped})
             labelled = [label for label in labels if label in tensors and label not in dropped]
@@ -177,8 +141,8 @@ class Memory:
                 old[label] if label in old and old[label].shape == new.shape else torch.zeros_like(new)
                 for label, new in zip(labelled, written, strict=True)
             ]
+            # By one launch if a bucket's residuals lie in one piece.
             whole = fill_alike(was, written) if written else None
-            # By one launch where a bucket's residuals lie in one piece.
             pairs = [whole] if whole is not None else zip(was, written, strict=True)
             for kept, new in pairs:
                 torch.where(is_healthy.to(new.device), new, kept, out=new)
@@ -226,10 +190,9 @@ class BucketPlan(ABC):
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn `bucket.flat` into the mean over the group, in place.
 
-        A generator. It yields requests (see `thinwire.algorithms.requests`) and receives their answers. The
-        last one is `Commit`: behind it, and only there, memory is written. It is resumed when all buckets of
-        the step stand at theirs and what they have received is healthy, and closed otherwise. Until then it
-        may use `bucket.flat` as it likes.
+        A generator that yields requests and receives their answers. The last one is `Commit`: behind it, and
+        only there, memory is written. It is resumed when all buckets of the step stand at theirs and what
+        they have received is healthy, and closed otherwise. Until then it may use `bucket.flat` as it likes.
 
         Args:
             bucket: Of this plan's parameters.
@@ -243,18 +206,11 @@ class BucketPlan(ABC):
         return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
-        """Return whose kernels compute what all members must compute alike; none if it is the same with each.
-
-        Args:
-            device: Of the gradients.
-        """
+        """Return whose kernels compute what all members must compute alike; none if all give the same."""
         return set()
 
     def adopt(self, memory: Memory) -> str:
-        """Make memory fit this plan: what another plan, or a loaded state, has left for its labels.
-
-        Args:
-            memory: Written, outside any step.
+        """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.
 
         Returns:
             What could not be taken over as it was, and what that means, in a sentence; "" if all could.
@@ -262,37 +218,37 @@ class BucketPlan(ABC):
         return ""
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
-        """Return how well the last step's approximations were; None where that is not known. Not read back.
-
-        Args:
-            memory: After the step.
-        """
+        """Return how well the last step's approximations were, not read back; None if that is not known."""
         return None
 
 
 class Algorithm(ABC):
     """How gradients become their mean over the group: what the user wrote; frozen, it never changes."""
 
-    # What its plans remember, and all that they write.
+    # All that its plans remember and write.
     slots: ClassVar[tuple[Slot, ...]] = ()
 
-    # Settings that are shown even where they have their default.
+    # Settings that are shown even with their default.
     always_shown: ClassVar[tuple[str, ...]] = ()
 
-    # What others call its settings: whoever types such a name is told the one that there is.
+    # What others call its settings, to tell whoever types such a name.
     names_elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
-    # Whether a bucket's later messages are so large that they had better travel by themselves while gradients
-    # of other buckets are computed, than in one with those of all buckets when all are there.
+    # Whether a bucket's later messages are so large that each had better travel while gradients of other
+    # buckets are computed, than in one with those of all buckets at the end.
     pipelines_buckets: ClassVar[bool] = False
 
-    # Whether a step tells of most entries nothing, and of each only now and then.
+    # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False
 
     def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
-        """Refuse settings that it does not take."""
-        # Before `__init__`, which would say no more than that an argument is unexpected.
-        check_names(cls, args, settings, cls.names_elsewhere)
+        """Refuse settings that it does not take, before `__init__`, which would not say what it takes."""
+        taken = signature(cls.__init__)
+        try:
+            taken.bind_partial(None, *args, **settings)
+        except TypeError as error:
+            defaults = {name: each.default for name, each in taken.parameters.items() if name != "self"}
+            raise ConfigError(_respelt(cls, defaults, args, settings)) from error
         return super().__new__(cls)
 
     def __str__(self) -> str:
@@ -340,10 +296,7 @@ class Algorithm(ABC):
         return Plan(self.prepare(specs).routes if specs else ())
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
-        """Refuse a model that can't be averaged as asked for.
-
-        Args:
-            specs: All its parameters.
+        """Refuse a model, given by all its parameters, that can't be averaged as asked for.
 
         Raises:
             GradientError: A parameter's gradient can't be averaged.
@@ -357,3 +310,27 @@ def no_algorithm(given: object) -> str:
     if isinstance(given, type) and issubclass(given, Algorithm):
         return f"the class; write {given.__name__}()"
     return shown(given)
+
+
+def _respelt(
+    kind: type[Algorithm],
+    defaults: Mapping[str, object],
+    args: Sequence[object],
+    settings: Mapping[str, object],
+) -> str:
+    """Return how to write what was meant by settings that an algorithm does not take."""
+    names, called = list(defaults), kind.__name__
+    for unknown in (name for name in settings if name not in names):
+        elsewhere = kind.names_elsewhere.get(unknown)
+        # Only what this algorithm has: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
+        meant = [elsewhere] if elsewhere in names else get_close_matches(unknown, names, n=1)
+        if meant:
+            return f"{called} has no setting {unknown!r}; write {called}({meant[0]}={settings[unknown]!r})"
+        return f"{called} has no setting {unknown!r}; it has {', '.join(names) or 'none'}"
+    if not names:
+        return f"{called} has no settings, got {args[0]!r}; write {called}()"
+    # Not a model, say, that stands where another library has it.
+    value = args[0] if isinstance(args[0], int | float | str) else defaults[names[0]]
+    return (
+        f"{called} takes settings by name, got {args[0]!r} without one; write {called}({names[0]}={value!r})"
+    )

@@ -18,17 +18,24 @@ ERROR = Slot("error", is_local=True, is_elementwise=True)
 of the unscaled loss."""
 
 
+def parts_with_residual(
+    bucket: Bucket, memory: Memory, flat: torch.Tensor
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parts of a bucket's values that belong to parameters with a residual, and the residuals."""
+    parts, errors = [], []
+    for spec, part in zip(bucket.specs, bucket.split(flat), strict=True):
+        if spec.name in memory[ERROR]:
+            parts.append(part)
+            errors.append(memory[ERROR][spec.name])
+    return parts, errors
+
+
 class Compensated(NamedTuple):
-    """Gradients that travel uncompressed, with their residual.
+    """Gradients that travel uncompressed, with their residual."""
 
-    Attributes:
-        parts: Flat gradients; new tensors where there was a residual. Then, if any of it may not fit, one
-            element more that tells whether something remains on this member.
-        remainders: What would not have fitted into the range of the types on the way, by parameter name,
-            in its type, in units of the unscaled loss. The same names on all members.
-    """
-
+    # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
     parts: list[torch.Tensor]
+    # What does not fit into the range of the types on the way, by parameter: the same names on all members.
     remainders: dict[str, torch.Tensor]
 
 
@@ -36,7 +43,7 @@ def compensated(
     bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
 ) -> Compensated:
     """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
-    gradients, dtype = bucket.gradients, bucket.flat.dtype
+    gradients, dtype, scale = bucket.gradients, bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
     sent = Compensated([], {})
@@ -44,7 +51,6 @@ def compensated(
         gradient, name = gradients[index], bucket.specs[index].name
         error = memory[ERROR].get(name)
         if error is not None:
-            scale = bucket.loss_scale
             fitting = residual = error if scale is None else error * scale
             if is_narrow:
                 # Add only as much residual as keeps the sum finite in this type: a step with an infinite sum
@@ -60,7 +66,7 @@ def compensated(
     if sent.remainders:
         # The mean of it tells every member whether any keeps something: they must keep it all or none.
         remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
-        sent.parts.append(remains.to(bucket.flat.dtype).view(1))
+        sent.parts.append(remains.to(dtype).view(1))
     return sent
 
 

@@ -15,19 +15,8 @@ from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
 
 
-@dataclass(frozen=True)
-class AllReduce(Algorithm):
-    """Average gradients exactly, as DDP does without a hook.
-
-    If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also sends the
-    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in the steps after.)
-
-    Cost: one round of the gradient's own bytes; no memory.
-
-    Examples:
-        >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
-        128
-    """
+class _Uncompressed(Algorithm):
+    """Remembers nothing, and divides anywhere."""
 
     slots = (ERROR,)
 
@@ -41,6 +30,21 @@ class AllReduce(Algorithm):
         """As `Algorithm.indivisible`: an element."""
         return 1
 
+
+@dataclass(frozen=True)
+class AllReduce(_Uncompressed):
+    """Average gradients exactly, as DDP does without a hook.
+
+    If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also sends the
+    residual, so nothing is lost. (What fp16 gradients can't hold of it is sent in the steps after.)
+
+    Cost: one round of the gradient's own bytes; no memory.
+
+    Examples:
+        >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
+        128
+    """
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)
@@ -48,13 +52,9 @@ class AllReduce(Algorithm):
 
 @dataclass(frozen=True)
 class UncompressedPlan(BucketPlan):
-    """Every gradient as it is.
+    """Every gradient as it is."""
 
-    Attributes:
-        wire_dtype: The type to send in, None for the gradient's own.
-    """
-
-    wire_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None  # None for the gradient's own
 
     @classmethod
     def of(cls, specs: Sequence[ParameterSpec], wire_dtype: torch.dtype | None) -> UncompressedPlan:
@@ -73,17 +73,17 @@ class UncompressedPlan(BucketPlan):
 def exchange_uncompressed(
     bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
 ) -> Requests:
-    """Send the flat gradient with its residual, if an algorithm before has left one, in one round."""
+    """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
     names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
     has_residual = not memory[ERROR].keys().isdisjoint(names)
     sent = compensated(bucket, memory, range(len(names)), wire_dtype) if has_residual else Compensated([], {})
     message = torch.cat(sent.parts) if has_residual else bucket.flat
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
-    # The bucket alone travels where it lies, without a copy, and its mean comes back there.
+    # Without a residual the bucket travels where it lies, and its mean comes back there.
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
-    # The gradients, and not the mean, whose type may be wider: what is infinite in either is so in them.
+    # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
     yield Commit(AllFinite((bucket.flat,)), writes=has_residual or always_checks)
     if has_residual:
         keep_remainder(memory, names, sent, mean[len(bucket.flat) :])
@@ -91,7 +91,6 @@ def exchange_uncompressed(
 
 WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
     **dict.fromkeys(("fp16", "float16", torch.float16), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
@@ -100,7 +99,6 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
     """Return what a 16-bit type is called here, given by that name or as torch calls it."""
-    # The kind first: what has no hash can't be looked for.
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
     return _SHORT_NAMES[given]
@@ -108,11 +106,11 @@ def short_name_of(given: object) -> Literal["fp16", "bf16"]:
 
 def wire_dtype_of(given: object) -> torch.dtype:
     """Return the torch type that a setting names."""
-    return _DTYPES[short_name_of(given)]
+    return {"fp16": torch.float16, "bf16": torch.bfloat16}[short_name_of(given)]
 
 
 @dataclass(frozen=True)
-class Cast(Algorithm):
+class Cast(_Uncompressed):
     """Average gradients in 16 bits: half the bytes of fp32, rounded.
 
     "fp16" has 11 bits of precision and overflows above 65 504 (the mean comes out infinite, so that
@@ -132,22 +130,10 @@ class Cast(Algorithm):
         64
     """
 
-    slots = (ERROR,)
-
     dtype: WireDtype
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
-
-    @property
-    def remembers(self) -> bool:
-        """As `Algorithm.remembers`."""
-        return False
-
-    @property
-    def indivisible(self) -> int:
-        """As `Algorithm.indivisible`: an element."""
-        return 1
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""

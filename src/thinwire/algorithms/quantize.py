@@ -10,23 +10,22 @@ from typing import Literal
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.exact import exchange_uncompressed
-from thinwire.algorithms.low_bit_mean import low_bit_mean
-from thinwire.algorithms.requests import AllFinite, Commit, Requests
+from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.dispatch import all_finite
+from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, block_bytes
+from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
 from thinwire.tensors.rounding import Draws, draws_for
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
-# A scale then adds 0.004 bits to an element, so there is nothing left to save. But each parameter ends with a
-# block that travels whole: longer ones would make messages of biases longer.
+# A scale then adds 0.004 bits to an element. Longer blocks would make messages of biases longer: the last
+# block of a parameter travels whole.
 MAX_BLOCK = 4096
 OF_THE_MEAN = -1
 
@@ -46,7 +45,7 @@ class Quantize(Algorithm):
             3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
             times its mean magnitude.
         block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
-            block. Shorter ones are more exact: at 64, a scale adds a quarter of a bit to each element.
+            block. Shorter ones are more exact: with 64, a scale adds a quarter of a bit to each element.
         rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
             rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
             members' chances differ, and those of their mean are the same on all.
@@ -54,17 +53,14 @@ class Quantize(Algorithm):
             2 and 1 bits; Adam loses below 4.
         seed: Of stochastic rounding.
 
-    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes
-    of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
-    and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
-    no memory and no check.
+    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes of an fp32 all-reduce. Error feedback
+    keeps an fp32 residual of the size of the gradients (fp64 of fp64) and makes a host synchronisation, for
+    the finite check (none without `host_check`).
 
-    A scale has fp32's range: what is beyond it in fp64 gradients is not finite. Of any type, what is beyond
-    half of it (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for.
-    Blocks whose scale would be below 1.2e-38 become zeros.
-
-    If an algorithm with error feedback ran before it (`GradientSync.use`) and it has none, its first step
-    sends gradients and residual uncompressed, so nothing is lost.
+    A scale has fp32's range: fp64 gradients beyond it are not finite. Of any type, what is beyond half of it
+    (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for. Blocks whose
+    scale would be below 1.2e-38 become zeros. After an algorithm with error feedback (`GradientSync.use`),
+    the first step without sends gradients and residual uncompressed, so nothing is lost.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -100,14 +96,10 @@ class Quantize(Algorithm):
             )
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
-        settings = {
-            "bits": bits,
-            "block": block,
-            "error_feedback": true_or_false("error_feedback", self.error_feedback),
-            "seed": whole_number("seed", self.seed, minimum=0),
-        }
-        for name, value in settings.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "error_feedback", true_or_false("error_feedback", self.error_feedback))
+        object.__setattr__(self, "seed", whole_number("seed", self.seed, minimum=0))
 
     @property
     def remembers(self) -> bool:
@@ -144,12 +136,7 @@ class Quantize(Algorithm):
 
 @dataclass(frozen=True)
 class QuantizePlan(BucketPlan):
-    """Of one bucket.
-
-    Attributes:
-        config: The settings.
-        blocks: What has a scale of its own.
-    """
+    """A bucket in blocks, each with a scale; each member averages a share of them."""
 
     config: Quantize
     blocks: Blocks
@@ -160,40 +147,42 @@ class QuantizePlan(BucketPlan):
         return [spec.name for spec in self.specs]
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: two rounds, or one where a residual is left that nobody will add to."""
-        config, scale = self.config, bucket.loss_scale
-        keeps_residual = config.error_feedback
+        """As `BucketPlan.exchange`: two rounds, or one if there is a residual that nobody will add to."""
+        blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
             yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
             return
-        if not self.blocks.total:  # on all members alike: nobody sends, and nobody waits
+        if not blocks.total:  # on all members alike: nobody sends, and nobody waits
             yield Commit(all_finite, writes=False)
             return
-        dtype = self.specs[0].memory_dtype
         # Kernels take fp32 and fp64; of those it is the bucket itself.
-        values = bucket.flat.to(dtype)
-        kept = [
-            (part, memory[ERROR][name])
-            for part, name in zip(bucket.split(values), self.names, strict=True)
-            if name in memory[ERROR]
-        ]
-        if kept:
-            parts, errors = zip(*kept, strict=True)
-            # In units of the scaled loss, which what is wanted is in.
+        values = bucket.flat.to(self.specs[0].memory_dtype)
+        parts, errors = parts_with_residual(bucket, memory, values)
+        if errors:
             torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
-        found = yield from low_bit_mean(
-            values,
-            self.blocks,
-            CODEBOOKS[config.bits],
-            bucket.rank,
-            self._draws(memory, bucket),
-            keeps_lost=keeps_residual,
-        )
+
+        # Not an all-reduce of codes: a ring would round every partial sum again. Here each number is rounded
+        # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same
+        # bytes.
+        kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
+        own = blocks.own(bucket.rank)
+        sent = kernels.encoded(values, blocks, codebook, self._draws(memory, bucket, bucket.rank))
+        received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
+        lost = values.new_empty(own.stop - own.start, blocks.block) if keeps_residual else None
+        # By parameter and place, not by member: whoever averages a block draws the same for it.
+        draws = self._draws(memory, bucket, OF_THE_MEAN)
+        of_share = None if draws is None else draws.of(own)
+        mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, values.dtype)
+        coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
+
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
-        yield Commit(AllFinite((found.scales,)), writes=keeps_residual)
+        yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
+        residual = None
         # Before the mean is written: it comes to lie where the values are.
-        residual = found.unsent(values) if keeps_residual else None
-        found.write(values)
+        if lost is not None:
+            residual = kernels.remainder(values, sent, blocks, codebook)
+            self._add_lost(residual, lost, own)
+        kernels.decode(coded, blocks, codebook, values)
         if values is not bucket.flat:
             round_into(bucket.flat, values, residual, None)
         if residual is not None:
@@ -201,13 +190,20 @@ class QuantizePlan(BucketPlan):
                 residual /= scale
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
-    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | None:
-        """Return the draws of this member and of the mean, if there are any."""
+    def _add_lost(self, residual: torch.Tensor, lost: torch.Tensor, own: slice) -> None:
+        """Add what coding the mean of its blocks has lost to the residual of the member that averaged them.
+
+        So the mean residual and the mean in few bits add up to the true mean.
+        """
+        # Times the members: of the mean over them, what one alone keeps counts by that much less.
+        flat = (self.blocks.num_members * lost).view(-1)
+        pieces = list(self.blocks.pieces(own))
+        # All parameters at once: on an accelerator each by itself would be a launch.
+        if pieces:
+            torch._foreach_add_([residual[here] for here, _ in pieces], [flat[there] for _, there in pieces])
+
+    def _draws(self, memory: Memory, bucket: Bucket, who: int) -> Draws | None:
+        """Return the draws of a member, or of the mean, if there are any."""
         if self.config.rounding == "nearest":
             return None
-        device, seed = bucket.flat.device, self.config.seed
-        member, mean = (
-            draws_for(self.blocks, self.specs, seed, memory.step, who, device)
-            for who in (bucket.rank, OF_THE_MEAN)
-        )
-        return member, mean
+        return draws_for(self.blocks, self.specs, self.config.seed, memory.step, who, bucket.flat.device)

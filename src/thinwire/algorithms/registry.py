@@ -11,56 +11,44 @@ from thinwire.algorithms.exact import AllReduce, Cast
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize
-from thinwire.algorithms.sparse.topk import TopK
+from thinwire.algorithms.topk import TopK
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An algorithm with settings that are tried.
+    """An algorithm with settings that are tried."""
 
-    Attributes:
-        code: As it is written in code, behind `thinwire.`.
-        algorithm: The same.
-        tolerance: Relative error up to which its means are the true ones; where it keeps a residual, all
-            means so far and the residual together.
-        is_checked: Whether `thinwire check` runs it.
-        is_priced: Whether `thinwire.advise` prices it. What it costs in loss, a table there says.
-        keeps_16_bits: Whether its means are as good as 16 bits.
-        loses_more_than: What surely loses less, as `str` of an algorithm, where this one was not measured.
-        loses_less_than: What surely loses more.
-    """
-
-    code: str
+    code: str  # as it is written in code, behind `thinwire.`
     algorithm: Algorithm
+    # Relative error up to which its means are the true ones; if it keeps a residual, all so far, with it.
     tolerance: float = 1e-5
-    is_checked: bool = False
-    is_priced: bool = False
-    keeps_16_bits: bool = False
+    is_checked: bool = False  # by `thinwire check`
+    is_priced: bool = False  # by `thinwire.advise`, which has a table of what it costs in loss
+    keeps_16_bits: bool = False  # whether its means are as good as 16 bits
+    # What surely loses less, and more, as `str` of an algorithm, if this one was not measured.
     loses_more_than: str = ""
     loses_less_than: str = ""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """An algorithm that there is.
+    """An algorithm that there is."""
 
-    Attributes:
-        name: What it is called on a command line.
-        make: Makes it, with settings by name; all have defaults.
-        kind: Its class.
-        is_lossy: Whether its means are approximate.
-        has_memory: Whether it remembers anything between steps.
-        variants: Settings of it that are tried.
-        priced_too: Others, that `thinwire.advise` alone tries.
-    """
-
-    name: str
-    make: Callable[..., Algorithm]
-    kind: type[Algorithm]
-    is_lossy: bool
-    has_memory: bool
+    name: str  # on a command line
+    make: Callable[..., Algorithm]  # with settings by name; all have defaults
     variants: tuple[Variant, ...] = ()
-    priced_too: tuple[Variant, ...] = ()
+    priced_too: tuple[Variant, ...] = ()  # that `thinwire.advise` alone tries
+    is_lossy: bool = True  # whether its means are approximate
+
+    @property
+    def kind(self) -> type[Algorithm]:
+        """Its class."""
+        return type(self.make())
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it remembers anything between steps."""
+        return self.make().remembers
 
     @property
     def priced(self) -> tuple[Variant, ...]:
@@ -82,64 +70,32 @@ REGISTRY: tuple[Registered, ...] = (
     Registered(
         "exact",
         AllReduce,
-        AllReduce,
+        (Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True, keeps_16_bits=True),),
         is_lossy=False,
-        has_memory=False,
-        variants=(Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True, keeps_16_bits=True),),
     ),
     Registered(
         "fp16",
         lambda: Cast("fp16"),
-        Cast,
-        is_lossy=True,
-        has_memory=False,
-        variants=(
-            Variant(
-                'Cast("fp16")',
-                Cast("fp16"),
-                tolerance=3e-3,
-                is_checked=True,
-                is_priced=True,
-                keeps_16_bits=True,
-            ),
-        ),
+        (Variant('Cast("fp16")', Cast("fp16"), 3e-3, is_checked=True, is_priced=True, keeps_16_bits=True),),
     ),
     Registered(
         "bf16",
         lambda: Cast("bf16"),
-        Cast,
-        is_lossy=True,
-        has_memory=False,
-        variants=(
-            Variant(
-                'Cast("bf16")',
-                Cast("bf16"),
-                tolerance=2e-2,
-                is_checked=True,
-                is_priced=True,
-                keeps_16_bits=True,
-            ),
-        ),
+        (Variant('Cast("bf16")', Cast("bf16"), 2e-2, is_checked=True, is_priced=True, keeps_16_bits=True),),
     ),
     Registered(
         "quantize",
         Quantize,
-        Quantize,
-        is_lossy=True,
-        has_memory=False,
-        variants=(
-            Variant("Quantize(bits=8)", Quantize(bits=8), tolerance=3e-2, is_checked=True, is_priced=True),
-            Variant("Quantize(bits=4)", Quantize(bits=4), tolerance=0.3, is_checked=True, is_priced=True),
-            Variant("Quantize(bits=2)", Quantize(bits=2), tolerance=0.7, is_checked=True, is_priced=True),
+        (
+            Variant("Quantize(bits=8)", Quantize(bits=8), 3e-2, is_checked=True, is_priced=True),
+            Variant("Quantize(bits=4)", Quantize(bits=4), 0.3, is_checked=True, is_priced=True),
+            Variant("Quantize(bits=2)", Quantize(bits=2), 0.7, is_checked=True, is_priced=True),
         ),
     ),
     Registered(
         "powersgd",
         PowerSGD,
-        PowerSGD,
-        is_lossy=True,
-        has_memory=True,
-        variants=(
+        (
             Variant("PowerSGD(matrix_rank=1)", PowerSGD(matrix_rank=1), is_priced=True),
             Variant("PowerSGD(matrix_rank=2)", PowerSGD(matrix_rank=2), is_checked=True, is_priced=True),
             Variant("PowerSGD(matrix_rank=4)", PowerSGD(matrix_rank=4), is_priced=True),
@@ -173,19 +129,13 @@ REGISTRY: tuple[Registered, ...] = (
     Registered(
         "batched-powersgd",
         BatchedPowerSGD,
-        BatchedPowerSGD,
-        is_lossy=True,
-        has_memory=True,
-        variants=(Variant("BatchedPowerSGD(matrix_rank=1)", BatchedPowerSGD(), is_checked=True),),
+        (Variant("BatchedPowerSGD(matrix_rank=1)", BatchedPowerSGD(), is_checked=True),),
     ),
     Registered(
         "topk",
         TopK,
-        TopK,
-        is_lossy=True,
-        has_memory=True,
-        variants=(
-            # Only so nothing is forgotten, which is what is checked.
+        # Only with these settings is nothing forgotten, which is what is checked.
+        (
             Variant(
                 'TopK(error_decay=1, merge="members")',
                 TopK(error_decay=1, merge="members"),
@@ -196,8 +146,7 @@ REGISTRY: tuple[Registered, ...] = (
     ),
 )
 
+# Whichever algorithm saved it, a state's slots are known by name.
 SLOTS: Mapping[str, Slot] = MappingProxyType(
-    # Whichever algorithm saved it, a state's slots are known by name.
     {slot.name: slot for each in REGISTRY for slot in each.kind.slots}
 )
-"""What they remember, by name."""

@@ -15,34 +15,21 @@ from thinwire.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Mean:
-    """Ask for the mean over the members.
-
-    Args:
-        tensor: Flat, floating, given away. The answer may lie in its memory.
-    """
+    """Ask for the mean of a flat floating tensor, given away: the answer may lie in its memory."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class AllGather:
-    """Ask for the tensors of all members: (n,) → (members, n).
-
-    Args:
-        tensor: Flat, of any type, given away.
-    """
+    """Ask for the tensors of all members, flat, of any type, given away: (n,) → (members, n)."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class AllToAll:
-    """Send each member a row of its own, and ask for those meant for this one: (members, n) → (members, n).
-
-    Args:
-        tensor: Shape (members, n), of any type, given away. Row i goes to member i; in the answer it comes
-            from member i.
-    """
+    """Send row i, of any type, to member i, and ask for its row for this one: (members, n) → (members, n)."""
 
     tensor: torch.Tensor
 
@@ -66,6 +53,16 @@ class Jointly:
 
 
 @dataclass(frozen=True, eq=False)
+class AllFinite:
+    """Healthy, for a `Commit`, if every element of tensors that all members have received is finite.
+
+    The engine looks at those of all buckets at once: on an accelerator, with a few launches.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Commit:
     """Wait until all of the step may be written: the last request of every exchange.
 
@@ -75,42 +72,28 @@ class Commit:
     Args:
         is_healthy: Returns whether what this bucket has received may be used, as a tensor of one bool. It
             must be computed from what all members have received alike, or members would decide differently.
-            It is asked only where the answer matters.
+            It is called only if the answer matters, since looking costs a pass.
         writes: Whether memory is written behind the commit. If nothing of the step writes, nobody asks.
         writes_where: Whether the exchange keeps to the answer: None if the step is healthy; or one bool, not
-            read back, where the host does not ask. If it is false, the exchange leaves memory as it was and
-            makes all gradients NaN. Of an exchange without this, a copy of its memory is made and put back.
+            read back, if the host does not ask. If it is false, the exchange leaves memory as it was and
+            makes all gradients NaN. For an exchange without this, a copy of its memory is made and put back.
             Behind its commit it may ask for `Jointly`.
 
     Raises:
         ConfigError: `is_healthy` is not a function.
     """
 
-    # A function: to look at what was received costs a pass, and where nothing is written nobody looks.
     is_healthy: Callable[[], torch.Tensor] | AllFinite
     writes: bool = True
     writes_where: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse the answer itself, which would be called only where it matters."""
+        """Refuse the answer itself, which would be called only if it matters."""
         if not isinstance(self.is_healthy, AllFinite) and not callable(self.is_healthy):
             raise ConfigError(
                 f"Commit takes a function, got {type(self.is_healthy).__name__}; write "
                 "Commit(lambda: all_finite(mean))"
             )
-
-
-@dataclass(frozen=True, eq=False)
-class AllFinite:
-    """Healthy, for a `Commit`, if every element of some tensors is finite.
-
-    The engine looks at those of all buckets at once: on an accelerator, with a few launches.
-
-    Args:
-        tensors: As all members have received them.
-    """
-
-    tensors: tuple[torch.Tensor, ...]
 
 
 Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit

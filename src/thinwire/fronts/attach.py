@@ -38,58 +38,53 @@ def attach(
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
-    The training loop stays as it is. To be called on every process that trains the model, with the
-    same algorithm.
+    The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
 
     Args:
-        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
-            backend, over any process group, with any of DDP's options but `mixed_precision` and
-            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook. Training it raises an error
-            until you attach it. Or an FSDP2 model: one on which you called `fully_shard` over a mesh of the
-            shards of one replica, or of replicas and shards (native HSDP); or one on which you called
-            `replicate`. docs/sharded.md says what differs then; replicas become equal here, parameters and
-            buffers.
+        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any backend,
+            over any process group, with any of DDP's options but `mixed_precision` and
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook: training it raises an error
+            until you attach it. Or an FSDP2 model: of `fully_shard` over a mesh of the shards of one replica,
+            or of replicas and shards (native HSDP), or of `replicate`; see docs/sharded.md. Replicas become
+            equal here, parameters and buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
-        replicas: Of an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
+        replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, which has its own
-            group; `replicate` and native HSDP have one too.
-        machines: Of a DDP model: which processes share a machine. If several do, and all machines have as
-            many, gradients are first averaged exactly inside of each machine. Then each process averages a
-            part of them, by the algorithm, with the processes of its place on the other machines, and all
-            get all parts: so everything leaves a machine once. See docs/machines.md. True finds it out from
-            the launcher's variables (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or
-            give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines,
-            processes of each). With False each process sends by itself.
-        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
-            function that returns what the loss of the step under way was multiplied by. Error memory is
-            then kept in unscaled units, so that a change of scale changes no result.
+            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, `replicate` and
+            native HSDP, which have a group for it.
+        machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
+            gradients are averaged exactly inside each machine first; then each process averages a part of
+            them by the algorithm, with the processes of its place on the other machines. So everything
+            leaves a machine once; see docs/machines.md. True finds it out from the launcher's variables
+            (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or give the ranks on each
+            machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines, processes of each). With
+            False each process sends by itself.
+        grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
+            what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
+            units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite.
             With False it mostly does not wait, and steps that are not finite count in `steps`; see
             docs/ddp.md#without-a-host-check.
-        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
-            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
-            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
-            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
-            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
-            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
-            `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
+            memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
+            without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
+            momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
+            runs without a `GradScaler`, which would never see an overflow; with them `AllReduce` and `Cast`
+            look at the means as well: a pass over the gradients and a host synchronisation per step.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
 
     Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
-    algorithm's own. With `find_unused_parameters`, another one, and 4 bytes for each parameter in the
+    algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for each parameter in the
     messages, while there is a residual.
 
     Raises:
-        AttachError: Neither a DDP nor an FSDP2 model, or none of its parameters is trained; a DDP model that
-            has a communication hook already (DDP's own `mixed_precision` is one), sparse gradients, or an
-            option under which DDP does not hand over all gradients; an FSDP2 model with a group that is not
-            of equal shards.
-        AgreementError: The replicas of an FSDP2 model are not sharded alike; or processes disagree on who
-            shares a machine.
+        AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its
+            hook is taken, gradients are sparse, DDP keeps some back, `replicas` are not of equal shards).
+        AgreementError: Replicas are not sharded alike; or processes disagree on who shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
             `on_nonfinite` does not go with the others.
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.
@@ -103,7 +98,6 @@ def attach(
         >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
         (1, 9.3)
     """
-    # What is wrong for both kinds of model is found before either is looked at.
     if isinstance(algorithm, torch.nn.Module):
         raise ConfigError(
             f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
@@ -120,19 +114,12 @@ def attach(
     plain = getattr(model, "_orig_mod", model)
     if is_fsdp2(plain):
         if not isinstance(machines, bool):
-            raise ConfigError(
-                "machines is for DDP models; leave it out: of an FSDP2 model the mesh says which processes "
-                "are a replica"
-            )
+            raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
         # DTensors take seconds to import; with a sharded model that is done.
-        attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
+        attach_sharded = import_module("thinwire.fronts.sharded.front").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
-    is_ddp = isinstance(plain, DistributedDataParallel)
-    if is_ddp and replicas is not None:
-        raise ConfigError(
-            "replicas is for sharded models; leave it out: DDP has a group of its own, "
-            "DistributedDataParallel(model, process_group=…)"
-        )
+    if replicas is not None and isinstance(plain, DistributedDataParallel):
+        raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
     # What is neither is refused there, with what was expected.
     return attach_ddp(model, algorithm, settings, machines)

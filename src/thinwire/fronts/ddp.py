@@ -3,7 +3,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
@@ -14,12 +14,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import Layout, Machines, ProcessGroupTransport, Transport, machines_of
-from thinwire.errors import AttachError, ConfigError, NonfiniteError, StateError, StepError
-from thinwire.fronts.averaged_twice import refuse_averaged_twice
-from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.channel import Layout, ProcessGroupTransport, Transport
+from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
+from thinwire.fronts.common import divide_by_contributors, new_engine, refuse_averaged_twice
 from thinwire.fronts.ddp_model import (
     DetachedFront,
+    check_attachable,
     check_options,
     completed_future,
     ddp_model_of,
@@ -28,8 +28,8 @@ from thinwire.fronts.ddp_model import (
     guard,
     names_of,
     new_future,
-    plain_name,
-    refuse_training_of_copies,
+    not_pickled,
+    num_trained,
     register,
     unguard,
     wrong_model,
@@ -44,17 +44,17 @@ PATIENCE_SECONDS = 10.0
 
 
 def attach_ddp(
-    ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
+    given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = _checked_model(ddp_model)
-    # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
-    transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
+    # What torch.compile was given has the hook.
+    model = getattr(given, "_orig_mod", given)
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(wrong_model(given))
+    check_attachable(model)
+    transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
-    machines, why_flat = machines_of(transport, layout)
-    front = front_of(model, algorithm, transport, settings, machines)
-    if why_flat:
-        front.engine.shortfalls[why_flat] = None
+    front = front_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: front, ATTACHED)
     owner = weakref.ref(model)
 
@@ -62,8 +62,13 @@ def attach_ddp(
         if (still_there := owner()) is not None:
             switch.free(still_there)
 
-    # Not the front's own: what a handle holds leads back to the front.
+    # Not the front's own handle: what this one holds leads back to the front.
     return GradientSync(front.engine, detach)
+
+
+def _transport_of(model: DistributedDataParallel) -> ProcessGroupTransport:
+    # The parameters' device, where gradients are: on CPUs DDP has no device_ids.
+    return ProcessGroupTransport(model.process_group, next(model.parameters()).device)
 
 
 def front_of(
@@ -71,15 +76,14 @@ def front_of(
     algorithm: Algorithm,
     transport: Transport,
     settings: Settings = Settings(),  # noqa: B008 - frozen
-    machines: Machines | None = None,
+    layout: Layout = False,
 ) -> "BucketFront":
-    """Return a front that knows the model's parameters by name; not registered yet."""
+    """Return a front that knows the model's parameters by name; not registered yet. Collective."""
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
-    engine = Engine(algorithm, transport, specs, settings, machines=machines)
-    return BucketFront(engine, names, model)
+    return BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
 
 
 def front_of_hook(
@@ -90,24 +94,16 @@ def front_of_hook(
     layout: Layout,
 ) -> "BucketFront":
     """Return a front for a hook that the user has registered with this state. Collective."""
-    # DDP hands a hook its state and a bucket, and neither leads to the model.
     models = ddp_models_with(lambda state: state is hook_state)
     if len(models) > 1:
-        raise ConfigError(
-            f"this {type(hook_state).__name__} is registered on {len(models)} models; make one state for "
-            "each model"
-        )
-    machines, why_flat = machines_of(transport, layout)
-    if models:
-        front = front_of(models[0], algorithm, transport, settings, machines)
-        # DDP copies no hook, and the copy would train uncompressed without a word.
-        refuse_training_of_copies(models[0])
-    else:
+        shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
+        raise ConfigError(f"{shared}; make one state for each model")
+    if not models:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
-        front = BucketFront(Engine(algorithm, transport, settings=settings, machines=machines))
-    if why_flat:
-        front.engine.shortfalls[why_flat] = None
+        return BucketFront(new_engine(algorithm, transport, (), settings, layout))
+    front = front_of(models[0], algorithm, transport, settings, layout)
+    guard(models[0])
     return front
 
 
@@ -115,8 +111,7 @@ class BucketFront:
     """Feeds DDP's buckets to an `Engine` and hands their means back as futures.
 
     The work of all buckets is finished inside the call for the last one, on the thread that runs the
-    backward pass: no collective is ever issued from a future's callback. In the first step of a static
-    graph, where DDP calls every bucket its first, the last one is the one that completes the parameters.
+    backward pass: no collective is ever issued from a future's callback.
     """
 
     def __init__(
@@ -128,44 +123,35 @@ class BucketFront:
         self.engine, self.sync = engine, GradientSync(engine)
         # Weak: the model holds the hook's state, and with it this.
         self._model = None if model is None else weakref.ref(model)
-        self._num_expected: int | None = None
-        self._is_static = False
-        self._num_taken = 0
-        self._watched_pass = -1
-        self._was_given_up = False
-        self._all_named = names is not None
-        # The parameters are kept so that no other object can take over an id.
-        self._names: dict[int, tuple[torch.Tensor, str]] = {
-            id(p): (p, name) for p, name in (names or {}).items()
-        }
-        self._specs: dict[tuple[int, ...], Specs] = {}
+        self._parameters = _Parameters(names)
         self._lanes: dict[tuple[int, ...], Lane] = {}
-        # In no bucket that was seen; None to look anew.
-        self._outside: list[tuple[torch.Tensor, str]] | None = None
+        self._is_new = True
+        self._static_graph: _StaticGraph | None = None
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+        self._watched_pass = -1
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket, and finish them all at the last one; return a future of its mean."""
         flat = dense_buffer(bucket)
-        if self._is_left_out(bucket):
+        if self._is_new:
+            self._look_at_model(bucket)
+        if self._static_graph is not None and self._static_graph.leaves_out(bucket, self._open_step):
             return completed_future(flat)
         try:
             self._watch_pass()
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
             with self.engine.clock.inside(self.engine.traffic):
-                lane = self._lane_of(bucket)
-                step = self._open_step(bucket)
+                lane = self._lane_of(bucket.parameters())
+                step = self._open_step or self._begin(bucket)
                 step.start(lane, flat)
             future = new_future(flat.device)
             self._waiting.append((future, flat))
-            if self._has_all(bucket):
-                self._refuse_outside()
-                # Here, and not in a callback of a future: those run on threads of their own, so that
-                # processes could issue collectives in different orders and wait for each other for ever.
+            is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
+            if is_last:
+                self._parameters.refuse_unaveraged()
                 self._finish(step)
-                self._release()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
             self._waiting = []
@@ -173,87 +159,36 @@ class BucketFront:
             raise
         return future
 
-    def _open_step(self, bucket: GradBucket) -> Step:
-        """Return the step under way, or begin one."""
-        if self._step is None or not self._step.is_open:
-            # The model of a user's own hook is unknown; it may average within a machine only.
-            if self._model is not None:
-                refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
-            self._step, self._num_taken = self.engine.begin(pipelined=True), 0
+    @property
+    def _open_step(self) -> Step | None:
+        return self._step if self._step is not None and self._step.is_open else None
+
+    def _begin(self, bucket: GradBucket) -> Step:
+        # The model of a user's own hook is unknown; it may average within a machine only.
+        if self._model is not None:
+            refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
+        if self._static_graph is not None:
+            self._static_graph.num_taken = 0
+        self._step = self.engine.begin(pipelined=True)
         return self._step
 
-    def _is_left_out(self, bucket: GradBucket) -> bool:
-        """Return whether a static graph's bucket is frozen: after the others it would begin a new step."""
-        if self._num_expected is None:
-            self._num_expected = self._num_in_first_step(bucket.parameters())
-            self._is_static = self._num_expected > 0
-        if not self._is_static or _num_trained(bucket.parameters()):
-            return False
-        is_begun = self._step is not None and self._step.is_open
-        return not (bucket.is_last() and is_begun)
-
-    def _has_all(self, bucket: GradBucket) -> bool:
-        """Count a bucket that was started; return whether it is the step's last."""
-        self._num_taken += _num_trained(bucket.parameters())
-        # In a static graph's first pass DDP calls every bucket its first, and none the last.
-        if not bucket.is_last() and not 0 < (self._num_expected or 0) == self._num_taken:
-            return False
-        self._num_expected, self._all_named = 0, True
-        return True
-
-    def _num_in_first_step(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return how many parameters complete a static graph's first step; 0 if DDP says which is last."""
-        model = ddp_model_of(parameters) if self._model is None else self._model()
-        # Then it is unknown whether the graph is static, so trust DDP on which bucket is the last.
-        if model is None:
-            return 0
-        check_options(model)
-        return _num_trained(model._module_parameters) if model.static_graph else 0
-
-    def _watch_pass(self) -> None:
-        """Check at the end of each backward pass, also of a nested one, that all buckets came."""
-        # -1: outside of any pass, where a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
-        if current not in (-1, self._watched_pass):
-            self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
-
-    def _check_finished(self) -> None:
-        """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
-
-        If more are to come in another pass, DDP does nothing now. If it thinks that all have come, it goes on
-        to wait for their futures, for ever.
-        """
-        num_started = 0 if self._step is None or not self._step.is_open else self._step.num_parameters
-        # Inside another pass, such as a checkpoint's: the outer one has an end of its own.
-        if not num_started or torch._C._current_autograd_node() is not None:
-            return
-        # On a thread of its own: this one will block in DDP's code until the futures have results.
-        alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
-        # A daemon, so that a process that fails meanwhile can end.
-        alarm.daemon = True
-        alarm.start()
-
-        def after_ddp() -> None:
-            alarm.cancel()
-            if self._was_given_up:
-                self._was_given_up = False
-                self.engine.abandon()
-                raise StepError(
-                    f"DDP ended a step after {num_started} parameters without "
-                    "handing over the others, so that nothing was averaged; build the DDP model without the "
-                    "option that leaves buckets out, and restart all processes from a checkpoint"
-                )
-
-        # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
-        Variable._execution_engine.queue_callback(after_ddp)
-
-    def _give_up(self) -> None:
-        # Before the release: the pass goes on at once then, and looks.
-        self._was_given_up = True
-        self._release()
+    def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
+        """Return the bucket's lane; if none is open, its parameters."""
+        # By identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
+        key = tuple(map(id, parameters))
+        lane = self._lanes.get(key)
+        if lane is not None and lane.is_current:
+            return lane
+        specs = self._parameters.specs_of(parameters)
+        opened = self.engine.opened(specs)
+        if opened is None:
+            return specs
+        self._lanes[key] = opened
+        return opened
 
     def _finish(self, step: Step) -> None:
+        # In the hook's last call, not in a future's callback: those run on threads of their own, so that
+        # processes could issue collectives in different orders and wait for each other for ever.
         try:
             committed = step.finish()
             self.engine.raise_unless(committed)
@@ -269,6 +204,8 @@ class BucketFront:
             # hook has returned: what our callback queues comes behind it, and the model stays usable.
             queue_callback = Variable._execution_engine.queue_callback
             queue_callback(lambda: queue_callback(raise_it))
+        self._parameters.are_all_known = True
+        self._release()
 
     def _release(self) -> None:
         # Emptied first: a result may run callbacks at once, and the alarm may call this from its own thread.
@@ -276,65 +213,134 @@ class BucketFront:
         for future, flat in waiting:
             future.set_result(flat)
 
-    def _lane_of(self, bucket: GradBucket) -> Lane | Specs:
-        """Return the bucket's lane; if none is open, its parameters."""
-        parameters = bucket.parameters()
-        # Look up by identity, which `_names` keeps valid: this runs in every step, and names are slower.
-        key = tuple(map(id, parameters))
-        lane = self._lanes.get(key)
-        if lane is None or not lane.is_current:
-            if key not in self._specs:
-                # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-                self._name(reversed(parameters))
-                self._outside = None
-                self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
-            lane = self.engine.opened(self._specs[key])
-            if lane is None:
-                return self._specs[key]
-            self._lanes[key] = lane
-        return lane
+    def _look_at_model(self, bucket: GradBucket) -> None:
+        """Check what the first bucket is of. A hook inside of a user's own may not find that out."""
+        model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
+        if model is not None:
+            check_options(model)
+            self._static_graph = _StaticGraph(model) if model.static_graph else None
+        self._is_new = False
 
-    def _refuse_outside(self) -> None:
+    # A pass whose buckets do not all come.
+
+    def _watch_pass(self) -> None:
+        """Check at the end of each backward pass, also of a nested one, that all buckets came."""
+        # -1: outside of any pass, where a process without input shadows the others.
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
+
+    def _check_finished(self) -> None:
+        """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
+
+        If more are to come in a later pass, DDP does nothing now. If it thinks that all have come, it goes on
+        to wait for their futures, for ever.
+        """
+        num_started = 0 if self._open_step is None else self._open_step.num_parameters
+        # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
+        if not num_started or torch._C._current_autograd_node() is not None:
+            return
+        given_up = threading.Event()
+
+        def give_up() -> None:
+            # Before the release: the pass goes on at once then, and looks.
+            given_up.set()
+            self._release()
+
+        # On a thread of its own: this one will block in DDP's code until the futures have results.
+        alarm = threading.Timer(PATIENCE_SECONDS, give_up)
+        # A daemon, so that a process that fails meanwhile can end.
+        alarm.daemon = True
+        alarm.start()
+
+        def after_ddp() -> None:
+            alarm.cancel()
+            if given_up.is_set():
+                self.engine.abandon()
+                raise StepError(
+                    f"DDP ended a step after {num_started} parameters without handing over the others, so "
+                    "nothing was averaged; build the DDP model without the option that leaves buckets out, "
+                    "and restart all processes from a checkpoint"
+                )
+
+        # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
+        Variable._execution_engine.queue_callback(after_ddp)
+
+
+class _StaticGraph:
+    """What DDP does not say of a static graph: which bucket is the first pass's last, which are frozen."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
+        self.num_taken = 0
+
+    def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
+        """Return whether a bucket is frozen: after the others it would begin a new step."""
+        return not num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
+
+    def is_last(self, bucket: GradBucket) -> bool:
+        """Count a bucket that was started; return whether it is the step's last."""
+        self.num_taken += num_trained(bucket.parameters())
+        # In the first pass DDP calls every bucket its first, and none the last.
+        if bucket.is_last() or 0 < self._num_expected == self.num_taken:
+            self._num_expected = 0
+            return True
+        return False
+
+
+class _Parameters:
+    """The parameters of DDP's buckets, with their names, or with their positions from the model's end."""
+
+    def __init__(self, names: dict[torch.nn.Parameter, str] | None) -> None:
+        self.are_all_known = names is not None
+        # The parameters are kept so that no other object can take over an id.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {
+            id(parameter): (parameter, name) for parameter, name in (names or {}).items()
+        }
+        self._specs: dict[tuple[int, ...], Specs] = {}
+        # Those in no bucket that was seen; None to look for them.
+        self._outside: list[tuple[torch.Tensor, str]] | None = None
+
+    def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
+        """Return the specs of a bucket's parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._specs:
+            # DDP fills buckets from the model's end, and lists each one's parameters from its start.
+            for parameter in reversed(parameters):
+                if id(parameter) not in self._names:
+                    self._name(parameter)
+            self._outside = None
+            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+        return self._specs[key]
+
+    def _name(self, parameter: torch.Tensor) -> None:
+        if self.are_all_known:
+            raise ConfigError(
+                f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model at the first "
+                "step did not have; make one state for each model"
+            )
+        self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+
+    def refuse_unaveraged(self) -> None:
         """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
         # DDP makes buckets of what is trained when it is built. What is frozen later stays in them.
         if self._outside is None:
             inside = {each for key in self._specs for each in key}
             self._outside = [known for each, known in self._names.items() if each not in inside]
-        trained = [name for parameter, name in self._outside if parameter.requires_grad]
-        if trained:
-            raise StepError(
-                f"{trained[0]} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
-                "when the DDP model was built; unfreeze or add parameters first, then build a new DDP model "
-                "of the module and attach that"
-            )
-
-    def _name(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Name unknown parameters by their position from the model's end."""
-        for parameter in parameters:
-            if id(parameter) not in self._names:
-                if self._all_named:
-                    raise ConfigError(
-                        f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model at the "
-                        "first step did not have; make one state for each model"
-                    )
-                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
-
-
-def _num_trained(parameters: Iterable[torch.Tensor]) -> int:
-    """Return how many are trained: those frozen after the model was wrapped still lie in a bucket."""
-    return sum(parameter.requires_grad for parameter in parameters)
+        for parameter, name in self._outside:
+            if parameter.requires_grad:
+                raise StepError(
+                    f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
+                    "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
+                )
 
 
 class Switch:
-    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched.
+    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched."""
 
-    Attributes:
-        front_now: Returns what averages the gradients of this pass; None leaves them alone.
-        taken_by: Who has put it there; "" if nobody needs it any more.
-    """
-
-    front_now: Callable[[], BucketFront | None]
-    taken_by = ""
+    front_now: Callable[[], BucketFront | None]  # what averages in this pass; None leaves gradients alone
+    taken_by = ""  # who has put it there; "" if nobody needs it any more
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """As `BucketFront.run`, of the front whose turn it is."""
@@ -342,26 +348,25 @@ class Switch:
         front = self.front_now()
         return completed_future(dense_buffer(bucket)) if front is None else front.run(bucket)
 
+    @property
+    def engine(self) -> Engine | None:
+        """What averages the gradients of each step, if `attach` has put it there."""
+        front = self.front_now() if self.taken_by == ATTACHED else None
+        return None if front is None else front.engine
+
     def free(self, model: DistributedDataParallel) -> None:
         """Average as DDP would without a hook, from the next pass on."""
         unguard(model)
-        transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
         names = names_of(model.module, model.parameters_to_ignore)
-        front = BucketFront(Engine(AllReduce(), transport), names, model)
+        front = BucketFront(Engine(AllReduce(), _transport_of(model)), names, model)
         self.front_now, self.taken_by = lambda: front, ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
-        """Return a stand-in: a copied model has a reducer of its own, without a hook.
-
-        Weight averaging makes copies.
-        """
+        """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
         return DetachedFront()
 
     def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "a DDP model whose gradients Thinwire averages can't be pickled whole; save "
-            "model.module.state_dict(), and the state_dict() of what attach returned, or of the LocalSGD"
-        )
+        raise not_pickled()
 
 
 ATTACHED = "attach"
@@ -384,28 +389,3 @@ def switched(
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
     """As `Switch.run`: the hook that it is registered with."""
     return state.run(bucket)
-
-
-def _checked_model(ddp_model: object) -> DistributedDataParallel:
-    """Return the DDP model, after refusing what can't be attached."""
-    # torch.compile's wrapper: the hook is on the DDP model inside.
-    model = getattr(ddp_model, "_orig_mod", ddp_model)
-    if not isinstance(model, DistributedDataParallel):
-        raise AttachError(wrong_model(ddp_model))
-    # DDP refuses such a model; its parameters were frozen since.
-    if not _num_trained(model._module_parameters):
-        raise AttachError("no parameter of the model is trained, so there is nothing to average")
-    if model.mixed_precision is not None:
-        raise AttachError(
-            "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; "
-            "leave it out and use torch.autocast, or a wire_dtype of the algorithm"
-        )
-    for name, module in model.module.named_modules():
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
-            where = f'"{plain_name(name)}" of the {owner}' if plain_name(name) else "that is the model"
-            raise AttachError(
-                f"the {type(module).__name__} {where} makes sparse gradients, which can't be averaged here; "
-                "build it with sparse=False"
-            )
-    return model

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.contributors import counted, leave_join
-from thinwire.fronts.ddp import ATTACHED, Switch
+from thinwire.fronts.common import counted, leave_join
+from thinwire.fronts.ddp import Switch
 from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync, engine_of
 
@@ -29,19 +29,17 @@ def join(
     """Let the processes of a training loop have different numbers of batches, while this is open.
 
     A process that has run out of batches leaves its loop and then takes part in the others' averages with
-    zero gradients, until all have run out. It goes on sending its residual: the sum of all results
-    and the mean error left at the end is the sum of the true means over the whole uneven run. At the
-    end every process gets the model of the last to finish. (Optimizers are not averaged: momentum of
-    the processes that stopped earlier is older.)
-
-    With torch's own `model.join()` our hooks work as well, but always divide by the initial world size.
+    zero gradients, until all have run out. It goes on sending its residual: the sum of all results and the
+    mean error left at the end is the sum of the true means over the whole uneven run. At the end every
+    process gets the model of the last to finish; optimizers are not averaged. Under torch's `model.join()`
+    our hooks always divide by the initial world size.
 
     Args:
         joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
             a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
         divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
-            contributors, the processes that still have batches, in this step; a DDP model's communication
-            hook, if it has one, must then be Thinwire's.
+            processes that still have batches in this step; a DDP model's communication hook, if it has one,
+            must then be Thinwire's.
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
@@ -50,8 +48,8 @@ def join(
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or another's
-            communication hook, and `divide_by_initial_world_size` is False. Both may be with
+        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or a foreign
+            communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
             `throw_on_early_termination`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 
@@ -66,15 +64,16 @@ def join(
         3
     """
     joinable = _joinable(joined)
+    model = joinable if isinstance(joinable, DistributedDataParallel) else None
     shadows = enable and not throw_on_early_termination
-    _refuse_other_collectives(joinable, shadows)
+    if shadows:
+        _refuse_other_collectives(joinable)
     options = (enable, throw_on_early_termination)
     try:
-        counts = shadows and not divide_by_initial_world_size
-        if counts and isinstance(joinable, DistributedDataParallel) and _is_hooked(joinable):
+        if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
             # The counter first: of several, only the first notifies the context, and DDP's own notification
             # would make DDP divide, too.
-            with _counting(joinable) as counter, Join([counter, joinable], *options):
+            with _counting(model) as counter, Join([counter, model], *options):
                 yield
         else:
             divide = divide_by_initial_world_size
@@ -83,8 +82,8 @@ def join(
     finally:
         leave_join(joinable)
         # Or it would divide by the last number of contributors for ever.
-        if isinstance(joinable, DistributedDataParallel):
-            joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+        if model is not None:
+            model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
 
 class _Counter(Joinable):
@@ -131,7 +130,8 @@ def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
 
 def _joinable(joined: object) -> Joinable:
     if isinstance(joined, GradientSync):
-        models = ddp_models_with(lambda state: isinstance(state, Switch) and _is_of(state, joined))
+        engine = engine_of(joined)
+        models = ddp_models_with(lambda state: isinstance(state, Switch) and state.engine is engine)
         if not models:
             raise AttachError(
                 "this GradientSync is not attached to a DDP model; pass the object that owns it"
@@ -140,39 +140,28 @@ def _joinable(joined: object) -> Joinable:
     # What torch.compile was given.
     joinable = getattr(joined, "_orig_mod", joined)
     if not isinstance(joinable, Joinable):
-        raise AttachError(
-            f"{wrong_model(joined)}. Or pass the GradientSync attached to one, a LocalSGD or a "
-            "thinwire.powersgd aggregator"
-        )
+        others = "Or pass the GradientSync attached to one, a LocalSGD or a thinwire.powersgd aggregator"
+        raise AttachError(f"{wrong_model(joined)}. {others}")
     return joinable
-
-
-def _is_of(switch: Switch, sync: GradientSync) -> bool:
-    front = switch.front_now() if switch.taken_by == ATTACHED else None
-    return front is not None and front.engine is engine_of(sync)
 
 
 def _is_hooked(model: DistributedDataParallel) -> bool:
     """Return whether one of our hooks does the dividing, and not DDP itself."""
-    # Without a hook DDP's own reducer divides, and knows how.
     name, is_ours = hook_of(model)
     if name and not is_ours:
         raise ConfigError(
             f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
-            "divides by the members of the group; register one of thinwire.hooks instead, or leave "
-            "divide_by_initial_world_size=True"
+            "divides by the members of the group; leave it True, or register one of thinwire.hooks instead"
         )
     return bool(name)
 
 
-def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:
+def _refuse_other_collectives(joinable: Joinable) -> None:
     # A DDP model's or a LocalSGD's; an aggregator knows none.
     model = getattr(joinable, "module", None)
-    # Where the first to run out ends it for all, nobody shadows anybody.
-    if not shadows or not isinstance(model, torch.nn.Module):
-        return
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
         raise ConfigError(
-            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; "
-            "use join(…, throw_on_early_termination=True) or BatchNorm"
+            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
+            "join(…, throw_on_early_termination=True) or BatchNorm"
         )

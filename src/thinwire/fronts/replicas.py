@@ -1,4 +1,4 @@
-"""Looking whether all processes still hold the same model."""
+"""`thinwire.check_replicas`: whether all processes still hold the same model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.checks import shown
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.fronts.local_sgd.fragment import held_of
 
-# Of the same width as the numbers of a tensor, so that its bits are whole numbers.
+# As wide as the numbers of a tensor, to read their bits as whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Widened to 64 bits, and with as many factors, some parameters are as much memory as 128 MiB.
@@ -29,19 +29,18 @@ STRIDE = -0x61C8864680B583EA
 def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Raise on all processes unless all hold the same parameters, to the bit. Collective.
 
-    Nothing in a step looks: the same messages make the same means wherever the arithmetic is the same. On
-    unlike GPUs, or with products that each process tunes for itself, it is not, and parameters drift apart in
-    their last bits. There, ask every thousand steps or so.
+    No step checks this: the same messages make the same means if the arithmetic is the same. On different
+    kinds of GPU, or with products that each process tunes for itself, it is not, and parameters drift apart
+    in their last bits. There, ask every thousand steps or so.
 
     Args:
-        model: Between two steps. Of an FSDP2 model, this process's shards.
-        replicas: The processes that hold the same, as a mesh or a process group, None for all: for an FSDP2
-            model `mesh["replicate"]`.
+        model: Between two steps. Of an FSDP2 model, this process's shards are compared.
+        replicas: The processes that hold the same, None for all: for an FSDP2 model `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.
 
     Raises:
-        AgreementError: Some hold others than process 0.
+        AgreementError: Some processes hold different ones than process 0.
         AttachError: There is no process group, or the model is sharded and none was given.
         CommunicationError: The collective failed.
         ConfigError: `model` is no module.
@@ -54,13 +53,10 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected the model, a torch.nn.Module, got {shown(model)}")
-    if replicas is None:
-        sharded = [name for name, parameter in model.named_parameters() if _is_cut(parameter)]
-        if sharded:
-            raise AttachError(
-                f"{sharded[0]} is sharded, so processes hold different shards; pass "
-                'replicas=mesh["replicate"]'
-            )
+    for name, parameter in model.named_parameters() if replicas is None else ():
+        if _is_cut(parameter):
+            remedy = 'pass replicas=mesh["replicate"]'
+            raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
     tensors = [held_of(parameter) for parameter in model.parameters()]
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
@@ -70,22 +66,19 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
         ranks = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise AgreementError(
             f"the parameters of {len(unlike)} of {transport.size} processes (ranks {ranks}) are not those of "
-            "process 0, expected the same bits on all; load the last checkpoint on all of them"
+            "process 0, expected the same bits; load the last checkpoint on all of them"
         )
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return two whole numbers that differ if a bit of the tensors does, or the order of their elements.
-
-    But for a chance that is small beyond concern; not made to withstand who looks for two of the same.
-    """
+    """Return two whole numbers that differ, in all likelihood, if a bit or the order of elements does."""
     found = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
         numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         words = numbers.view(BITS[numbers.element_size()])
-        # Sums of whole numbers are the same however a device adds them up, and may wrap. Each element's place
-        # counts in both; the squares see what cancels in the other.
+        # Sums of whole numbers are the same in any order, and may wrap. Each element's place counts in both;
+        # the squares see what cancels in the other.
         for some in torch.split(words, WORDS_AT_ONCE):
             wide = some.long()
             weighted = torch.arange(len(wide), device=wide.device).mul_(STRIDE).add_(1).mul_(wide)

@@ -13,20 +13,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, Bucket
-from thinwire.channel import (
-    InProcessTransport,
-    Layout,
-    ProcessGroupTransport,
-    Transport,
-    copy_from,
-    machines_of,
-)
+from thinwire.channel import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.averaged_twice import refuse_averaged_twice
-from thinwire.fronts.contributors import Shadow
+from thinwire.fronts.common import Shadow, new_engine, refuse_averaged_twice
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import OnNonfinite
 from thinwire.tensors import accelerators
@@ -38,11 +30,6 @@ Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 
 class StepFront(Joinable):
     """Averages lists of gradients over a process group, through an `Engine`.
-
-    Attributes:
-        parameters: As given.
-        engine: What averages.
-        sync: The handle: plan, statistics, state, and switching the algorithm.
 
     Cost: a copy of the gradients while they are averaged; a message of 1 byte for each parameter that tells
     which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
@@ -66,25 +53,13 @@ class StepFront(Joinable):
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        self._group: dist.ProcessGroup | None = None
         if transport is None:
-            started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-            # Not where torchrun has started several: each would train a model of its own without a word.
-            if process_group is None and started_alone and not dist.is_initialized():
-                logger.warning("torch.distributed is not initialised: averaging over this process alone")
-                transport = InProcessTransport.group(1)[0]
-            else:
-                transport = ProcessGroupTransport(process_group, self.parameters[0].device)
-        groups, why_flat = None, ""
-        if isinstance(transport, ProcessGroupTransport):
-            self._group = transport.group
-            groups, why_flat = machines_of(transport, machines)
+            transport = _transport_over(process_group, self.parameters[0].device)
+        self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         settings = Settings.of(
             grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, typed=self._typed
         )
-        self.engine = Engine(algorithm, transport, self._specs, settings, machines=groups)
-        if why_flat:
-            self.engine.shortfalls[why_flat] = None
+        self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
 
@@ -93,24 +68,10 @@ class StepFront(Joinable):
 
     @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
-        """Return the means of the gradients over the group. Collective.
+        """Return the means of the gradients over the group, and whether the step was committed. Collective.
 
-        Args:
-            gradients: One for each parameter, of its shape; None where the parameter was not used on this
-                process, which counts as zeros. Only read.
-
-        Returns:
-            New tensors in the layout of the parameters, None where no process has a gradient; and whether
-            the step was committed. If it was not, means are NaN, or zeros, and memory is as it was.
-
-        Raises:
-            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
-            ConfigError: Their number or a shape is not that of the parameters.
-            GradientError: One is sparse.
-            StepError: This was made before the process group was, or is used inside of a LocalSGD that
-                averages the parameters over the same processes.
-            CommunicationError: A collective failed; memory is as it was.
-            AgreementError: The processes differ.
+        The means are new tensors in the layout of the parameters, None where no process has a gradient. A
+        gradient that only this process lacks counts as zeros.
         """
         self._check(gradients)
         refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
@@ -128,7 +89,7 @@ class StepFront(Joinable):
         for indices in self._buckets(self._used_anywhere(gradients)):
             specs = tuple(self._specs[index] for index in indices)
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
-            # What goes in, and not what comes out: the residual keeps one unit.
+            # Scale what goes in, not what comes out: the residual keeps one unit.
             if scale is not None and not self._divides_by_initial:
                 flat.mul_(scale)
             # Views: the engine averages in place, so the means are in these tensors when it returns.
@@ -138,12 +99,7 @@ class StepFront(Joinable):
         return means, self.engine.average(buckets, is_agreed=True) if buckets else True
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor, in the order of memory of a parameter, as a view of the parameter's shape.
-
-        Args:
-            index: Of the parameter.
-            flat: Shape (elements,).
-        """
+        """Return a flat tensor, in a parameter's order of memory, as a view of the parameter's shape."""
         spec = self._specs[index]
         strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
         return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
@@ -155,13 +111,12 @@ class StepFront(Joinable):
     def _check(self, gradients: Gradients) -> None:
         if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise StepError(
-                "this was made for this process alone, before torch.distributed.init_process_group(); make "
-                "it afterwards, on every process"
+                "this was made for this process alone, before torch.distributed.init_process_group(); "
+                "make it afterwards, on every process"
             )
         if len(gradients) != len(self.parameters):
-            raise ConfigError(
-                f"expected {len(self.parameters)} gradients, one for each parameter, got {len(gradients)}"
-            )
+            wanted = f"{len(self.parameters)} gradients, one for each parameter"
+            raise ConfigError(f"expected {wanted}, got {len(gradients)}")
         for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
             if gradient is not None and gradient.shape != parameter.shape:
                 raise ConfigError(
@@ -169,9 +124,8 @@ class StepFront(Joinable):
                     f"{tuple(parameter.shape)}; give the gradients in the order of the parameters"
                 )
             if gradient is not None and gradient.is_sparse:
-                raise GradientError(
-                    f"gradient {index} is sparse and can't be averaged; build the embedding with sparse=False"
-                )
+                words = "is sparse and can't be averaged; build the embedding with sparse=False"
+                raise GradientError(f"gradient {index} {words}")
 
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the parameters that have a gradient on some process, by index."""
@@ -208,7 +162,7 @@ class StepFront(Joinable):
         return Shadow(
             self,
             step=lambda: self.average([None] * len(self.parameters)),
-            # Who has shadowed has made no optimizer steps meanwhile.
+            # A process that has shadowed has made no optimizer steps meanwhile.
             end=lambda is_last: copy_from(is_last, self.parameters, self.engine.transport),
         )
 
@@ -219,11 +173,7 @@ class StepFront(Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group that is joined.
-
-        Raises:
-            AttachError: There is none: this averages over this process alone.
-        """
+        """The group that is joined."""
         if self._group is None:
             raise AttachError(
                 "there is no process group to join: this averages over this process alone; call "
@@ -232,18 +182,23 @@ class StepFront(Joinable):
         return self._group
 
 
-def _checked(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _transport_over(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    # If torchrun has started several, each would train a model by itself without a word.
+    if process_group is not None or not started_alone or dist.is_initialized():
+        return ProcessGroupTransport(process_group, device)
+    logger.warning("torch.distributed is not initialised: averaging over this process alone")
+    return InProcessTransport.group(1)[0]
+
+
+def _checked(parameters: object) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
         raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
-    listed = list(parameters)
-    for parameter in listed:
-        if not isinstance(parameter, torch.Tensor):
-            raise ConfigError(
-                f"expected the model's parameters, got a {type(parameter).__name__} among them; "
-                "pass model.parameters()"
-            )
-    if not listed:
-        raise ConfigError("expected the model's parameters, got none")
-    if len({id(parameter) for parameter in listed}) < len(listed):
+    given = list(parameters)
+    wrong = [each for each in given if not isinstance(each, torch.Tensor)]
+    if wrong or not given:
+        got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
+        raise ConfigError(f"expected the model's parameters, got {got}")
+    if len(set(map(id, given))) < len(given):
         raise ConfigError("a parameter is given more than once; pass model.parameters()")
-    return listed
+    return given

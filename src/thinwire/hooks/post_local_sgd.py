@@ -16,7 +16,7 @@ from thinwire.channel import ProcessGroupTransport, agree, checked_group
 from thinwire.channel.process_group import own_subgroup
 from thinwire.checks import true_or_false, whole_count
 from thinwire.errors import ConfigError
-from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.common import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.hooks.stateless import cast_in, checked_state, sent_mean

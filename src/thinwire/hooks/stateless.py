@@ -15,7 +15,7 @@ from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.channel import Layout, ProcessGroupTransport, agree, future_of
 from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
-from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.common import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront, front_of_hook
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.sync import GradientSync, Settings

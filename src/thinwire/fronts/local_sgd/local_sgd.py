@@ -21,8 +21,7 @@ from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
 from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.averaged_twice import averaging_model
-from thinwire.fronts.contributors import Shadow
+from thinwire.fronts.common import Shadow, averaging_model
 from thinwire.fronts.local_sgd.averagings import Averagings
 from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight

@@ -5,24 +5,102 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.algorithms import Bucket
-from thinwire.channel import Transport, gather_bytes
+from thinwire.algorithms import Algorithm, Bucket
+from thinwire.channel import (
+    InProcessTransport,
+    ProcessGroupTransport,
+    Transport,
+    agree,
+    copy_from,
+    gather_bytes,
+)
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
-from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
+from thinwire.fronts.common import refuse_averaged_twice
+from thinwire.fronts.ddp_model import plain_name
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
+from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine
+from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
 from thinwire.sync.step import Step
 from thinwire.tensors.accelerators import sent_to
+
+
+def attach_sharded(
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    replicas: dist.ProcessGroup | DeviceMesh | None,
+    settings: Settings,
+) -> GradientSync:
+    """Do what `thinwire.attach` does, with an FSDP2 model."""
+    sharded = ShardedModel(model)
+    group = replicas_of(sharded, replicas)
+    pieces = pieces_of(model, sharded)
+    refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
+    trained = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
+    if not trained:
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
+    device = local_of(next(iter(trained.values())).parameter).device
+    transport = ProcessGroupTransport(group, device)
+    refuse_averaged_twice((piece.parameter for piece in trained.values()), transport, AttachError)
+    if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
+        raise AttachError(
+            "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    # A replica that is one shard has nobody to ask, and no group for it.
+    shards: Transport = InProcessTransport.group(1)[0]
+    if not sharded.is_replicated:
+        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
+    # A step is committed on all shards or on none, so they ask each other.
+    settings = replace(settings, together=shards if shards.size > 1 else None)
+    engine = Engine(algorithm, transport, specs_of(pieces), settings)
+    # Buffers as well: replicas that are copied start equal in all that the model holds.
+    tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
+    alike_on_all_shards(
+        shards,
+        "attach()",
+        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        lambda: agree(transport, described, "attach()"),
+    )
+    # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
+    if sharded.is_averaged_by_torch:
+        sharded.stop_averaging()
+    # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
+    copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
+    front = ShardedFront(engine, shards, sharded, pieces)
+    # Last: hooks of an attach that was refused would stay on the model.
+    front.register(model)
+    return ShardedSync(engine, shards, trained, front.forget_pass, front.detach)
+
+
+def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
+    """Return what must be the same on all replicas, by subject."""
+    described = {"shard": f"{shards.rank} of {shards.size}"}
+    piece_of = {piece.name: piece for piece in pieces}
+    # What one fully_shard holds is a bucket: replicas with unlike ones would send unlike messages. Backwards,
+    # so that the first name of each stays.
+    first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
+    for name, tensor in tensors.items():
+        local, piece = local_of(tensor), piece_of.get(name)
+        shapes = f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, "
+        described[name] = f"{shapes}cut along {piece and piece.dim}), {local.dtype}"
+        if piece is not None:
+            trained = ", trained" if piece.parameter.requires_grad else ""
+            described[name] += f"{trained}, held with {first_of[piece.bucket]}"
+    return described
 
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
@@ -39,23 +117,33 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
             raise AttachError(f"the model is attached already; {what_to_do}")
 
 
+NOT_AVERAGED = "gradients would not be averaged over the replicas"
+REENTRANT = "inside of a reentrant activation checkpoint: use use_reentrant=False"
+
+
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters whose gradients FSDP2 reduces together, of one device and type.
+    """Parameters whose gradients FSDP2 reduces together, of one device and type."""
 
-    Attributes:
-        pieces: Trained ones, in the order of their gradients.
-        specs: Theirs.
-        lane: Where they go; None before the first step.
-        flat: Their gradients, from being started on until they are means.
-        num_arrived: Gradients that have come in this pass, the parts of each counted.
-    """
-
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
-    lane: Lane | None = None
-    flat: torch.Tensor | None = None
-    num_arrived: int = 0
+    lane: Lane | None = None  # None before the first step
+    flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
+    num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
+
+    @property
+    def device(self) -> torch.device:
+        return local_of(self.pieces[0].parameter).device
+
+    def gradients(self) -> torch.Tensor:
+        """Return copies of the gradients, one after the other, zeros for those that this replica lacks."""
+        numel = sum(spec.numel for spec in self.specs)
+        flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
+        parts = Bucket(self.specs, flat).gradients
+        for piece, spec, part in zip(self.pieces, self.specs, parts, strict=True):
+            if piece.parameter.grad is not None:
+                part.view(spec.shape).copy_(local_of(piece.parameter.grad))
+        return flat
 
 
 class ShardedFront:
@@ -63,8 +151,8 @@ class ShardedFront:
 
     FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there. The first one in
     a pass queues the end of the step behind FSDP2's own end of the pass, so gradients are means when
-    `backward()` returns, before they are clipped. In the first pass it is seen in which order buckets become
-    ready; later ones are started in that order, each as soon as it is complete, while the pass goes on.
+    `backward()` returns, before they are clipped. The first pass shows in which order buckets become ready;
+    later ones are started in that order, each as soon as it is complete, while the pass goes on.
     """
 
     def __init__(
@@ -79,7 +167,7 @@ class ShardedFront:
         self._has_order = False
         # Of the buckets in order, how many may be started before the end of a pass.
         self._num_early = 0
-        device = local_of(self._pieces[0].parameter).device
+        device = self._buckets[0].device
         self._handles: list[RemovableHandle] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -104,41 +192,31 @@ class ShardedFront:
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
         """Refuse what would go unnoticed: gradients that nobody averages."""
-        # In a backward pass: an activation checkpoint computes the whole model anew.
+        sharded = self._sharded
+        # In a backward pass: an activation checkpoint computes the whole model again.
         if torch._C._current_graph_task_id() != -1:
-            # A reentrant one makes a pass inside of the pass, and of the outer one's end no gradient tells.
+            # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
             inside = type(torch._C._current_autograd_node()).__name__
-            if inside == "CheckpointFunctionBackward" and not self._sharded.waits_for_more:
-                raise StepError(
-                    "the whole model is inside of a reentrant activation checkpoint, so gradients would not "
-                    "be averaged over the replicas; use use_reentrant=False, and restart all processes"
-                )
+            if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
+                raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
         if self._is_due:
             raise StepError(
-                "the last backward pass has ended without averaging over the replicas: by an exception (if "
-                "it was raised on all processes, call abandon() first), or with gradients from inside of a "
-                "reentrant activation checkpoint (use use_reentrant=False); restart all from a checkpoint"
-            )
-        if self._sharded.is_finalized_by_hand:
-            raise StepError(
-                "the model is set to be finalized by hand (set_manual_backward_finalization(True)), and "
-                "gradients are averaged over the replicas at the end of the backward pass; call "
-                "set_manual_backward_finalization(False)"
+                f"{NOT_AVERAGED} in the last backward pass: an exception has ended it (if on all processes, "
+                f"call abandon() first), or a part of the model is {REENTRANT}, and restart all from a "
+                "checkpoint"
             )
         # FSDP2 takes no more modules once it has made its first pass.
-        if not self._has_order and not self._sharded.is_all_of(model):
+        if not self._has_order and not sharded.is_all_of(model):
+            raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
+        if sharded.is_finalized_by_hand:
             raise StepError(
-                "a part of the model was sharded after it was attached, so nobody averages its gradients "
-                "over the replicas; call fully_shard on all parts, then attach"
+                f"{NOT_AVERAGED} without an end of the pass; set_manual_backward_finalization(False)"
             )
         # Behind the check above: a root that was sharded later has made parts of those that were roots.
-        if self._sharded.is_inside_another:
-            raise StepError(
-                "what was attached is a part of a larger sharded model, and nobody averages the rest of it "
-                "over the replicas; attach the whole model"
-            )
-        for name, parameter in self._sharded.parameters:
+        if sharded.is_inside_another:
+            raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
+        for name, parameter in sharded.parameters:
             if parameter.requires_grad and id(parameter) not in self._bucket_of:
                 raise StepError(
                     f"the model trains {name}, which it did not have, or which was frozen, when it was "
@@ -160,10 +238,7 @@ class ShardedFront:
     # A pass.
 
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter.
-
-        A module that is called several times has its gradients in parts: all but the last only add up.
-        """
+        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter."""
         # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
         if self._sharded.waits_for_more:
             return
@@ -177,12 +252,13 @@ class ShardedFront:
         if bucket.flat is not None:
             self._abandon()
             raise StepError(
-                f"the gradient of {bucket.specs[0].name} or its neighbours has come again in a backward "
-                "pass, and was sent already: the pass went through forward passes of earlier steps too; call "
-                "backward() once for the forward passes of a step, and restart all from a checkpoint"
+                f"the gradient of {bucket.specs[0].name} has come again after it was sent: the pass went "
+                "through forward passes of earlier steps too; call backward() once a step, and restart from "
+                "a checkpoint"
             )
         self._arrived.add(id(parameter))
-        # In the first pass all parts count, since it is only seen there when the last one comes.
+        # A module that is called several times has its gradients in parts. In the first pass all count, since
+        # it is only seen there when the last one comes.
         if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
             return
         bucket.num_arrived += 1
@@ -202,39 +278,33 @@ class ShardedFront:
             if bucket.num_arrived < len(bucket.pieces):
                 return
             with self.engine.clock.inside(self.engine.traffic), self._aside():
-                self._start(bucket)
+                try:
+                    self._start(bucket)
+                except BaseException:
+                    self._abandon()
+                    raise
 
     def _start(self, bucket: _Bucket) -> None:
-        try:
-            # Whoever takes a gradient before it is averaged has stepped with that of its own replica.
-            for piece in bucket.pieces:
-                if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
-                    raise StepError(
-                        f"the gradient of {piece.name} was set to None before it was averaged over the "
-                        "replicas (by an optimizer that steps inside of the backward pass?); step after "
-                        "backward(), and restart all processes from a checkpoint"
-                    )
-            if self._step is None:
-                self._step = self.engine.begin()
-            # A copy: where the step fails, the gradients are as FSDP2 has left them.
-            bucket.flat = _flat_gradients(bucket)
-            self._step.start(cast(Lane, bucket.lane), bucket.flat)
-            self._num_started += 1
-        except BaseException:
-            self._abandon()
-            raise
+        # Whoever takes a gradient before it is averaged has stepped with that of one replica.
+        for piece in bucket.pieces:
+            if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
+                raise StepError(
+                    f"the gradient of {piece.name} was set to None before it was averaged (by an optimizer "
+                    "inside of the backward pass?); step after backward(), and restart all from a checkpoint"
+                )
+        self._step = self._step or self.engine.begin()
+        # A copy: if the step fails, the gradients are as FSDP2 has left them.
+        bucket.flat = bucket.gradients()
+        self._step.start(cast(Lane, bucket.lane), bucket.flat)
+        self._num_started += 1
 
     def _pass_ended(self) -> None:
-        # A pass inside another one: the outer one has gradients to come.
-        if torch._C._current_autograd_node() is not None:
-            return
-        self.average()
+        # A pass inside of a pass: the outer one has gradients to come.
+        if torch._C._current_autograd_node() is None:
+            self.average()
 
     def average(self) -> None:
-        """Replace the gradients by their means over the replicas. Collective, over all shards and replicas.
-
-        A parameter that no replica has a gradient of keeps none.
-        """
+        """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
         engine = self.engine
         try:
             with engine.clock.inside(engine.traffic), self._aside():
@@ -242,18 +312,15 @@ class ShardedFront:
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
                 # A replica that lacks a gradient, and only that one, must know whether another one has it.
-                have = torch.tensor(
-                    [piece.parameter.grad is not None for piece in self._pieces], dtype=torch.uint8
-                )
+                have = [piece.parameter.grad is not None for piece in self._pieces]
                 # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
-                have = sent_to(engine.metered.control_device, have)
+                flags = sent_to(engine.metered.control_device, torch.tensor(have, dtype=torch.uint8))
+                purpose = f"step {engine.steps}, which parameters were used"
                 # Behind all buckets: how many were started before differs between replicas.
-                who_has = engine.metered.all_reduce(
-                    have, f"step {engine.steps}, which parameters were used", operation="max"
-                )
+                who_has = engine.metered.all_reduce(flags, purpose, operation="max")
                 committed = cast(Step, self._step).finish()
                 who_has.wait()
-                self._hand_back(have, committed=committed)
+                self._hand_back(flags, committed=committed)
                 self._learn_order()
         except BaseException:
             self._abandon()
@@ -278,15 +345,14 @@ class ShardedFront:
             return
         self._has_order = True
         early = [self._buckets.index(bucket) for bucket in self._completed]
-        # The state of the whole model lists buckets in this order, so it is one on all shards; with whole
-        # matrices, they exchange messages in it as well. What they bring to the second turn is alike on all
-        # replicas by then, and so is what they take from it.
+        # Over the shards too: the state of the whole model lists buckets in this order. What they bring to
+        # the second turn is alike on all replicas by then, and so is what they take from it.
         for members in (self.engine.transport, self.shards):
             data = json.dumps(early).encode()
             everyone = [
                 json.loads(each) for each in gather_bytes(data, members, "the order in which gradients come")
             ]
-            # Only those that came complete on all: for another one some would wait in mid-pass.
+            # Only those that came complete on all: for others some would wait in mid-pass.
             early = [number for number in everyone[0] if all(number in other for other in everyone)]
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
@@ -295,7 +361,7 @@ class ShardedFront:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Compute without autograd, and on a GPU beside the backward pass: on a stream of our own."""
+        """Compute without autograd, and on a GPU beside the backward pass: on a separate stream."""
         with torch.no_grad():
             if self._stream is None:
                 yield
@@ -313,17 +379,16 @@ class ShardedFront:
         if self._are_lanes_open:
             return
         engine = self.engine
-        # Over the shards as well: where replicas of one shard differ and raise, those of the others would go
-        # on without them, and wait in FSDP2's next gather.
+        # Over the shards as well: if replicas of one shard differ and raise, those of the others would go on
+        # without them, and wait in FSDP2's next gather.
         alike_on_all_shards(
             self.shards,
             f"step {engine.steps}",
             lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
-            lambda: engine.agree(local_of(self._pieces[0].parameter).device),
+            lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            device = local_of(bucket.pieces[0].parameter).device
-            bucket.lane = engine.open(bucket.specs, device, is_agreed=True)
+            bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
     def _hand_back(self, have: torch.Tensor, *, committed: bool) -> None:
         lacks = any(piece.parameter.grad is None for piece in self._pieces)
@@ -365,14 +430,3 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [_Bucket(tuple(each), tuple(specs_of(each))) for each in reversed(grouped.values())]
-
-
-def _flat_gradients(bucket: _Bucket) -> torch.Tensor:
-    """Return a bucket's gradients one after the other, zeros for those that this replica lacks: copies."""
-    local = local_of(bucket.pieces[0].parameter)
-    flat = torch.zeros(sum(spec.numel for spec in bucket.specs), dtype=local.dtype, device=local.device)
-    parts = Bucket(bucket.specs, flat).gradients
-    for piece, spec, part in zip(bucket.pieces, bucket.specs, parts, strict=True):
-        if piece.parameter.grad is not None:
-            part.view(spec.shape).copy_(local_of(piece.parameter.grad))
-    return flat

@@ -38,32 +38,24 @@ def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Te
 
 
 class Piece(NamedTuple):
-    """What this process has of a parameter: every W-th part of its rows, or of another dimension.
+    """What this process has of a parameter: a part of its rows, or of a different dimension."""
 
-    Attributes:
-        name: Of the parameter, as the user's own module has it.
-        parameter: FSDP's.
-        shape: The whole parameter's.
-        dim: Along which it is cut; None if this process has all of it.
-        bucket: Parameters of one number become ready together.
-    """
-
-    name: str
-    parameter: torch.nn.Parameter
-    shape: tuple[int, ...]
-    dim: int | None
-    bucket: int
+    name: str  # as the user's own module has it
+    parameter: torch.nn.Parameter  # FSDP's
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int | None  # along which it is cut; None if this process has all of it
+    bucket: int  # parameters of one number become ready together
 
     @property
     def spec(self) -> ParameterSpec:
-        """What an engine is to know of this process's shard."""
+        """This process's shard, for an engine."""
         return ParameterSpec.of(self.name, local_of(self.parameter))
 
     def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty."""
         if self.dim is None:
             return lambda tensor: tensor
-        # As DTensor cuts: into parts of so many rows, rounded up; the last ones are smaller, or empty.
+        # As DTensor cuts: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
         dim, size = self.dim, self.shape[self.dim]
         rows = -(-size // num_shards)
         start = min(shard * rows, size)
@@ -78,14 +70,19 @@ class ShardedModel:
         self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
         try:
             self.groups = [group for state in self._states for group in _groups_of(state)]
+            dims = [(g.mesh_info.shard_mesh_dim, g.mesh_info.replicate_mesh_dim) for g in self.groups]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
-            _ = self.waits_for_more, list(self.parameters), self.is_replicated
+            _ = self.waits_for_more, list(self.parameters)
             _ = [self.has_calls_to_come(number) for number in range(len(self.groups))]
         except AttributeError as error:
             raise AttachError(
-                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); "
-                "use a torch from 2.6 to 2.15"
+                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
+                "2.6 to 2.15"
             ) from error
+        # By `replicate` alone; and in native HSDP, by `fully_shard` over a mesh of replicas and shards.
+        self.is_replicated = all(shards is None for shards, _ in dims)
+        self.is_native = any(None not in both for both in dims)
+        self.is_averaged_by_torch = self.is_replicated or self.is_native
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
         """Return whether no part of a model has been sharded since."""
@@ -106,7 +103,7 @@ class ShardedModel:
     @property
     def is_inside_another(self) -> bool:
         """Whether it is a part of a larger FSDP2 model; known from its first forward pass on."""
-        # The first module to run is a root, and so are several side by side where none holds the others.
+        # The first module to run is a root, and so are several side by side if none holds the others.
         return all(state._is_root is False for state in self._states)
 
     @property
@@ -116,28 +113,10 @@ class ShardedModel:
 
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those that FSDP2 holds, to which it gives gradients; named from the first forward pass on."""
+        """Those to which FSDP2 gives gradients; named from the first forward pass on."""
         # Not by the model's names: in a forward pass it shows whole parameters, and these are shards.
         held = (each for group in self.groups for each in group.fsdp_params)
         return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether `replicate` holds it, and no `fully_shard`."""
-        return all(group.mesh_info.shard_mesh_dim is None for group in self.groups)
-
-    @property
-    def is_native(self) -> bool:
-        """Whether `fully_shard` was given a mesh of two dimensions, replicas and shards: native HSDP."""
-        return any(
-            None not in (group.mesh_info.shard_mesh_dim, group.mesh_info.replicate_mesh_dim)
-            for group in self.groups
-        )
-
-    @property
-    def is_averaged_by_torch(self) -> bool:
-        """Whether PyTorch would average over replicas itself."""
-        return self.is_replicated or self.is_native
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
@@ -156,12 +135,12 @@ class ShardedModel:
         meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in self.groups]
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
-        # By their processes: each call may have been given a DeviceMesh object of its own.
+        # By their processes: each call may have been given a DeviceMesh object made for it.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
-                f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; "
-                "expected one mesh for all fully_shard calls, of the shards, or of replicas and shards"
+                f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; give "
+                "all fully_shard calls one mesh, of the shards, or of replicas and shards"
             )
         return meshes[0]
 
@@ -170,14 +149,12 @@ class ShardedModel:
         if self.is_native:
             names = self.mesh().mesh_dim_names or ("replicas", "shards")
             raise AttachError(
-                f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients "
-                "between replicas in each step; give it one dimension, fully_shard(module, "
-                f'mesh=mesh["{names[-1]}"]), and the other to Thinwire: replicas=mesh["{names[0]}"]'
+                f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
+                f'each step; give it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
             )
 
     def stop_averaging(self) -> None:
         """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
-        # FSDP2 all-reduces over a group in any case; over one process that changes nothing.
         group = alone()
         for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
             self._averaging.append((info, info.replicate_process_group))
@@ -215,94 +192,75 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
     reshard(model)
     # What FSDP2 reduces together becomes ready together.
-    bucket_of = {
-        id(each.sharded_param): number
-        for number, group in enumerate(sharded.groups)
-        for each in group.fsdp_params
-    }
-    for long_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    groups = enumerate(sharded.groups)
+    bucket_of = {id(each.sharded_param): bucket for bucket, group in groups for each in group.fsdp_params}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
-            raise AttachError(
-                f"{plain_name(long_name)} is on the meta device and has no values yet; call "
-                "model.to_empty(device=…) and initialise or load it, then attach"
-            )
-    pieces = []
-    for long_name, parameter in model.named_parameters():
-        name = plain_name(long_name)
-        if id(parameter) not in bucket_of:
-            if parameter.requires_grad:
-                raise AttachError(
-                    f"{name} is trained, but no fully_shard holds it, so nobody averages its gradient inside "
-                    "of a replica; call fully_shard(model) on the whole model after its parts, or freeze it"
-                )
-            continue
-        if not isinstance(parameter, DTensor):
-            raise AttachError(
-                f"{name} is a {type(parameter).__name__} where FSDP2 has a DTensor; attach before the first "
-                "forward pass, or between steps"
-            )
-        dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
-        if len(parameter.placements) != 1 + sharded.is_native or len(dims) > 1:
-            raise AttachError(
-                f"{name} lies on a mesh of several dimensions {parameter.placements}, expected shards of "
-                "fully_shard alone; tensor parallelism does not go with Thinwire yet"
-            )
-        dim = dims[0] if dims else None
-        if parameter.is_complex():
-            raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
-        pieces.append(Piece(name, parameter, tuple(parameter.shape), dim, bucket_of[id(parameter)]))
-    return pieces
+            where = f"{plain_name(name)} is on the meta device"
+            raise AttachError(f"{where} and has no values yet; initialise or load the model, then attach")
+    return [
+        _piece_of(plain_name(name), parameter, bucket_of.get(id(parameter)), 1 + sharded.is_native)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or id(parameter) in bucket_of
+    ]
+
+
+def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
+    if bucket is None:
+        raise AttachError(
+            f"{name} is trained, but no fully_shard holds it; call fully_shard(model) on the whole model "
+            "after its parts, or freeze it"
+        )
+    if not isinstance(parameter, DTensor):
+        words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
+        raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
+    dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
+    if len(parameter.placements) != mesh_dims or len(dims) > 1:
+        words = "expected shards of fully_shard alone; tensor parallelism does not go with Thinwire yet"
+        raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")
+    if parameter.is_complex():
+        raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
+    return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, bucket)
 
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas."""
-    own = sharded.mesh()
-    process_group = replicas
+    own, group = sharded.mesh(), replicas
     if isinstance(replicas, DeviceMesh):
         is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
-        process_group = sharded.replicate_group if is_own else _group_of(replicas, own)
-    if sharded.is_averaged_by_torch:
-        replicating = sharded.replicate_group
-        given = checked_group(replicating if process_group is None else process_group, "replicas")
-        if _members(given) != _members(replicating):
-            raise AttachError(
-                f"the model is replicated over processes {_members(replicating)}, and the group given is of "
-                f"{_members(given)}; leave it out, or give the same to replicate(mesh=…) or fully_shard"
-            )
-        return replicating
-    if process_group is None:
-        names = own.mesh_dim_names or ("shard",)
+        group = sharded.replicate_group if is_own else _group_of(replicas, own)
+    if group is None and not sharded.is_averaged_by_torch:
+        name = (own.mesh_dim_names or ("shard",))[0]
         raise AttachError(
-            f"the model is sharded over processes {own.mesh.tolist()}, and it is not known which others hold "
-            "the same shards; build a mesh of two dimensions, init_device_mesh(device, (replicas, shards), "
-            f'mesh_dim_names=("replicate", "{names[0]}")), give mesh["{names[0]}"] to fully_shard, and '
-            'mesh["replicate"] to thinwire.attach or LocalSGD'
+            f"nothing tells which processes hold the same shards as {own.mesh.tolist()}; build a mesh of two "
+            f'dimensions, ("replicate", "{name}"), give mesh["{name}"] to fully_shard, and mesh["replicate"] '
+            "to thinwire.attach or LocalSGD"
         )
-    group = checked_group(process_group, "replicas")
+    checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
+    given = dist.get_process_group_ranks(checked)
+    if sharded.is_averaged_by_torch:
+        known = dist.get_process_group_ranks(sharded.replicate_group)
+        if given != known:
+            words = f"the model is replicated over processes {known}, got a group of {given}"
+            raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
+        return sharded.replicate_group
     # A group across replicas meets this one in one process only: this process.
-    shared = sorted(set(_members(group)) & set(own.mesh.flatten().tolist()))
+    shared = sorted(set(given) & set(own.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
-            f"the group given is of processes {_members(group)}, of which {shared} hold different shards of "
-            "one replica; expected a group of processes that hold the same shard of different replicas, such "
-            'as mesh["replicate"].get_group()'
+            f"the group given is of processes {given}, of which {shared} hold different shards of one "
+            'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
         )
-    return group
+    return checked
 
 
 def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
-    names: Sequence[str] = mesh.mesh_dim_names or ()
     # Of two dimensions the one that is not the shards'.
+    names: Sequence[str] = mesh.mesh_dim_names or ()
     others = [name for name in names if name not in (own.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
-        raise AttachError(
-            f'expected the dimension of the replicas, such as mesh["replicate"], got a mesh of dimensions '
-            f"{tuple(names) or tuple(mesh.shape)}"
-        )
+        expected = 'the dimension of the replicas, such as mesh["replicate"]'
+        raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")
     return mesh.get_group(others[0])
-
-
-def _members(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)

@@ -1,8 +1,8 @@
 """The state of a sharded run: that of the whole model, so that any number of shards and replicas go on.
 
-What has an element for each of a parameter's, the residual above all, is put together in the parameter's
-whole shape. What belongs to a shard alone (a low-rank factor) is kept with a note of which shard it is of,
-and taken up by the same shard of as many; other shards start without it.
+What is elementwise, the residual above all, is put together in the parameter's whole shape. What belongs to
+a shard alone (a low-rank factor) is kept with a note of which shard it is of, and taken up by the same shard
+of as many; other shards start without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardedSync(GradientSync):
         detach: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(engine, detach)
-        self._shards, self._pieces, self._forget_pass = shards, pieces, forget_pass
+        self.shards, self.pieces, self._forget_pass = shards, pieces, forget_pass
 
     def abandon(self) -> None:
         """As `GradientSync.abandon`."""
@@ -43,90 +43,71 @@ class ShardedSync(GradientSync):
         self._forget_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.state_dict`: collective over all shards and replicas, the same on all of them.
+        """As `GradientSync.state_dict`, of the whole model. Collective over all shards and replicas.
 
-        The residual is in the whole shapes of the parameters, so a run with other numbers of shards and
-        replicas can go on from it, or one with DDP. Cost: the residual of the whole model on the CPU of each
-        process, besides that of `GradientSync`.
+        Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
         """
-        return _whole_state(self._own_state(), self._pieces, self._shards)
+        return _whole_state(self.own_state(), self.pieces, self.shards)
 
-    def _own_state(self) -> dict[str, Any]:
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of this shard, once all shards have made the same steps."""
         engine = self._engine
-        return alike_on_all_shards(
-            self._shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
-        )
+        steps = {"steps": str(engine.steps)}
+        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, engine.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """As `GradientSync.load_state_dict`.
+        """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
+        self._engine.load(self.own_part(state, strict=strict))
 
-        The state may be of other numbers of shards and replicas, or of a run with DDP.
-        """
-        loaded = self._engine.check_state_dict(state, strict=strict, specs=self._whole_specs())
-        self._engine.load(_cut(loaded, self._pieces, self._shards))
-
-    def _whole_specs(self) -> dict[str, ParameterSpec]:
-        return {
+    def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
+        """Check a state of the whole model, and return what it has for this shard."""
+        specs = {
             name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
-            for name, piece in self._pieces.items()
+            for name, piece in self.pieces.items()
         }
+        return _cut(
+            self._engine.check_state_dict(state, strict=strict, specs=specs), self.pieces, self.shards
+        )
 
     def distributed_state(self) -> Stateful:
         """As `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
-        return _InShards(self)
-
-    def state_in_shards(self) -> dict[str, Any]:
-        """Return the state with DTensors for what is elementwise. Collective over all shards and replicas.
-
-        All parameters have one, of zeros where nothing is remembered: `torch.distributed.checkpoint` fills in
-        only what a fresh run has as well.
-        """
-        own = self._own_state()
-        elementwise = [name for name, kind in own["slots"] if kind[1]]
-        rest = _whole_state({**own, **dict.fromkeys(elementwise, ())}, self._pieces, self._shards)
-        kept = {slot: dict(own[slot]) for slot in elementwise}
-        specs = {spec.name: spec for spec in self._engine.specs}
-        return {
-            "rest": with_checksum(rest),
-            "kept": tuple((slot, tuple(sorted(tensors))) for slot, tensors in kept.items()),
-            "tensors": {
-                _key(slot, name): sharded_like(
-                    piece.parameter,
-                    tensors[name]
-                    if name in tensors
-                    else torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype),
-                )
-                for slot, tensors in kept.items()
-                for name, piece in self._pieces.items()
-            },
-        }
-
-    def load_in_shards(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_in_shards` has returned, resharded to this run's shards."""
-        loaded = self._engine.check_state_dict(state["rest"], specs=self._whole_specs())
-        loaded = _cut(loaded, self._pieces, self._shards)
-        slots = {slot.name: slot for slot in loaded.slots}
-        tensors = dict(loaded.slots)
-        for slot, names in state["kept"]:
-            held = {name: local_of(state["tensors"][_key(slot, name)]).cpu().clone() for name in names}
-            check_finite(slot, held)
-            tensors[slots[slot]] = held
-        self._engine.load(loaded._replace(slots=tensors))
+        return _InShards(self, self._engine)
 
 
 class _InShards:
-    """What `torch.distributed.checkpoint` saves and loads of a `ShardedSync`."""
+    """What `torch.distributed.checkpoint` saves and loads: DTensors for what is elementwise."""
 
-    def __init__(self, sync: ShardedSync) -> None:
-        self._sync = sync
+    def __init__(self, sync: ShardedSync, engine: Engine) -> None:
+        self._sync, self._engine = sync, engine
 
     def state_dict(self) -> dict[str, Any]:
-        """As `ShardedSync.state_in_shards`."""
-        return self._sync.state_in_shards()
+        """Return the state. Collective over all shards and replicas."""
+        sync, own = self._sync, self._sync.own_state()
+        elementwise = [name for name, kind in own["slots"] if kind[1]]
+        rest = _whole_state({**own, **dict.fromkeys(elementwise, ())}, sync.pieces, sync.shards)
+        specs = {spec.name: spec for spec in self._engine.specs}
+        # Zeros if nothing is remembered: the checkpoint fills in only what a fresh run has as well.
+        tensors = {}
+        for slot in elementwise:
+            kept = dict(own[slot])
+            for name, piece in sync.pieces.items():
+                zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
+                tensors[_key(slot, name)] = sharded_like(piece.parameter, kept.get(name, zeros))
+        return {
+            "rest": with_checksum(rest),
+            "kept": tuple((slot, tuple(sorted(dict(own[slot])))) for slot in elementwise),
+            "tensors": tensors,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `ShardedSync.load_in_shards`."""
-        self._sync.load_in_shards(state_dict)
+        """Go on from what `state_dict` has returned, resharded to this run's shards."""
+        loaded = self._sync.own_part(state_dict["rest"])
+        slots, tensors = {slot.name: slot for slot in loaded.slots}, dict(loaded.slots)
+        for slot, names in state_dict["kept"]:
+            held = {n: local_of(state_dict["tensors"][_key(slot, n)]).cpu().clone() for n in names}
+            check_finite(slot, held)
+            tensors[slots[slot]] = held
+        self._engine.load(loaded._replace(slots=tensors))
 
 
 def _key(slot: str, name: str) -> str:
@@ -145,7 +126,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
             continue
         # A shard of which nothing is remembered has zeros there.
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
-        # Of what all have whole, the first one's.
+        # If all shards have the whole, take the first one's.
         if shard == 0 or pieces[label].dim is not None:
             pieces[label].cut(shard, shards.size)(into).copy_(tensor)
     return with_checksum(
@@ -183,8 +164,7 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
 def _of_shard(kept: Mapping[str, torch.Tensor], mark: str) -> dict[str, torch.Tensor]:
     """Return what is of no shard, and what is of the one with this mark, without it."""
     of_none = {label: each for label, each in kept.items() if SHARD_MARK not in label}
-    own = {label.removesuffix(mark): each for label, each in kept.items() if label.endswith(mark)}
-    return {**of_none, **own}
+    return {**of_none, **{k.removesuffix(mark): each for k, each in kept.items() if k.endswith(mark)}}
 
 
 def _marked(label: str, shard: int, num_shards: int) -> str:

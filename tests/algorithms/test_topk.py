@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from catalog import buckets, flat_error, random_gradients, spec, true_means
+from catalog import random_gradients, spec
 from reference_topk import Reference
-from thinwire import AllReduce, ConfigError, PowerSGD, TopK
+from thinwire import ConfigError, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.sparse.message import Message, end_levels
+from thinwire.algorithms.topk import TopKPlan, end_levels
+from thinwire.algorithms.topk_message import Message
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
@@ -42,74 +41,6 @@ def test_against_numpy(bits: int, merge: Any) -> None:
     for engine, residual in zip(simulation.engines, reference.residuals, strict=True):
         kept = torch.cat([engine.memory[ERROR][each.name] for each in LAYOUT[0]])
         np.testing.assert_allclose(kept.numpy(), residual, rtol=1e-12, atol=1e-12)
-
-
-@given(st.data())
-@settings(max_examples=15, deadline=None)
-def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.DataObject) -> None:
-    """Sum of results + mean residual = sum of true means; the same bits whatever shares a bucket."""
-    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
-    shapes = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4))
-    specs = [spec(str(index), *shape, dtype=dtype) for index, shape in enumerate(shapes)]
-    algorithm = TopK(
-        density=data.draw(st.floats(1e-3, 1)),
-        bits=data.draw(st.sampled_from([2, 4, 8, 16])),
-        chunk=data.draw(st.integers(1, 100)),
-        error_decay=1,
-        merge="members",
-    )
-    num_workers, magnitude = data.draw(st.integers(1, 3)), 2.0 ** data.draw(st.integers(-8, 8))
-    apart = Simulation(algorithm, [(each,) for each in specs], num_workers=num_workers)
-    together = Simulation(algorithm, [tuple(specs)], num_workers=num_workers)
-    true, sent, size = torch.zeros(1), torch.zeros(1), 0.0
-    for step in range(2):
-        gradients = random_gradients(apart.buckets, num_workers=num_workers, seed=step)
-        for flat in (flat for of_worker in gradients for flat in of_worker):
-            flat.mul_(magnitude)
-        mean = torch.cat(true_means(gradients))
-        true, size = true + mean, size + mean.norm()
-        as_one = [[torch.cat(flats)] for flats in gradients]
-        assert apart.step(gradients)
-        assert together.step(as_one)
-        for flats, (flat,) in zip(gradients, as_one, strict=True):
-            assert torch.equal(torch.cat(flats), flat)
-            assert torch.equal(flat, as_one[0][0])
-        sent = sent + as_one[0][0].double()
-    gap = (true - sent - flat_error(together.state_dicts()[0], tuple(specs))).norm()
-    assert gap <= 1e-5 * size
-
-
-def test_what_is_saved_by_three_goes_on_with_five() -> None:
-    state, total = None, torch.zeros(1, dtype=torch.float64)
-    for num_workers, steps in ((3, range(4)), (5, range(4, 8))):
-        simulation = Simulation(KEEPS_ALL, LAYOUT, num_workers=num_workers)
-        for sync in simulation.syncs:
-            if state is not None:
-                sync.load_state_dict(copy.deepcopy(state))
-        for step in steps:
-            gradients = random_gradients(LAYOUT, num_workers=num_workers, seed=step)
-            total = total + true_means(gradients)[0]
-            assert simulation.step(gradients)
-            total = total - gradients[0][0]
-        state = simulation.state_dicts()[0]
-    assert state is not None
-    assert (total - flat_error(state, LAYOUT[0])).norm() < 1e-9
-
-
-def test_from_another_algorithm_and_back_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    first = PowerSGD(matrix_rank=1)
-    simulation = Simulation(first, buckets(), num_workers=2)
-    total = [torch.zeros(1, dtype=torch.float64) for _ in simulation.buckets]
-    for step, algorithm in enumerate([first, KEEPS_ALL, first, KEEPS_ALL, AllReduce()]):
-        for sync in simulation.syncs:
-            sync.use(algorithm)
-        gradients = random_gradients(simulation.buckets, num_workers=2, seed=step)
-        total = [before + mean for before, mean in zip(total, true_means(gradients), strict=True)]
-        assert simulation.step(gradients)
-        total = [before - flat.double() for before, flat in zip(total, gradients[0], strict=True)]
-    for rest in total:
-        assert rest.norm() < 1e-3
 
 
 def test_what_fp16_can_not_hold_stays_in_the_residual() -> None:
@@ -220,11 +151,12 @@ def test_the_largest_are_found_and_their_places_packed(
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
     message = Message((chunks,), kept / length, bits=16)
+    plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
     for flat, positions in ((rows, found), (last, kernels.largest(last.view(-1), chunks)[0])):
-        packed = message.packed(flat.view(-1))
+        packed = plan._largest(flat.view(-1), chunk)
         assert len(packed) == message.num_bytes
-        entries = message.unpacked(packed.expand(3, -1), torch.float32)
+        entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
         assert torch.equal(entries.places, expected.expand(3, -1))
         assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())
@@ -256,28 +188,16 @@ def test_compiled_sums_of_entries_are_pytorchs_to_the_bit(by_senders: bool) -> N
     assert results[0].count_nonzero() > 100
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("density", 0),
-        ("density", -0.5),
-        ("density", 1.5),
-        ("density", "1/64"),
-        ("density", float("nan")),
-        ("bits", 1),
-        ("bits", 3),
-        ("bits", 32),
-        ("bits", 2.0),
-        ("chunk", 0),
-        ("chunk", 65_537),
-        ("chunk", 64.5),
-        ("error_decay", 0),
-        ("error_decay", 1.01),
-        ("error_decay", None),
-        ("merge", "mean"),
-        ("merge", None),
-    ],
-)
+BAD: dict[str, list[Any]] = {
+    "density": [0, -0.5, 1.5, "1/64", float("nan")],
+    "bits": [1, 3, 32, 2.0],
+    "chunk": [0, 65_537, 64.5],
+    "error_decay": [0, 1.01, None],
+    "merge": ["mean", None],
+}
+
+
+@pytest.mark.parametrize(("setting", "value"), [(name, each) for name in BAD for each in BAD[name]])
 def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         TopK(**{setting: value})

@@ -1,0 +1,140 @@
+"""What fronts share: an engine that knows machines, the count of contributors, who averages a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessTransport, Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.errors import AttachError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+
+
+def new_engine(
+    algorithm: Algorithm,
+    transport: Transport,
+    specs: Iterable[ParameterSpec],
+    settings: Settings,
+    layout: Layout,
+) -> Engine:
+    """Return an engine that sends once for each machine of several processes. Collective."""
+    machines, why_flat = None, ""
+    if isinstance(transport, ProcessGroupTransport):
+        machines, why_flat = machines_of(transport, layout)
+    engine = Engine(algorithm, transport, specs, settings, machines=machines)
+    if why_flat:
+        engine.shortfalls[why_flat] = None
+    return engine
+
+
+# Contributors are the processes that still have input: `join` counts them, and fronts divide by their number.
+# By parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
+_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+
+@contextmanager
+def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
+    """Divide gradients of `parameters` by the contributors, while this is open."""
+    # A list: what is frozen or replaced meanwhile must be taken out again as well.
+    before = [(each, _scales.get(each)) for each in parameters]
+    _scales.update((each, scale) for each, _ in before)
+    try:
+        yield
+    finally:
+        for parameter, was in before:
+            # A parameter that two models share is still the outer one's.
+            if was is None:
+                del _scales[parameter]
+            else:
+                _scales[parameter] = was
+
+
+def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Scale this process's gradients so that their mean over the group is that over contributors.
+
+    Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
+    """
+    if parameters and parameters[0] in _scales:
+        flat.mul_(_scales[parameters[0]])
+
+
+class Shadow(JoinHook):
+    """Takes part, for a process without input, in what a join context's other processes send."""
+
+    def __init__(self, front: Joinable, step: Callable[[], object], end: Callable[[bool], object]) -> None:
+        super().__init__()
+        self._front, self._step, self._end = front, step, end
+
+    def main_hook(self) -> None:
+        """Take part in a step of the others. Collective."""
+        # Or the front would tell the join context, from within the context's own end, that it has input.
+        leave_join(self._front)
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the last active process's model to all. Collective."""
+        leave_join(self._front)
+        self._end(is_last_joiner)
+
+
+def leave_join(front: Joinable) -> None:
+    """Let a front's later steps notify no join context any more."""
+    # Torch leaves that switched on: each later step would go on sending what the context needs.
+    front._join_config = type(front._join_config).construct_disabled_join_config()
+
+
+# Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
+_averaged: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
+
+
+@contextmanager
+def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
+    """Mark a model as being averaged while the context is open."""
+    _averaged[owner] = module, transport
+    try:
+        yield
+    finally:
+        _averaged.pop(owner, None)
+
+
+def refuse_averaged_twice(
+    parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
+) -> None:
+    """Refuse to average gradients of a model that is itself averaged, over the same processes."""
+    # Over fewer processes, such as those of a machine, both are of use.
+    if not _averaged:
+        return
+    given = set(map(id, parameters))
+    for module, other in list(_averaged.values()):
+        if _reaches(transport, other) and any(id(each) in given for each in module.parameters()):
+            raise error(
+                f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
+                "averages the model itself over the same processes; leave out one of the two: train the "
+                "plain module inside LocalSGD"
+            )
+
+
+def _reaches(transport: Transport, other: Transport) -> bool:
+    """Return whether a group has all processes of the other, as far as is known."""
+    if isinstance(other, InProcessTransport):
+        return transport is other
+    mine, theirs = _ranks_of(transport), _ranks_of(other)
+    return bool(theirs) and theirs <= mine
+
+
+def _ranks_of(transport: Transport) -> set[int]:
+    if not isinstance(transport, ProcessGroupTransport):
+        return set()
+    try:
+        return set(dist.get_process_group_ranks(transport.group))
+    except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more
+        return set()
