@@ -25,10 +25,8 @@ from torch.utils._python_dispatch import (
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
-from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.limits import FACTOR_ROWS
-from thinwire.kernels.triton.triton_codes import TritonCodes
-from thinwire.kernels.triton.triton_kernels import TritonKernels
+from thinwire.kernels.triton import launcher, triton_kernels
+from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.accelerators import sent_to
 
@@ -251,13 +249,11 @@ def _count_launch(
 
 def by_triton() -> AbstractContextManager[object]:
     """Return a context in which Triton's kernels serve tensors without values."""
-    kernels, codes = TritonKernels(), TritonCodes()
     triton = Backend(
         "Triton",
-        lambda like, matrix_rank: like.dtype in TritonKernels.gradient_types and matrix_rank <= FACTOR_ROWS,
-        lambda: kernels,
-        lambda like: like.dtype == torch.float32,
-        lambda: codes,
+        lambda: triton_kernels.TABLES,
+        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and matrix_rank <= FACTOR_ROWS,
+        serves_codes=lambda like: like.dtype == torch.float32,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

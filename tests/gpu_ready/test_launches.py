@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -39,11 +39,10 @@ from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
+from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import all_finite
-from thinwire.kernels.matrices import MatrixGroup
-from thinwire.kernels.torch_entries import TorchEntries
-from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.triton_kernels import TritonKernels
+from thinwire.kernels.matrices import MatrixGroup, Rows
+from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
@@ -292,7 +291,8 @@ UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthv
 @pytest.mark.parametrize("algorithm", [*(v for r in REGISTRY for v in r.variants), TopK()], ids=str)
 def test_every_run_has_the_same_bits(algorithm: Any, host_check: bool, monkeypatch: Any) -> None:
     # What one member has sent is added at places that are all different.
-    monkeypatch.setattr(TorchEntries, "add", lambda *_, **__: None)
+    entries = replace(dispatch.TORCH_TABLES.entries, add=lambda *_: None)
+    monkeypatch.setattr(dispatch, "TORCH_TABLES", replace(dispatch.TORCH_TABLES, entries=entries))
     engine = Engine(
         getattr(algorithm, "algorithm", algorithm), Alike(), settings=Settings(host_check=host_check)
     )
@@ -362,8 +362,8 @@ def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() ->
     torch.set_default_dtype(torch.bfloat16)
     try:
         with on_meta():
-            (left,) = TritonKernels().products(asked([group], [factor], None, add_error=False))
-            (basis,) = TritonKernels().orthonormal_rows([left])
+            (left,) = triton_kernels.products(asked([group], [factor], None, add_error=False))
+            (basis,) = triton_kernels.orthonormal_rows([Rows(left)])
     finally:
         torch.set_default_dtype(torch.float32)
     assert left.dtype == basis.dtype == torch.float32

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.requests import AllGather, AllToAll, Message, Request
-from thinwire.kernels.base import CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels
 from thinwire.kernels.dispatch import code_kernels_for
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
@@ -92,6 +92,6 @@ def low_bit_mean(
     lost = flat.new_empty(own.stop - own.start, blocks.block) if keeps_lost else None
     # By parameter and place, not by member: whoever averages a block draws the same for it.
     of_share = None if of_mean is None else of_mean.of(own)
-    mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, flat.dtype)
+    mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, flat.dtype))
     coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
     return LowBitMean(coded, sent, lost, own, blocks, codebook, kernels)

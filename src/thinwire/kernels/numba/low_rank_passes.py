@@ -9,10 +9,13 @@ whole vectors, which live as long as the loop that fills them.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from thinwire.kernels.matrices import DEPENDENT_BELOW
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, Matrix, compiled, inlined
 from thinwire.kernels.numba.vectors import (
     LANES,
@@ -31,6 +34,10 @@ from thinwire.kernels.numba.vectors import (
 Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
 """Sixteen columns of four rows of a matrix or a factor."""
 FourRows: TypeAlias = tuple[Four, Four, Four, Four]
+
+Coefficients: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = NDArray[Any]
+"""fp32 or float64."""
 
 FLOAT_BYTES = 4
 
@@ -113,49 +120,6 @@ def _plus(sums: Four, x: Vector, q: Four) -> Four:
 def _write_totals(sums: Four, lefts: FactorBatch, k: int, i: int) -> None:
     lefts[k, 0, i], lefts[k, 1, i] = total(sums[0]), total(sums[1])
     lefts[k, 2, i], lefts[k, 3, i] = total(sums[2]), total(sums[3])
-
-
-@compiled
-def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) -> None:
-    """Write P̂ᵀ M of every M to its `own`."""
-    rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
-    own = _room(line)
-    t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
-    # Four rows at a time however short they are: here nothing is added up across lanes.
-    together = rows - rows % 4
-    for k in range(len(matrices)):
-        own[:] = 0
-        for i in range(0, together, 4):
-            _project(matrices[k] + i * line, line, _columns(lefts, k, i), t, stride, 4)
-        for i in range(together, rows):
-            # The other three rows are loaded as zeros, so it does not matter what they are multiplied with.
-            p = _column(lefts, k, i)
-            _project(matrices[k] + i * line, line, (p, p, p, p), t, stride, 1)
-        _copy(own, owns[k])
-
-
-@inlined
-def _project(m: int, line: int, p: FourRows, t: int, stride: int, count: int) -> None:
-    """Add P̂ᵀ M of four rows of M, or of one."""
-    whole = line - line % VECTOR_BYTES
-    for at in range(0, whole, VECTOR_BYTES):
-        _fetch_rows(m + at, line, count)
-        _add_projections(_load_rows(m + at, line, count, LANES), p, t + at, stride)
-    if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        _add_projections(_load_rows(m + whole, line, count, lanes), p, t + whole, stride)
-
-
-@inlined
-def _add_projections(m: Four, p: FourRows, t: int, stride: int) -> None:
-    a, b, c, d = _load_rows(t, stride, 4, LANES)
-    w, x, y, z = m
-    p0, p1, p2, p3 = p
-    a = a + p0[0] * w + p1[0] * x + p2[0] * y + p3[0] * z
-    b = b + p0[1] * w + p1[1] * x + p2[1] * y + p3[1] * z
-    c = c + p0[2] * w + p1[2] * x + p2[2] * y + p3[2] * z
-    d = d + p0[3] * w + p1[3] * x + p2[3] * y + p3[3] * z
-    _store_rows(t, stride, (a, b, c, d), 4, LANES)
 
 
 @compiled
@@ -318,3 +282,75 @@ def _fetch_rows(address: int, line: int, count: int) -> None:
         fetch(address + line)
         fetch(address + 2 * line)
         fetch(address + 3 * line)
+
+
+# Orthonormal rows, as `torch_kernels.orthonormal_rows` makes them of all matrices at once.
+
+
+@compiled
+def orthonormal(batch: FactorBatch, bases: FactorBatch) -> None:
+    """Write an orthonormal basis of the rows of every matrix."""
+    count, columns = batch.shape[1:]
+    gram, weights = np.empty((count, count)), np.empty((count, count))
+    once, twice = np.empty((count, columns)), np.empty((count, columns))
+    # Twice: what one pass leaves of nearly dependent rows, the second takes out.
+    for i in range(len(batch)):
+        _write_gram(batch[i], gram)
+        _write_inverse_cholesky(gram, weights)
+        _combine(weights, batch[i], once)
+        _write_gram(once, gram)
+        _write_inverse_cholesky(gram, weights)
+        _combine(weights, once, twice)
+        bases[i] = twice
+
+
+@compiled
+def _write_gram(rows: Rows, gram: Coefficients) -> None:
+    for k in range(len(rows)):
+        x = rows[k]
+        for m in range(k + 1):
+            y = rows[m]
+            # In float64: nearly dependent rows differ in digits that fp32 does not have.
+            total = 0.0
+            for j in range(len(x)):
+                total += np.float64(x[j]) * np.float64(y[j])
+            gram[k, m] = gram[m, k] = total
+
+
+@compiled
+def _write_inverse_cholesky(gram: Coefficients, inverse: Coefficients) -> None:
+    """Write the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent.
+
+    The Gram matrix is overwritten: it becomes one of cosines, and of what is left of them.
+    """
+    count = len(gram)
+    inverse[:] = 0
+    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
+    for k in range(count):
+        inverse[k, k] = 1 / math.sqrt(gram[k, k]) if gram[k, k] > 0 else 0.0
+    for k in range(count):
+        for m in range(count):
+            gram[k, m] *= inverse[k, k] * inverse[m, m]
+    for row in range(count):
+        pivot = gram[row, row]
+        root = 1 / math.sqrt(pivot) if pivot > DEPENDENT_BELOW else 0.0
+        for m in range(row + 1):
+            inverse[row, m] *= root
+        for k in range(row + 1, count):
+            below = gram[k, row] * root
+            for m in range(row + 1):
+                inverse[k, m] -= below * inverse[row, m]
+            for m in range(row + 1, count):
+                gram[k, m] -= below * gram[m, row] * root
+
+
+@compiled
+def _combine(weights: Coefficients, rows: Rows, combined: Coefficients) -> None:
+    """Write W X for a lower triangular W."""
+    combined[:] = 0
+    for k in range(len(rows)):
+        line = combined[k]
+        for m in range(k + 1):
+            weight, x = weights[k, m], rows[m]
+            for j in range(len(line)):
+                line[j] += weight * x[j]

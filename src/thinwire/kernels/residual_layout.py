@@ -1,7 +1,7 @@
-"""Residuals on accelerators: moved row by row, so that a step can leave them as they were for no extra pass.
+"""Where residuals lie: on accelerators those of one shape side by side, and moved there row by row.
 
-To choose between two tensors reads both. But to say where a row goes takes one number: of a healthy step to
-its place, of any other to a spare row behind all residuals, which nobody reads.
+To choose between an old and a new tensor reads both. But to say where a row goes takes one number: in a
+healthy step its place, in any other a spare row behind all residuals, which nobody reads.
 """
 
 from __future__ import annotations
@@ -10,29 +10,99 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from thinwire.kernels.device_cache import number_on, on_device
+from thinwire.kernels.batching import alike, in_order
+from thinwire.kernels.device_tables import number_on, on_device
+from thinwire.kernels.matrices import MatrixGroup
 
 # Of shorter rows the numbers, of eight bytes each, would take more than a sixteenth of their memory.
 LEAST_ROW = 32
-# The spare row is memory that is there for nothing else.
+# The spare row is memory that serves nothing else.
 MOST_ROW = 4096
+
+
+class Residuals(NamedTuple):
+    """The residuals of a group, flat: those that there are, and their type."""
+
+    group: MatrixGroup
+    kept: Sequence[torch.Tensor | None]
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> tuple[torch.Tensor, int]:
+        """What a backend is chosen by."""
+        return self.group.kind
 
 
 class Rooms(NamedTuple):
     """Where the residuals of a group are written.
 
     Attributes:
-        tensors: One for each matrix, of its number of elements.
-        spare: A row behind all residuals of the same memory, which is made of rows of that length, each part
-            of one residual; None where it is not.
+        tensors: One for each matrix, flat.
+        spare: A row behind all residuals of the same memory, which consists of rows of that length, each of
+            one residual; None if it does not.
     """
 
     tensors: Sequence[torch.Tensor]
     spare: torch.Tensor | None = None
+
+
+def as_kept(items: Sequence[Residuals]) -> list[Rooms]:
+    """Return the residuals as they are; of a group that lacks some, new ones with the same contents."""
+    rooms = []
+    for group, kept, dtype in items:
+        known = [each for each in kept if each is not None]
+        if len(known) < len(kept):
+            like = group.matrices[0]
+            rooms.append(Rooms(like.new_zeros(len(kept), like.numel(), dtype=dtype).unbind()))
+            _copy_known(kept, rooms[-1].tensors)
+        else:
+            rooms.append(Rooms(known))
+    return rooms
+
+
+def by_shape(items: Sequence[Residuals]) -> list[Rooms]:
+    """Return rooms in one memory, with those of one shape side by side; as they are, if they lie so."""
+    length = row_elements([matrix for item in items for matrix in item.group.matrices])
+    shapes = alike(items, lambda item: (item.group.matrices[0].shape, item.group.matrix_rank))
+    order = [items[index] for shape in shapes for index in shape]
+    kept = [residual for item in order for residual in item.kept]
+    sizes = [matrix.numel() for item in order for matrix in item.group.matrices]
+    starts = list(accumulate([*sizes, length], initial=0))
+    whole = _memory_of(kept, starts, items[0].dtype)
+    if whole is None:
+        whole = items[0].group.matrices[0].new_zeros(starts[-1], dtype=items[0].dtype)
+        _copy_known(kept, whole.split_with_sizes([*sizes, length])[:-1])
+    *tensors, behind = whole.split_with_sizes([*sizes, length])
+    rest, spare = iter(tensors), behind if length else None
+    laid = [[Rooms([next(rest) for _ in items[i].kept], spare) for i in shape] for shape in shapes]
+    return in_order(shapes, laid)
+
+
+def _memory_of(
+    kept: Sequence[torch.Tensor | None], starts: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the memory of flat tensors, if they begin at these places of it and it ends at the last one."""
+    first = kept[0]
+    if first is None or first.untyped_storage().nbytes() != starts[-1] * first.itemsize:
+        return None
+    memory = first.untyped_storage()._cdata
+    for residual, start in zip(kept, starts, strict=False):
+        if residual is None or residual.untyped_storage()._cdata != memory:
+            return None
+        if (residual.dtype, residual.storage_offset()) != (dtype, start):
+            return None
+    return first.as_strided((starts[-1],), (1,), 0)
+
+
+def _copy_known(kept: Sequence[torch.Tensor | None], rooms: Sequence[torch.Tensor]) -> None:
+    known = [(room, each) for room, each in zip(rooms, kept, strict=True) if each is not None]
+    if known:
+        torch._foreach_copy_([room for room, _ in known], [each for _, each in known])
 
 
 def row_elements(matrices: Sequence[torch.Tensor]) -> int:
@@ -131,7 +201,7 @@ def _places(
 
 
 def _numbers(last: int, runs: Sequence[tuple[int, Sequence[tuple[int, int, int]]]]) -> torch.Tensor:
-    """Return of every row of the runs where it goes in a healthy step."""
+    """Return for every row of the runs where it goes in a healthy step."""
     parts = []
     for count, of_each in runs:
         part = torch.full((count,), last)
