@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
@@ -80,13 +81,10 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
     """Read all numbers once; stochastic rounding is left to PyTorch's operations."""
     if draws is not None:
         return torch_codes.encoded(flat, blocks, codebook, draws)
-    coded = Coded.empty(
-        blocks.total, blocks.num_members, blocks.share, packed_bytes(blocks.block, codebook.bits)
-    )
-    flat, numels = flat.contiguous(), np.array(blocks.numels, np.int64)
-    code_passes.encode(
-        flat.data_ptr(), numels, blocks.block, codebook.bits, codebook.levels[-1], *_rows(coded)
-    )
+    size = packed_bytes(blocks.block, codebook.bits)
+    coded = Coded.empty(blocks.total, blocks.num_members, blocks.share, size)
+    flat = flat.contiguous()
+    code_passes.encode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
     return coded
 
 
@@ -95,46 +93,44 @@ def averaged(item: Averaging) -> Coded:
     received, blocks, own, codebook, draws, lost, _ = item
     if draws is not None:
         return torch_codes.averaged(item)
-    block = blocks.block
-    coded = Coded.empty(own.stop - own.start, 1, blocks.share, packed_bytes(block, codebook.bits))
+    size = packed_bytes(blocks.block, codebook.bits)
+    coded = Coded.empty(own.stop - own.start, 1, blocks.share, size)
     # Compiled code writes fp32 to its address, whatever torch's default type.
-    room = torch.empty(max(code_passes.TOGETHER, block), dtype=torch.float32) if lost is None else lost
-    address, row_bytes, _ = _rows(received)
+    room = torch.empty(max(code_passes.TOGETHER, blocks.block), dtype=torch.float32) if lost is None else lost
     code_passes.average(
-        address,
-        row_bytes,
+        *_rows(received),
         len(received.message),
-        np.array(blocks.numels, np.int64),
-        own.start,
-        own.stop,
-        block,
-        codebook.bits,
-        codebook.levels[-1],
+        # Blocks can be fewer than members: those without any have no row.
+        own.start // blocks.share if own.stop > own.start else -1,
         room.data_ptr(),
         lost is not None,
         coded.message.data_ptr(),
-        blocks.share,
+        *_blocks(blocks, codebook),
     )
     return coded
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Write all numbers once."""
-    numels = np.array(blocks.numels, np.int64)
-    code_passes.decode(*_rows(coded), numels, blocks.block, codebook.bits, flat.data_ptr())
+    code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
 
 
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
     """Read and write all numbers once."""
-    rest, numels = torch.empty_like(flat), np.array(blocks.numels, np.int64)
-    code_passes.subtract(flat.data_ptr(), *_rows(coded), numels, blocks.block, codebook.bits, rest.data_ptr())
+    rest = torch.empty_like(flat)
+    code_passes.subtract(flat.data_ptr(), *_rows(coded), rest.data_ptr(), *_blocks(blocks, codebook))
     return rest
 
 
-def _rows(coded: Coded) -> tuple[int, int, int]:
-    """Return the address of the first row, the bytes from one to the next, and the blocks of each."""
+def _rows(coded: Coded) -> tuple[int, int]:
+    """Return the address of the first row, and the bytes from one to the next."""
     # If several buckets' messages travelled as one, rows lie further apart than they are long.
-    return coded.message.data_ptr(), coded.message.stride(0), coded.share
+    return coded.message.data_ptr(), coded.message.stride(0)
+
+
+def _blocks(blocks: Blocks, codebook: Codebook) -> tuple[NDArray[np.int64], code_passes.Layout]:
+    layout = code_passes.Layout(blocks.block, codebook.bits, codebook.levels[-1], blocks.share)
+    return np.array(blocks.numels, np.int64), layout
 
 
 def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
