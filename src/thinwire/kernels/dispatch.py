@@ -158,7 +158,12 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     # One launch may serve many shapes. It is on one device, and a model's parameters may lie on several: a
     # kernel that got an address of another device's memory would fault, or write anywhere.
     def kind(item: Any) -> tuple[Kernels, torch.device]:
-        like, matrix_rank = item.kind
+        if isinstance(item, Rows):
+            like, matrix_rank = item.rows, item.rows.shape[1]
+        elif isinstance(item, Write):
+            like, matrix_rank = item.target, 1  # writing is the same at every matrix rank
+        else:
+            like, matrix_rank = item.group.matrices[0], item.group.matrix_rank
         return kernels_for(like, matrix_rank), like.device
 
     def compute(some: list[Any]) -> Sequence[Any]:

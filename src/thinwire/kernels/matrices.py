@@ -42,11 +42,6 @@ class MatrixGroup:
     errors: Sequence[torch.Tensor | None]
     matrix_rank: int
 
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """What a backend is chosen by: a tensor like those to be computed with, and the matrix rank."""
-        return self.matrices[0], self.matrix_rank
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -92,22 +87,12 @@ class Asked(NamedTuple):
     loss_scale: torch.Tensor | None
     add_error: bool
 
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """As of the group."""
-        return self.group.kind
-
 
 class Subtraction(NamedTuple):
     """A group from which is to be taken what an iteration has sent of it."""
 
     group: MatrixGroup
     factors: Factors
-
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """As of the group."""
-        return self.group.kind
 
 
 class Reconstruction(NamedTuple):
@@ -130,11 +115,6 @@ class Reconstruction(NamedTuple):
     loss_scale: torch.Tensor | None
     is_healthy: torch.Tensor | None = None
     spare: torch.Tensor | None = None
-
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """As of the group."""
-        return self.group.kind
 
     @property
     def sent(self) -> Pair:
@@ -163,11 +143,6 @@ class Write(NamedTuple):
     unhealthy: torch.Tensor | None
     is_healthy: torch.Tensor | None
 
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """What a backend is chosen by; writing is the same at every matrix rank."""
-        return self.target, 1
-
 
 class Rows(NamedTuple):
     """Factors whose rows are to become orthonormal.
@@ -180,11 +155,6 @@ class Rows(NamedTuple):
 
     rows: torch.Tensor
     drawn: torch.Tensor | None = None
-
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """What a backend is chosen by."""
-        return self.rows, self.rows.shape[1]
 
 
 def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:

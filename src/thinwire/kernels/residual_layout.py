@@ -32,11 +32,6 @@ class Residuals(NamedTuple):
     kept: Sequence[torch.Tensor | None]
     dtype: torch.dtype
 
-    @property
-    def kind(self) -> tuple[torch.Tensor, int]:
-        """What a backend is chosen by."""
-        return self.group.kind
-
 
 class Rooms(NamedTuple):
     """Where the residuals of a group are written.

@@ -106,16 +106,15 @@ class PowerSGD(LowRank):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._keep("alternating", true_or_false("alternating", self.alternating))
+        object.__setattr__(self, "alternating", true_or_false("alternating", self.alternating))
         try:
             ranks = dict(self.matrix_ranks)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"matrix_ranks must map names to matrix ranks, got {self.matrix_ranks!r}"
-            ) from error
+            got = f"got {self.matrix_ranks!r}"
+            raise ConfigError(f"matrix_ranks must map names to matrix ranks, {got}") from error
         # Sorted: settings are compared as text, and may have been given in any order.
         checked = [(str(n), whole_number(f"the matrix rank of {n}", r, minimum=1)) for n, r in ranks.items()]
-        self._keep("matrix_ranks", tuple(sorted(checked)))
+        object.__setattr__(self, "matrix_ranks", tuple(sorted(checked)))
 
     @property
     def indivisible(self) -> Indivisible:
@@ -270,12 +269,12 @@ class PowerSGDPlan(LowRankPlan):
         """Return gradients and residuals as matrices: views, or copies in fp32 if kernels need them."""
         # Between iterations what was sent is taken from the matrices, which 16 bits would round.
         subtracts = self.alternating and self.config.power_iterations > 1
-        matrices = dict(enumerate(bucket.gradients))
+        matrices, dtype = dict(enumerate(bucket.gradients)), bucket.flat.dtype
         copied = [
             index
             for of_shape in self.shape_groups
             for index in of_shape.indices
-            if subtracts or not _is_taken(matrices[index], of_shape.matrix_rank)
+            if subtracts or dtype not in kernels_for(matrices[index], of_shape.matrix_rank).gradient_types
         ]
         wide = widened([matrices[index] for index in copied], bucket.specs[0].memory_dtype)
         matrices.update(zip(copied, wide, strict=True))
@@ -341,7 +340,3 @@ def _asked(
     add_error: bool,
 ) -> list[Asked]:
     return [Asked(*each, loss_scale, add_error) for each in zip(groups, factors, strict=True)]
-
-
-def _is_taken(gradient: torch.Tensor, matrix_rank: int) -> bool:
-    return gradient.dtype in kernels_for(gradient, matrix_rank).gradient_types

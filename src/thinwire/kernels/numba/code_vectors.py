@@ -13,21 +13,14 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from thinwire.kernels.numba.vectors import LANES, operation, vector
+from thinwire.kernels.numba.vectors import FLOAT, INT32, LANES, NUMBERS, call, operation, repeated, vector
 from thinwire.tensors.coded import CODEBOOKS
 
 WIDE = 64
 """So many numbers are a block of the usual length, and four of the longest registers there are."""
 
 
-FLOAT, INT8, INT16, INT32, INT64 = (
-    ir.FloatType(),
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-)
-NUMBERS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
 WITHOUT_SIGN = 0x7FFFFFFF
 ROUNDING = 1.5 * 2.0**23
 """A number of fp32 around which there are whole ones only; its last byte is zero."""
@@ -40,11 +33,6 @@ def _all(kind: Any, value: float) -> Any:
 def _like(numbers: Any, element: Any) -> Any:
     """Return the type of as many elements."""
     return ir.VectorType(element, numbers.type.count)
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(builder.module.declare_intrinsic(name, (), kind), arguments)
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -87,7 +75,7 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
     # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
     # comparison of numbers would pass over it.
     bits = builder.bitcast(so_far, WORDS)
-    largest_bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
+    largest_bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
     return builder.bitcast(largest_bits, NUMBERS)
 
 
@@ -95,7 +83,7 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
 def largest(builder: Any, numbers: Any) -> Any:
     """Emit the largest of sixteen magnitudes; NaN is larger than all."""
     bits = builder.bitcast(numbers, WORDS)
-    return builder.bitcast(_call(builder, "llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
+    return builder.bitcast(call(builder, "vector.reduce.smax.v16i32", INT32, bits), FLOAT)
 
 
 def _without_sign(builder: Any, numbers: Any) -> Any:
@@ -114,7 +102,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
     """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers."""
     bits = builder.bitcast(so_far, WORDS)
     for quarter in _quarters(builder, address):
-        bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
+        bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
     return builder.bitcast(bits, NUMBERS)
 
 
@@ -122,7 +110,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
 def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
     """Emit sums, and to each the squares of four numbers times a factor."""
     for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        part = builder.fmul(quarter, repeated(builder, factor))
         sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
     return sums
 
@@ -131,15 +119,9 @@ def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
 def add_magnitudes(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
     """Emit sums, and to each the magnitudes of four numbers times a factor."""
     for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        part = builder.fmul(quarter, repeated(builder, factor))
         sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
     return sums
-
-
-def _repeated(builder: Any, number: Any, lanes: int) -> Any:
-    kind = ir.VectorType(FLOAT, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
 
 
 def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
@@ -178,7 +160,7 @@ def read(builder: Any, bits: Any, address: Any) -> Any:
 @operation(types.void(types.int64, types.int64, types.int64, types.float32))
 def write_wide(builder: Any, bits: Any, address: Any, source: Any, factor: Any) -> None:
     """Emit the store of the codes of sixty-four numbers at an address, times a factor."""
-    units = builder.fmul(_wide(builder, source), _repeated(builder, factor, WIDE))
+    units = builder.fmul(_wide(builder, source), repeated(builder, factor, WIDE))
     _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
 
 
@@ -188,7 +170,7 @@ def read_wide(builder: Any, bits: Any, address: Any, factor: Any, target: Any) -
     levels = _by_bits(builder, bits, lambda each: _read(builder, each, address, WIDE))
     # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the same
     # to the bit with every backend.
-    _store_wide(builder, builder.fmul(levels, _repeated(builder, factor, WIDE)), target)
+    _store_wide(builder, builder.fmul(levels, repeated(builder, factor, WIDE)), target)
 
 
 @operation(types.void(types.int64, types.int64, types.float32, types.int64))
@@ -209,7 +191,7 @@ def _combine_wide(
 ) -> None:
     def emit(each: int) -> None:
         levels = _read(builder, each, address, WIDE)
-        product = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=flags)
+        product = builder.fmul(levels, repeated(builder, factor, WIDE), flags=flags)
         combined = combine(_wide(builder, source), product, flags=flags)
         _store_wide(builder, combined, target)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
@@ -55,14 +56,9 @@ def _launch(
 
 def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     """Take one launch for each type of gradients."""
-    results = _empty_factors(
-        [(*item.factor.shape[:2], item.group.matrices[0].shape[0]) for item in items], items
-    )
-    for kind in alike(items, lambda item: item.group.matrices[0].dtype):
-        some = [items[index] for index in kind]
-        given = _Given([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+    results, launches = _results_and_launches(items, side=0)
+    for given, factors, outs in launches:
         shape = _Shape(given.groups, keeps=given.is_kept)
-        factors, outs = each_of([item.factor for item in some]), each_of([results[index] for index in kind])
         _launch(
             "compiled_matrices.products",
             outs[0].device,
@@ -77,14 +73,9 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
 
 def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
     """Take two launches for each type of gradients."""
-    results = _empty_factors(
-        [(*item.factor.shape[:2], item.group.matrices[0].shape[1]) for item in items], items
-    )
-    for kind in alike(items, lambda item: item.group.matrices[0].dtype):
-        some = [items[index] for index in kind]
-        given = _Given([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+    results, launches = _results_and_launches(items, side=1)
+    for given, factors, outs in launches:
         shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows
-        factors, outs = each_of([item.factor for item in some]), each_of([results[index] for index in kind])
         # Parts and a second launch, and no atomic additions: those come in a different order every time.
         splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
         parts = empty_as(outs[0], [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)])
@@ -100,19 +91,35 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
             [*given.read, *factors],
             [*given.written, *parts],
         )
+        sums = zip(parts, splits, outs, strict=True)
         _launch(
             "compiled_matrices.add_splits",
             outs[0].device,
-            [
-                (part.data_ptr(), count, out.numel(), out.data_ptr())
-                for part, count, out in zip(parts, splits, outs, strict=True)
-            ],
+            [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
             [-(-out.numel() // SUMS) for out in outs],
             {"COLUMNS": SUMS, **FUSED},
             parts,
             outs,
         )
     return results
+
+
+Launch: TypeAlias = "tuple[_Given, list[torch.Tensor], list[torch.Tensor]]"
+"""Gradients and residuals, factors, and results, matrix by matrix."""
+
+
+def _results_and_launches(items: Sequence[Asked], *, side: int) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Return what takes the products with factors, and what each launch reads and writes."""
+    shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
+    # In one piece, in the order in which they are sent: so a message of them is not joined first.
+    results = _empty(shapes, torch.float32, items[0].factor.device)
+    launches: list[Launch] = []
+    for kind in alike(items, lambda item: item.group.matrices[0].dtype):
+        some = [items[index] for index in kind]
+        given = _Given([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+        outs = each_of([results[index] for index in kind])
+        launches.append((given, each_of([item.factor for item in some]), outs))
+    return results, launches
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
@@ -309,11 +316,6 @@ class _Shape:
             **FUSED,
             "num_warps": self._warps,
         }
-
-
-def _empty_factors(shapes: Sequence[tuple[int, ...]], items: Sequence[Asked]) -> list[torch.Tensor]:
-    # In one piece, in the order in which they are sent: so a message of them is not joined first.
-    return _empty(shapes, torch.float32, items[0].factor.device)
 
 
 def _empty(
