@@ -69,14 +69,13 @@ class Limit:
     passes: float
     waits: int = 1
 
-    def holds(self, found: Counted, gradient_bytes: int) -> bool:
-        """Return whether a count is within it."""
+    def check(
+        self, found: Counted, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> None:
+        gradient_bytes = sum(spec.gradient_bytes for bucket in buckets_of(shapes, dtype) for spec in bucket)
         passes = found.bytes / gradient_bytes
-        return found.launches <= self.launches and passes <= self.passes and found.waits <= self.waits
-
-
-def bytes_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(spec.gradient_bytes for bucket in buckets_of(shapes, dtype) for spec in bucket)
+        is_within = found.launches <= self.launches and passes <= self.passes and found.waits <= self.waits
+        assert is_within, (found, passes, self)
 
 
 def step_of(
@@ -112,8 +111,7 @@ GPT2_SMALL = {
 @pytest.mark.parametrize("matrix_rank", GPT2_SMALL)
 def test_gpt2_small_by_matrix_rank(matrix_rank: int) -> None:
     found = step_of(PowerSGD(matrix_rank=matrix_rank), gpt2_small())
-    limit = GPT2_SMALL[matrix_rank]
-    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
+    GPT2_SMALL[matrix_rank].check(found, gpt2_small())
 
 
 GPT2_SMALL_BY_TRITON: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
@@ -147,7 +145,7 @@ def test_gpt2_small_on_machines_of_two_processes(name: str) -> None:
     inside = Alike()
     inside.control_device = torch.device("meta")  # as of NCCL
     found = step_of(algorithm, gpt2_small(), untold=4, machines=Machines(inside, Alike()))
-    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
+    limit.check(found, gpt2_small())
 
 
 @pytest.mark.parametrize("name", GPT2_SMALL_BY_TRITON)
@@ -155,7 +153,7 @@ def test_gpt2_small_by_triton(name: str) -> None:
     algorithm, dtype, settings, limit = GPT2_SMALL_BY_TRITON[name]
     with by_triton():
         found = step_of(algorithm, gpt2_small(), dtype, untold=2, **settings)
-    assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+    limit.check(found, gpt2_small(), dtype)
 
 
 @pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
@@ -223,7 +221,7 @@ SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
 def test_gpt2_small_by_setting(name: str) -> None:
     algorithm, dtype, settings, limit = SETTINGS[name]
     found = step_of(algorithm, gpt2_small(), dtype, **settings)
-    assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+    limit.check(found, gpt2_small(), dtype)
 
 
 def test_in_one_bucket_to_keep_what_was_takes_five_launches() -> None:
@@ -232,8 +230,8 @@ def test_in_one_bucket_to_keep_what_was_takes_five_launches() -> None:
         step_of(PowerSGD(matrix_rank=4), gpt2_small(), in_one_bucket=True, host_check=each)
         for each in (True, False)
     )
-    assert Limit(169, 10.2).holds(checked, bytes_of(gpt2_small(), torch.float32)), checked
-    assert Limit(174, 10.3, 0).holds(unchecked, bytes_of(gpt2_small(), torch.float32)), unchecked
+    Limit(169, 10.2).check(checked, gpt2_small())
+    Limit(174, 10.3, 0).check(unchecked, gpt2_small())
 
 
 # Of one layer, in two buckets. What has no row here is to be counted and given one.
@@ -261,9 +259,7 @@ def test_every_algorithm_that_there_is(code: str) -> None:
     (algorithm,) = (
         variant.algorithm for each in REGISTRY for variant in each.variants if variant.code == code
     )
-    found = step_of(algorithm, ONE_LAYER)
-    limit = REGISTERED[code]
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    REGISTERED[code].check(step_of(algorithm, ONE_LAYER), ONE_LAYER)
 
 
 class Ordered(TorchDispatchMode):
@@ -316,8 +312,7 @@ QUANTIZE_BY_TRITON: dict[Algorithm, Limit] = {
 def test_few_bits_by_triton(algorithm: Algorithm) -> None:
     with by_triton():
         found = step_of(algorithm, ONE_LAYER)
-    limit = QUANTIZE_BY_TRITON[algorithm]
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    QUANTIZE_BY_TRITON[algorithm].check(found, ONE_LAYER)
 
 
 # Of one layer. Of what asks the host for an answer the residual is copied, and put back: by a launch each.
@@ -331,7 +326,7 @@ UNSEEN: dict[str, tuple[Algorithm, Limit]] = {
 def test_what_is_copied_to_be_put_back(name: str) -> None:
     algorithm, limit = UNSEEN[name]
     found = step_of(algorithm, ONE_LAYER, host_check=False)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    limit.check(found, ONE_LAYER)
     assert found.launches < step_of(algorithm, ONE_LAYER).launches + 15
 
 
@@ -391,8 +386,7 @@ def test_the_front_of_tensors() -> None:
     front = StepFront(parameters, PowerSGD(matrix_rank=4), transport=Alike())
     gradients = [torch.empty_like(parameter) for parameter in parameters]
     found, _ = counted(lambda: front.average(gradients))
-    limit = Limit(165, 15.3)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    Limit(165, 15.3).check(found, ONE_LAYER)
 
 
 def test_the_front_of_local_sgd() -> None:
@@ -411,8 +405,7 @@ def test_the_front_of_local_sgd() -> None:
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5
-    limit = Limit(218, 25.3, 3)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    Limit(218, 25.3, 3).check(found, ONE_LAYER)
 
 
 class OnDevice(Alike):
@@ -446,6 +439,6 @@ def test_the_front_of_sharded_models(host_check: bool) -> None:
     with on_meta():
         for bucket in front._buckets:
             bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
-    found, counting = counted(step)
+    found, _ = counted(step)
     limit = Limit(166, 15.3) if host_check else Limit(175, 15.4, 0)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit, counting.waits)
+    limit.check(found, ONE_LAYER)

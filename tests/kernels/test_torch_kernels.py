@@ -186,3 +186,23 @@ def test_what_a_gradient_cannot_hold_goes_to_its_residual(
         assert torch.equal(gradient, mean)
         assert torch.equal(error, was if healthy is False else rest)
     assert errors[0][3] > 1e5 or healthy is False
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_what_a_type_cannot_hold_stays_in_the_residual(dtype: torch.dtype, scale: float | None) -> None:
+    """Without one it is cut to the range."""
+    mean = torch.tensor([1e6, -1e6, 3e38, 1.0009765, 1e-9, 0.0])
+    gradient, forgotten, error = (
+        torch.zeros(6, dtype=dtype),
+        torch.zeros(6, dtype=dtype),
+        torch.full((6,), 0.5),
+    )
+    loss_scale = None if scale is None else torch.tensor(scale)
+    round_into(gradient, mean, error, loss_scale)
+    round_into(forgotten, mean, None, loss_scale)
+    assert torch.equal(gradient, forgotten)
+    assert gradient.isfinite().all()
+    assert error.isfinite().all()
+    assert dtype != torch.float16 or gradient[:3].tolist() == [65504.0, -65504.0, 65504.0]
+    torch.testing.assert_close(gradient.double() + (error.double() - 0.5) * (scale or 1.0), mean.double())

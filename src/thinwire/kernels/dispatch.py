@@ -49,11 +49,6 @@ def _is_fp32_on_the_cpu(like: torch.Tensor) -> bool:
     return like.device.type == "cpu" and like.dtype == torch.float32
 
 
-def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
-    # With more threads PyTorch's products run on all of them, and compiled code on one.
-    return _is_fp32_on_the_cpu(like) and torch.get_num_threads() == 1 and matrix_rank <= NUMBA_FACTOR_ROWS
-
-
 @cache
 def _load_numba() -> Tables | None:
     if find_spec("numba") is None:
@@ -96,7 +91,14 @@ def _load_triton() -> Tables:
 TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
 
 NUMBA = Backend(
-    "Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves, _is_fp32_on_the_cpu
+    "Numba",
+    _load_numba,
+    lambda: str(import_module("numba").__version__),
+    # With more threads PyTorch's products run on all of them, and compiled code on one.
+    lambda like, matrix_rank: (
+        _is_fp32_on_the_cpu(like) and torch.get_num_threads() == 1 and matrix_rank <= NUMBA_FACTOR_ROWS
+    ),
+    _is_fp32_on_the_cpu,
 )
 TRITON = Backend(
     "Triton",

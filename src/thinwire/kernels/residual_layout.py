@@ -105,7 +105,7 @@ def row_elements(matrices: Sequence[torch.Tensor]) -> int:
     alone = [matrix.numel() for matrix in matrices]
     between = [
         matrices[index].storage_offset() - matrices[run[0]].storage_offset()
-        for run in _near(matrices)
+        for run in _runs(matrices)
         for index in run
     ]
     # Rows that begin with every matrix, if those between them leave any: then a memory is moved as one.
@@ -148,8 +148,8 @@ def _end(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) + tensor.numel()
 
 
-def _near(matrices: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return which matrices, by index, lie in one memory with not much else between them."""
+def _runs(matrices: Sequence[torch.Tensor], length: int = 1) -> list[list[int]]:
+    """Return which matrices, by index, lie in one memory with not much else, and whole rows, between them."""
     by_memory: dict[object, list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         if matrix.numel():
@@ -158,22 +158,12 @@ def _near(matrices: Sequence[torch.Tensor]) -> list[list[int]]:
     for indices in by_memory.values():
         runs.append([])
         for index in sorted(indices, key=lambda each: matrices[each].storage_offset()):
-            matrix, run = matrices[index], runs[-1]
+            start, run = matrices[index].storage_offset(), runs[-1]
             # An eighth more: between matrices lie biases.
-            if run and 8 * (matrix.storage_offset() - _end(matrices[run[-1]])) > matrix.numel():
-                runs.append([])
-            runs[-1].append(index)
-    return runs
-
-
-def _runs(matrices: Sequence[torch.Tensor], length: int) -> list[list[int]]:
-    """Return which matrices, by index, are moved at once: each begins with a row."""
-    runs: list[list[int]] = []
-    for near in _near(matrices):
-        runs.append([])
-        for index in near:
-            run = runs[-1]
-            if run and (matrices[index].storage_offset() - matrices[run[0]].storage_offset()) % length:
+            if run and (
+                8 * (start - _end(matrices[run[-1]])) > matrices[index].numel()
+                or (start - matrices[run[0]].storage_offset()) % length
+            ):
                 runs.append([])
             runs[-1].append(index)
     return runs

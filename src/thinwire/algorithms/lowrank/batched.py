@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -19,6 +18,7 @@ from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, round_all_into
 from thinwire.plan import ParameterSpec
+from thinwire.tensors.layout import as_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class BatchedPlan(LowRankPlan):
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """As `LowRankPlan.compress`: two rounds for each power iteration."""
         (route,) = self.compressed
-        if route.matrix_shape is None or route.matrix_rank is None:
-            raise AssertionError("a compressed route has a shape and a rank")
+        assert route.matrix_shape is not None
+        assert route.matrix_rank is not None
         label, (rows, columns), scale = route.label, route.matrix_shape, bucket.loss_scale
         # The bucket itself, unless it is of 16 bits: it takes up the residual, and the mean, in place.
         flat = bucket.flat.to(bucket.specs[0].memory_dtype)
@@ -155,9 +155,5 @@ def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
         return None
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
-    # In place where memory has it in one piece: so it is, once there was a step with this bucket.
-    storages = {error.untyped_storage().data_ptr() for error in errors}
-    ends = accumulate((error.numel() for error in errors), initial=errors[0].storage_offset())
-    if len(storages) == 1 and [error.storage_offset() for error in errors] == list(ends)[:-1]:
-        return errors[0].as_strided((bucket.flat.numel(),), (1,))
-    return torch.cat(errors)
+    # In place if memory has it in one piece, as it does once there was a step with this bucket.
+    return as_one(errors)
