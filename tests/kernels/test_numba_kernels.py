@@ -77,15 +77,18 @@ def both(
 
 @every_shape
 @every_scale
-@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
+@pytest.mark.parametrize("matrix_rank", [1, 3, 4])
 @pytest.mark.parametrize("add_error", [True, False])
-def test_products_add_the_error_and_multiply(
-    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool
+@pytest.mark.parametrize("name", ["products", "projections"])
+def test_products_and_projections_add_the_error_and_multiply(
+    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool, name: str
 ) -> None:
     group = group_of(shape, matrix_rank)
-    before, right = copied(group), factor_of(2, matrix_rank, shape[1])
+    before, factor = copied(group), factor_of(2, matrix_rank, shape[name == "products"])
     loss_scale = None if scale is None else torch.tensor(scale)
-    after = both(lambda kernels, each: kernels.products([Asked(each, right, loss_scale, add_error)]), group)
+    after = both(
+        lambda kernels, each: getattr(kernels, name)([Asked(each, factor, loss_scale, add_error)]), group
+    )
     changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
     assert changed == [add_error, add_error]
 
@@ -152,6 +155,9 @@ def test_what_is_not_finite_shows_in_every_factor(value: float, columns: int) ->
     (left,) = NUMBA.products(asked([group], [factor_of(2, 3, columns)], None, add_error=True))
     assert left[0].isfinite().all()
     assert not left[1, :, 2].isfinite().any()
+    (own,) = NUMBA.projections(asked([group], [factor_of(2, 3, 6)], None, add_error=False))
+    assert own[0].isfinite().all()
+    assert not own[1, :, 3].isfinite().any()
 
 
 @pytest.mark.parametrize("shape", [(18, 33), (22, 64), (7, 1030), (6, 1040)], ids=str)

@@ -66,13 +66,13 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
     add_error = items[0].add_error and not _added_at_once(items)
     owns = _owns_by_shape(items)
     for (group, left, loss_scale, _), own in zip(items, owns, strict=True):
+        if add_error:
+            add_errors(group, loss_scale)
         batch = _batch_for(group)
         if batch is not None:
             torch.bmm(left, batch, out=own)
             continue
-        for matrix, error, p, projection in zip(group.matrices, group.errors, left, own, strict=True):
-            if add_error and error is not None:
-                _add_scaled(matrix, error, loss_scale)
+        for matrix, p, projection in zip(group.matrices, left, own, strict=True):
             torch.mm(p, matrix, out=projection)
     return owns
 
@@ -112,6 +112,13 @@ def _added_at_once(items: Sequence[Asked]) -> bool:
     elif known:
         torch._foreach_add_([matrix for matrix, _ in known], [error for _, error in known])
     return True
+
+
+def add_errors(group: MatrixGroup, loss_scale: torch.Tensor | None) -> None:
+    """Add its residual to every matrix of a group."""
+    for matrix, error in zip(group.matrices, group.errors, strict=True):
+        if error is not None:
+            _add_scaled(matrix, error, loss_scale)
 
 
 def _add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:

@@ -123,6 +123,49 @@ def _write_totals(sums: Four, lefts: FactorBatch, k: int, i: int) -> None:
 
 
 @compiled
+def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) -> None:
+    """Write P̂ᵀ M of every M to its `own`."""
+    rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
+    own = _room(line)
+    t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
+    # Four rows at a time however short they are: here nothing is added up across lanes.
+    together = rows - rows % 4
+    for k in range(len(matrices)):
+        own[:] = 0
+        for i in range(0, together, 4):
+            _project(matrices[k] + i * line, line, _columns(lefts, k, i), t, stride, 4)
+        for i in range(together, rows):
+            # The other three rows are loaded as zeros, so it does not matter what they are multiplied with.
+            p = _column(lefts, k, i)
+            _project(matrices[k] + i * line, line, (p, p, p, p), t, stride, 1)
+        _copy(own, owns[k])
+
+
+@inlined
+def _project(m: int, line: int, p: FourRows, t: int, stride: int, count: int) -> None:
+    """Add P̂ᵀ M of four rows of M, or of one."""
+    whole = line - line % VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        _fetch_rows(m + at, line, count)
+        _add_projections(_load_rows(m + at, line, count, LANES), p, t + at, stride)
+    if whole < line:
+        lanes = (line - whole) // FLOAT_BYTES
+        _add_projections(_load_rows(m + whole, line, count, lanes), p, t + whole, stride)
+
+
+@inlined
+def _add_projections(m: Four, p: FourRows, t: int, stride: int) -> None:
+    a, b, c, d = _load_rows(t, stride, 4, LANES)
+    w, x, y, z = m
+    p0, p1, p2, p3 = p
+    a = a + p0[0] * w + p1[0] * x + p2[0] * y + p3[0] * z
+    b = b + p0[1] * w + p1[1] * x + p2[1] * y + p3[1] * z
+    c = c + p0[2] * w + p1[2] * x + p2[2] * y + p3[2] * z
+    d = d + p0[3] * w + p1[3] * x + p2[3] * y + p3[3] * z
+    _store_rows(t, stride, (a, b, c, d), 4, LANES)
+
+
+@compiled
 def reconstruct_all(
     matrices: Addresses,
     errors: Addresses,

@@ -41,6 +41,19 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     return lefts
 
 
+def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+    """Read every matrix once; its residual is added in a pass before."""
+    owns = []
+    for group, left, loss_scale, add_error in items:
+        # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
+        if add_error:
+            torch_kernels.add_errors(group, loss_scale)
+        own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
+        low_rank_passes.all_projections(_filled(left), addresses(group.matrices), own.numpy())
+        owns.append(own[:, : group.matrix_rank])
+    return owns
+
+
 def reconstruct(items: Sequence[Reconstruction]) -> None:
     """Read and write every matrix once; several terms, or no residuals, are left to PyTorch's products."""
     inverse_scale = 1 / _number(items[0].loss_scale)
@@ -160,6 +173,7 @@ TABLES = Tables(
         torch_kernels.LOW_RANK,
         gradient_types=frozenset({torch.float32}),
         products=products,
+        projections=projections,
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
