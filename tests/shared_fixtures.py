@@ -9,9 +9,9 @@ import torch
 
 import catalog
 from pool import Pool, Pools
-from thinwire.algorithms.lowrank import bases, batched, powersgd_plan
+from thinwire.algorithms.lowrank import batched, factors, powersgd
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import replaced
+from thinwire.kernels.matrices import Rows, replaced
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -38,13 +38,9 @@ def pool4(pools: Pools) -> Pool:
 def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
 
-    def remembered(
-        batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        if drawn is not None:
-            batches = [replaced(*each) for each in zip(batches, drawn, strict=True)]
-        bases = catalog.bases_of(catalog.Bits(batches), dispatch.backends)
-        return [basis.clone() for basis in bases]
+    def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
+        batches = [each.rows if each.drawn is None else replaced(each.rows, each.drawn) for each in items]
+        return [basis.clone() for basis in catalog.bases_of(catalog.Bits(batches), dispatch.backends)]
 
-    for module in (bases, batched, powersgd_plan):
-        monkeypatch.setattr(module, "orthonormal_rows", remembered)
+    for module in (factors, batched, powersgd):
+        monkeypatch.setattr(module, "orthonormal_bases", remembered)

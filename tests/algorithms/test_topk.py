@@ -17,6 +17,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.topk import TopKPlan, end_levels
 from thinwire.algorithms.topk_message import Message
 from thinwire.kernels import dispatch
+from thinwire.kernels.base import SentEntries
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import Chunks, Run
@@ -137,7 +138,8 @@ def test_levels_by_whole_numbers_are_those_by_floats(
 def test_the_largest_are_found_and_their_places_packed(
     length: int, kept: int, backend: dispatch.Backend
 ) -> None:
-    kernels = backend.load_entries() or pytest.fail(f"{backend.name} can't be loaded")
+    tables = backend.load() or pytest.fail(f"{backend.name} can't be loaded")
+    kernels = tables.entries
     chunks = Chunks(length, kept, (Run(0, 0, 5),))
     rows = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
     found, values = kernels.largest(rows.view(-1), chunks)
@@ -182,8 +184,8 @@ def test_compiled_sums_of_entries_are_pytorchs_to_the_bit(by_senders: bool) -> N
     sent = torch.randn(3, 200, generator=draws) * torch.randint(0, 2, (3, 200), generator=draws)
     results = [torch.zeros(400) for _ in range(2)]
     for backend, result in zip((dispatch.NUMBA, dispatch.TORCH), results, strict=True):
-        kernels = backend.load_entries() or pytest.fail(f"{backend.name} can't be loaded")
-        kernels.add(result, places, 3 * sent, sent, kept, by_senders=by_senders)
+        tables = backend.load() or pytest.fail(f"{backend.name} can't be loaded")
+        tables.entries.add(result, SentEntries(places, 3 * sent, sent, kept, by_senders))
     assert torch.equal(*results)
     assert results[0].count_nonzero() > 100
 

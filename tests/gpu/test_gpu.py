@@ -35,12 +35,11 @@ from thinwire.kernels.dispatch import (
     projections,
     reconstruct,
 )
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
-from thinwire.kernels.torch_codes import TorchCodes
-from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.torch_codes import CODES
+from thinwire.kernels.torch_kernels import LOW_RANK
+from thinwire.kernels.triton import triton_codes, triton_kernels
 from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
-from thinwire.kernels.triton.triton_codes import TritonCodes
-from thinwire.kernels.triton.triton_kernels import TritonKernels
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
@@ -353,12 +352,11 @@ def test_triton_serves_where_it_can() -> None:
     """Or says why not: a GPU of this time, with torch's own Triton, has no excuse."""
     like = torch.empty(16, device="cuda")
     if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
-        assert isinstance(kernels_for(like, 4), TritonKernels)
-        assert isinstance(kernels_for(like.bfloat16(), 32), TritonKernels)
-        assert isinstance(code_kernels_for(like), TritonCodes)
+        assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
+        assert code_kernels_for(like) is triton_codes.CODES
         assert shortfalls(like.device) == ()
     else:
-        assert isinstance(kernels_for(like, 4), TorchKernels)
+        assert kernels_for(like, 4) is LOW_RANK
         assert shortfalls(like.device) != ()
 
 
@@ -367,7 +365,7 @@ def test_triton_serves_where_it_can() -> None:
 @pytest.mark.parametrize("matrix_rank", [1, 4, 8, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dtype: torch.dtype) -> None:
-    triton, plain = kernels_for(torch.empty(1, device="cuda"), 4), TorchKernels()
+    triton, plain = kernels_for(torch.empty(1, device="cuda"), 4), LOW_RANK
     exact_products()
     draw = torch.Generator("cuda").manual_seed(0)
     given = [torch.randn(2, 700, 256, device="cuda", generator=draw) for _ in range(2)]
@@ -376,7 +374,8 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     for kernels, held in ((triton, dtype), (plain, torch.float32)):
         matrices, errors = given[0].to(dtype).to(held), given[1].clone()
         group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
-        (basis,) = kernels.orthonormal_rows(kernels.products(asked([group], [right], None, add_error=True)))
+        (left,) = kernels.products(asked([group], [right], None, add_error=True))
+        (basis,) = kernels.orthonormal_rows([Rows(left)])
         (own,) = kernels.projections(asked([group], [basis], None, add_error=False))
         kernels.reconstruct(wanted([group], [list(errors)], [[Factors(basis, own, own)]], None))
         found.append((basis, own, matrices.float(), errors))
@@ -387,7 +386,7 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     flat, blocks, codebook = given[0].view(-1), Blocks((700 * 256 - 3, 3 + 700 * 256), 64, 2), CODEBOOKS[bits]
     coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
     decoded = [torch.empty_like(flat) for _ in range(2)]
-    for codes, each in zip((code_kernels_for(flat), TorchCodes()), decoded, strict=True):
+    for codes, each in zip((code_kernels_for(flat), CODES), decoded, strict=True):
         codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < flat.nbytes / 3
@@ -397,7 +396,7 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
 @pytest.mark.parametrize("healthy", [True, False])
 def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) -> None:
     flag = torch.tensor(healthy, device="cuda")
-    for kernels in (kernels_for(torch.empty(1, device="cuda"), 4), TorchKernels()):
+    for kernels in (kernels_for(torch.empty(1, device="cuda"), 4), LOW_RANK):
         draw = torch.Generator("cuda").manual_seed(0)
         matrix, error = (torch.randn(70, 64, device="cuda", generator=draw) for _ in range(2))
         left, own = (torch.randn(1, 4, size, device="cuda", generator=draw) for size in (70, 64))
@@ -407,8 +406,8 @@ def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) ->
         assert matrix.isnan().all() == (not healthy)
         assert torch.equal(error, before) == (not healthy)
         gradient, new, old = torch.zeros(5000, device="cuda"), own.clone(), torch.zeros_like(own)
-        items = [Write(gradient, torch.ones_like(gradient), None), Write(new, None, old)]
-        written = kernels.write(items, flag)
+        items = [Write(gradient, torch.ones_like(gradient), None, flag), Write(new, None, old, flag)]
+        written = kernels.write(items)
         assert gradient.isnan().all() == (not healthy)
         assert healthy is bool(gradient.nan_to_num(0.0).sum() == 5000)
         assert torch.equal(written[1], own if healthy else old)

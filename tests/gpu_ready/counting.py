@@ -25,31 +25,18 @@ from torch.utils._python_dispatch import (
 from thinwire.channel.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
-from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.limits import FACTOR_ROWS
-from thinwire.kernels.triton.triton_codes import TritonCodes
-from thinwire.kernels.triton.triton_kernels import TritonKernels
+from thinwire.kernels.triton import launcher, triton_kernels
+from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.accelerators import sent_to
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {
-    *("alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "permute", "reshape", "select"),
-    *(
-        "set_",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "t",
-        "transpose",
-        "unbind",
-        "unsqueeze",
-        "view",
-    ),
-    *("_reshape_alias", "_unsafe_view", "is_same_size", "record_stream", "resize_"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-}
+    "alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "permute", "reshape", "select",
+    "set_", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
+    "_reshape_alias", "_unsafe_view", "is_same_size", "record_stream", "resize_", "empty", "empty_like",
+    "empty_strided", "new_empty", "new_empty_strided",
+}  # fmt: skip
 
 # Kernels of operations that take more than one.
 KERNELS = {"isfinite": 4, "constant_pad_nd": 2, "diag_embed": 2, "eye": 2, "linalg_vector_norm": 1}
@@ -106,19 +93,12 @@ class Counting(TorchDispatchMode):
             self.waits[f"{name} between devices"] += not _is_pinned()
         base = name if name in FREE else name.removesuffix("_")
         if name not in FREE and base not in FREE and any(each.numel() > 0 for each in [*given, *results]):
-            self._count(name, base, func._schema, args, kwargs, given, results)
+            self._count(func, args, kwargs, given, results)
         return out
 
-    def _count(
-        self,
-        name: str,
-        base: str,
-        schema: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-    ) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, given: Any, results: Any) -> None:
+        name = func._schema.name.split("::")[1]
+        base = name.removesuffix("_")
         kernels = KERNELS.get(base, 1)
         written = list(results)
         if base.startswith("_foreach"):
@@ -236,13 +216,11 @@ def _count_launch(
 
 def by_triton() -> AbstractContextManager[object]:
     """Return a context in which Triton's kernels serve tensors without values."""
-    kernels, codes = TritonKernels(), TritonCodes()
     triton = Backend(
         "Triton",
-        lambda like, matrix_rank: like.dtype in TritonKernels.gradient_types and matrix_rank <= FACTOR_ROWS,
-        lambda: kernels,
-        lambda like: like.dtype == torch.float32,
-        lambda: codes,
+        lambda: triton_kernels.TABLES,
+        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and matrix_rank <= FACTOR_ROWS,
+        serves_codes=lambda like: like.dtype == torch.float32,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -39,11 +39,10 @@ from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
+from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import all_finite
-from thinwire.kernels.matrices import MatrixGroup
-from thinwire.kernels.torch_entries import TorchEntries
-from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.triton_kernels import TritonKernels
+from thinwire.kernels.matrices import MatrixGroup, Rows
+from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
@@ -70,14 +69,13 @@ class Limit:
     passes: float
     waits: int = 1
 
-    def holds(self, found: Counted, gradient_bytes: int) -> bool:
-        """Return whether a count is within it."""
+    def check(
+        self, found: Counted, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> None:
+        gradient_bytes = sum(spec.gradient_bytes for bucket in buckets_of(shapes, dtype) for spec in bucket)
         passes = found.bytes / gradient_bytes
-        return found.launches <= self.launches and passes <= self.passes and found.waits <= self.waits
-
-
-def bytes_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> int:
-    return sum(spec.gradient_bytes for bucket in buckets_of(shapes, dtype) for spec in bucket)
+        is_within = found.launches <= self.launches and passes <= self.passes and found.waits <= self.waits
+        assert is_within, (found, passes, self)
 
 
 def step_of(
@@ -113,8 +111,7 @@ GPT2_SMALL = {
 @pytest.mark.parametrize("matrix_rank", GPT2_SMALL)
 def test_gpt2_small_by_matrix_rank(matrix_rank: int) -> None:
     found = step_of(PowerSGD(matrix_rank=matrix_rank), gpt2_small())
-    limit = GPT2_SMALL[matrix_rank]
-    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
+    GPT2_SMALL[matrix_rank].check(found, gpt2_small())
 
 
 GPT2_SMALL_BY_TRITON: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
@@ -148,7 +145,7 @@ def test_gpt2_small_on_machines_of_two_processes(name: str) -> None:
     inside = Alike()
     inside.control_device = torch.device("meta")  # as of NCCL
     found = step_of(algorithm, gpt2_small(), untold=4, machines=Machines(inside, Alike()))
-    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
+    limit.check(found, gpt2_small())
 
 
 @pytest.mark.parametrize("name", GPT2_SMALL_BY_TRITON)
@@ -156,7 +153,7 @@ def test_gpt2_small_by_triton(name: str) -> None:
     algorithm, dtype, settings, limit = GPT2_SMALL_BY_TRITON[name]
     with by_triton():
         found = step_of(algorithm, gpt2_small(), dtype, untold=2, **settings)
-    assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+    limit.check(found, gpt2_small(), dtype)
 
 
 @pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
@@ -224,7 +221,7 @@ SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
 def test_gpt2_small_by_setting(name: str) -> None:
     algorithm, dtype, settings, limit = SETTINGS[name]
     found = step_of(algorithm, gpt2_small(), dtype, **settings)
-    assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+    limit.check(found, gpt2_small(), dtype)
 
 
 def test_in_one_bucket_to_keep_what_was_takes_five_launches() -> None:
@@ -233,8 +230,8 @@ def test_in_one_bucket_to_keep_what_was_takes_five_launches() -> None:
         step_of(PowerSGD(matrix_rank=4), gpt2_small(), in_one_bucket=True, host_check=each)
         for each in (True, False)
     )
-    assert Limit(169, 10.2).holds(checked, bytes_of(gpt2_small(), torch.float32)), checked
-    assert Limit(174, 10.3, 0).holds(unchecked, bytes_of(gpt2_small(), torch.float32)), unchecked
+    Limit(169, 10.2).check(checked, gpt2_small())
+    Limit(174, 10.3, 0).check(unchecked, gpt2_small())
 
 
 # Of one layer, in two buckets. What has no row here is to be counted and given one.
@@ -262,9 +259,7 @@ def test_every_algorithm_that_there_is(code: str) -> None:
     (algorithm,) = (
         variant.algorithm for each in REGISTRY for variant in each.variants if variant.code == code
     )
-    found = step_of(algorithm, ONE_LAYER)
-    limit = REGISTERED[code]
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    REGISTERED[code].check(step_of(algorithm, ONE_LAYER), ONE_LAYER)
 
 
 class Ordered(TorchDispatchMode):
@@ -292,7 +287,8 @@ UNORDERED = {"index_add", "scatter_add", "scatter_reduce", "index_reduce", "kthv
 @pytest.mark.parametrize("algorithm", [*(v for r in REGISTRY for v in r.variants), TopK()], ids=str)
 def test_every_run_has_the_same_bits(algorithm: Any, host_check: bool, monkeypatch: Any) -> None:
     # What one member has sent is added at places that are all different.
-    monkeypatch.setattr(TorchEntries, "add", lambda *_, **__: None)
+    entries = replace(dispatch.TORCH_TABLES.entries, add=lambda *_: None)
+    monkeypatch.setattr(dispatch, "TORCH_TABLES", replace(dispatch.TORCH_TABLES, entries=entries))
     engine = Engine(
         getattr(algorithm, "algorithm", algorithm), Alike(), settings=Settings(host_check=host_check)
     )
@@ -316,8 +312,7 @@ QUANTIZE_BY_TRITON: dict[Algorithm, Limit] = {
 def test_few_bits_by_triton(algorithm: Algorithm) -> None:
     with by_triton():
         found = step_of(algorithm, ONE_LAYER)
-    limit = QUANTIZE_BY_TRITON[algorithm]
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    QUANTIZE_BY_TRITON[algorithm].check(found, ONE_LAYER)
 
 
 # Of one layer. Of what asks the host for an answer the residual is copied, and put back: by a launch each.
@@ -331,7 +326,7 @@ UNSEEN: dict[str, tuple[Algorithm, Limit]] = {
 def test_what_is_copied_to_be_put_back(name: str) -> None:
     algorithm, limit = UNSEEN[name]
     found = step_of(algorithm, ONE_LAYER, host_check=False)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    limit.check(found, ONE_LAYER)
     assert found.launches < step_of(algorithm, ONE_LAYER).launches + 15
 
 
@@ -362,8 +357,8 @@ def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() ->
     torch.set_default_dtype(torch.bfloat16)
     try:
         with on_meta():
-            (left,) = TritonKernels().products(asked([group], [factor], None, add_error=False))
-            (basis,) = TritonKernels().orthonormal_rows([left])
+            (left,) = triton_kernels.products(asked([group], [factor], None, add_error=False))
+            (basis,) = triton_kernels.orthonormal_rows([Rows(left)])
     finally:
         torch.set_default_dtype(torch.float32)
     assert left.dtype == basis.dtype == torch.float32
@@ -391,8 +386,7 @@ def test_the_front_of_tensors() -> None:
     front = StepFront(parameters, PowerSGD(matrix_rank=4), transport=Alike())
     gradients = [torch.empty_like(parameter) for parameter in parameters]
     found, _ = counted(lambda: front.average(gradients))
-    limit = Limit(165, 15.3)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    Limit(165, 15.3).check(found, ONE_LAYER)
 
 
 def test_the_front_of_local_sgd() -> None:
@@ -411,8 +405,7 @@ def test_the_front_of_local_sgd() -> None:
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5
-    limit = Limit(218, 25.3, 3)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+    Limit(218, 25.3, 3).check(found, ONE_LAYER)
 
 
 class OnDevice(Alike):
@@ -446,6 +439,6 @@ def test_the_front_of_sharded_models(host_check: bool) -> None:
     with on_meta():
         for bucket in front._buckets:
             bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
-    found, counting = counted(step)
+    found, _ = counted(step)
     limit = Limit(166, 15.3) if host_check else Limit(175, 15.4, 0)
-    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit, counting.waits)
+    limit.check(found, ONE_LAYER)

@@ -12,17 +12,15 @@ from catalog import buckets, random_gradients, spec
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank import residual_layout
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.residual_layout import Wanted, _laid_alike, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.kernels import dispatch, torch_kernels
 from thinwire.kernels.matrices import MatrixGroup
-from thinwire.kernels.residuals import move_where
+from thinwire.kernels.residual_layout import Residuals, Rooms, move_where
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import fill_alike, fill_memory, stacked
+from thinwire.tensors.layout import stacked
 
 LOW_RANK = [
     PowerSGD(matrix_rank=2),
@@ -192,32 +190,29 @@ def test_by_rows_to_the_bit_what_it_is_with_a_host_check(
 def test_residuals_of_one_shape_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all buckets that a step has; what was kept goes along when the next step has others."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    shapes = [(8, 64), (4, 64), (4, 64), (8, 64)]
 
-    def groups(*shapes: tuple[int, int], first: int = 0) -> list[MatrixGroup]:
-        return [
-            MatrixGroup([str(first + number)], [torch.empty(shape)], [None], 2)
-            for number, shape in enumerate(shapes)
-        ]
+    def laid(
+        kept: Sequence[torch.Tensor | None], *some: int, dtype: torch.dtype = torch.float32
+    ) -> list[Rooms]:
+        groups = {index: MatrixGroup([str(index)], [torch.empty(shapes[index])], [None], 2) for index in some}
+        return dispatch.residual_rooms([Residuals(groups[index], [kept[index]], dtype) for index in some])
 
-    buckets = [groups((8, 64), (4, 64)), groups((4, 64), (8, 64), first=2)]
-    wanted = [Wanted(some, {"2": torch.full((256,), 2.0)}, torch.float32) for some in buckets]
-    laid = [room for of_bucket in all_laid(wanted) for room in of_bucket]
-    flat = {str(number): room.tensors[0] for number, room in enumerate(laid)}
-    assert [flat[name].storage_offset() for name in "0312"] == [0, 512, 1024, 1280]
-    assert [float(flat[name].sum()) for name in "0312"] == [0, 0, 0, 512]
-    spares = [room.spare for room in laid if room.spare is not None]
+    rooms = laid([None, None, torch.full((256,), 2.0), None], 0, 1, 2, 3)
+    flat = [room.tensors[0] for room in rooms]
+    assert [flat[index].storage_offset() for index in (0, 3, 1, 2)] == [0, 512, 1024, 1280]
+    assert [float(flat[index].sum()) for index in (0, 3, 1, 2)] == [0, 0, 0, 512]
+    spares = [room.spare for room in rooms if room.spare is not None]
     assert [(len(each), each.storage_offset()) for each in spares] == [(256, 1536)] * 4
 
-    again = all_laid([Wanted(some, flat, torch.float32) for some in buckets])
-    assert [room.tensors[0].data_ptr() for some in again for room in some] == [
-        tensor.data_ptr() for tensor in flat.values()
-    ]
+    again = laid(flat, 0, 1, 2, 3)
+    assert [room.tensors[0].data_ptr() for room in again] == [tensor.data_ptr() for tensor in flat]
     # One bucket alone: what is another's must not be in reach, nor its last rows taken for spare ones.
-    (alone,) = all_laid([Wanted(buckets[1], flat, torch.float32)])
+    alone = laid(flat, 2, 3)
     assert {room.tensors[0].untyped_storage().nbytes() for room in alone} == {4 * (768 + 256)}
-    assert torch.equal(alone[0].tensors[0], flat["2"])
-    wide = all_laid([Wanted(some, flat, torch.float64) for some in buckets])
-    assert torch.equal(wide[1][0].tensors[0], flat["2"].double())
+    assert torch.equal(alone[0].tensors[0], flat[2])
+    assert torch.equal(laid(flat, 0, 1, 2, 3, dtype=torch.float64)[2].tensors[0], flat[2].double())
 
 
 def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,29 +233,3 @@ def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(*means)
     first.syncs[0].use(PowerSGD(matrix_rank=2, seed=1))
     assert not first.engines[0].memory[BASIS]
-
-
-def test_residuals_lie_as_their_matrices_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch then chooses for a bucket; but never over what another backend writes."""
-    flat, kept = torch.randn(1_000), torch.randn(200)
-    # Biases between them.
-    places = {"a": 0, "b": 210, "c": 420, "d": 640}
-    matrices = {name: flat[start : start + 200].view(20, 10) for name, start in places.items()}
-
-    def groups(*labels: str) -> list[MatrixGroup]:
-        return [MatrixGroup([name], [matrices[name]], [None], rank) for rank, name in enumerate(labels, 1)]
-
-    together = _laid_alike(groups("a", "b", "c", "d"), {"c": kept}, torch.float32)
-    alike = fill_alike(list(matrices.values()), list(together.values()))
-    assert alike is not None
-    assert [len(each) for each in alike] == [840, 840]
-    assert torch.equal(together["c"], kept)
-    assert not together["b"].any()
-    again = _laid_alike(groups("b", "a", "d", "c"), together, torch.float32)
-    assert all(again[name] is room for name, room in together.items())
-
-    monkeypatch.setattr(residual_layout, "kernels_for", lambda like, matrix_rank: matrix_rank)
-    apart = _laid_alike(groups("a", "b", "c", "d"), together, torch.float32)
-    assert len({room.untyped_storage().data_ptr() for room in apart.values()}) == 4
-    assert all(torch.equal(room, together[name]) for name, room in apart.items())
-    assert all(fill_memory([room]) for room in apart.values())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from kernel_calls import asked, wanted
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
+from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
-from thinwire.kernels.matrices import Factors, MatrixGroup, Write
-from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.sync import Engine
 from thinwire.sync.stats import Stats
@@ -28,27 +29,30 @@ needs_numba = pytest.mark.skipif(
 )
 
 
+def served_by_torch(like: torch.Tensor, matrix_rank: int) -> bool:
+    return kernels_for(like, matrix_rank) is dispatch.TORCH_TABLES.low_rank
+
+
 @needs_numba
 def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
     numba = NUMBA.load()
     assert numba is not None
-    assert not isinstance(numba, TorchKernels)
-    assert kernels_for(torch.ones(8, 8), 4) is numba
-    assert kernels_for(torch.ones(8, 8), 5) is TORCH.load()
-    assert kernels_for(torch.ones(8, 8).double(), 4) is TORCH.load()
-    assert kernels_for(torch.ones(8, 8, device="meta"), 4) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8), 4) is numba.low_rank is not dispatch.TORCH_TABLES.low_rank
+    assert served_by_torch(torch.ones(8, 8), 5)
+    assert served_by_torch(torch.ones(8, 8).double(), 4)
+    assert served_by_torch(torch.ones(8, 8, device="meta"), 4)
     torch.set_num_threads(2)
     try:
-        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+        assert served_by_torch(torch.ones(8, 8), 3)
     finally:
         torch.set_num_threads(1)
 
 
 @pytest.fixture
 def not_loaded() -> Iterator[None]:
-    dispatch._numba_kernels.cache_clear()
+    dispatch._load_numba.cache_clear()
     yield
-    dispatch._numba_kernels.cache_clear()
+    dispatch._load_numba.cache_clear()
 
 
 @pytest.mark.usefixtures("not_loaded")
@@ -62,20 +66,18 @@ def test_a_numba_that_does_not_work_is_told_and_products_taken(
 
     monkeypatch.setattr(dispatch, "import_module", failing)
     with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
-        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
-    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()  # and is not told again
+        assert served_by_torch(torch.ones(8, 8), 3)
+    assert served_by_torch(torch.ones(8, 8), 3)  # and is not told again
 
 
 @pytest.mark.usefixtures("not_loaded")
-def test_without_numba_products_are_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["no Numba", "not served"])
+def test_without_numba_products_are_taken_in_silence_and_nothing_is_loaded(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
-
-
-@pytest.mark.usefixtures("not_loaded")
-def test_what_would_not_serve_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "import_module", None)
-    assert kernels_for(torch.ones(8, 8).double(), 3) is TORCH.load()
+    assert served_by_torch(torch.ones(8, 8, dtype=dtype), 3)
 
 
 def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,41 +86,27 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         kernels_for(torch.ones(8, 8), 4)
 
 
-class Counting(TorchKernels):
-    """Notes how many groups it is given at once."""
+def counting(given: list[tuple[str, int]]) -> Tables:
+    """PyTorch's tables, which note how many items a function is given at once."""
 
-    def __init__(self) -> None:
-        self.given: list[tuple[str, int]] = []
+    def noted(name: str) -> Callable[[Sequence[Any]], Any]:
+        def compute(items: Sequence[Any]) -> Any:
+            given.append((name, len(items)))
+            return getattr(dispatch.TORCH_TABLES.low_rank, name)(items)
 
-    def products(self, items):  # type: ignore[no-untyped-def]
-        self.given.append(("products", len(items)))
-        return super().products(items)
+        return compute
 
-    def projections(self, items):  # type: ignore[no-untyped-def]
-        self.given.append(("projections", len(items)))
-        return super().projections(items)
-
-    def reconstruct(self, items):  # type: ignore[no-untyped-def]
-        self.given.append(("reconstruct", len(items)))
-        super().reconstruct(items)
-
-    def subtract_own(self, groups, factors):  # type: ignore[no-untyped-def]
-        self.given.append(("subtract_own", len(groups)))
-        super().subtract_own(groups, factors)
-
-    def orthonormal_rows(self, batches, drawn=None):  # type: ignore[no-untyped-def]
-        self.given.append(("orthonormal_rows", len(batches)))
-        return super().orthonormal_rows(batches, drawn)
-
-    def write(self, items, is_healthy):  # type: ignore[no-untyped-def]
-        self.given.append(("write", len(items)))
-        return super().write(items, is_healthy)
+    names = ["products", "projections", "subtract_own", "reconstruct", "write", "orthonormal_rows"]
+    functions: dict[str, Any] = {name: noted(name) for name in names}
+    low_rank = replace(dispatch.TORCH_TABLES.low_rank, **functions)
+    return replace(dispatch.TORCH_TABLES, low_rank=low_rank)
 
 
 def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small, large = Counting(), Counting()
+    given: list[list[tuple[str, int]]] = [[], []]
+    small, large = (counting(each) for each in given)
     small_backend = replace(TORCH, serves=lambda like, matrix_rank: matrix_rank <= 2, load=lambda: small)
     monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +125,7 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
     assert [basis.shape for basis in bases] == [left.shape for left in lefts]
     owns = dispatch.projections(asked(groups, bases, None, add_error=False))
     factors = [Factors(basis, own, own) for basis, own in zip(bases, owns, strict=True)]
-    dispatch.subtract_own(groups, factors)
+    dispatch.subtract_own([Subtraction(*each) for each in zip(groups, factors, strict=True)])
     for group, basis, matrix in zip(groups, bases, whole, strict=True):
         torch.testing.assert_close(group.matrices[0], matrix - basis[0].t() @ basis[0] @ matrix)
     errors = [[torch.empty_like(matrix)] for matrix in whole]
@@ -145,23 +133,24 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
     for group, each in zip(groups, factors, strict=True):
         torch.testing.assert_close(group.matrices[0], each.basis[0].t() @ each.own[0])
     in_order = ["products", "orthonormal_rows", "projections", "subtract_own", "reconstruct"]
-    assert small.given == large.given == [(name, 2) for name in in_order]
+    assert given == [[(name, 2) for name in in_order]] * 2
 
 
 def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Counting()
-    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, load=lambda: kernels),))
+    given: list[tuple[str, int]] = []
+    tables = counting(given)
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, load=lambda: tables),))
     devices = ["cpu", "meta", "cpu"]
     groups = [MatrixGroup(["m"], [torch.eye(6, device=device)], [None], 2) for device in devices]
     rights = [torch.ones(1, 2, 6, device=device) for device in devices]
     lefts = dispatch.products(asked(groups, rights, None, add_error=True))
     bases = dispatch.orthonormal_rows(lefts)
     owns = dispatch.projections(asked(groups, bases, None, add_error=False))
-    written = dispatch.write([Write(*each, None) for each in zip(bases, owns, strict=True)], None)
+    written = dispatch.write([Write(*each, None, None) for each in zip(bases, owns, strict=True)])
     for found in (lefts, bases, owns, written):
         assert [each.device.type for each in found] == devices
     in_order = ["products", "orthonormal_rows", "projections", "write"]
-    assert kernels.given == [(name, count) for name in in_order for count in (2, 1)]
+    assert given == [(name, count) for name in in_order for count in (2, 1)]
 
 
 def test_no_groups_no_work() -> None:
@@ -177,43 +166,36 @@ def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     triton_limits._why_unusable.cache_clear()
 
 
-def lacking(name: str) -> str:
-    raise PackageNotFoundError(name)
-
-
-def rocms(name: str) -> str:
-    return "3.9.1" if name == "pytorch-triton-rocm" else lacking(name)
-
-
-def nightly(name: str) -> str:
-    return "3.7.0+gitabcdef" if name == "pytorch-triton" else lacking(name)
-
-
 @pytest.mark.usefixtures("no_shortfalls")
 @pytest.mark.parametrize(
-    ("found", "told"),
+    ("package", "found", "told"),
     [
-        (lacking, "Triton is not installed: PyTorch's kernels serve"),
-        (lambda name: "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
-        (lambda name: "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
-        (rocms, "Triton 3.9.1 is installed but does not compile"),
-        (nightly, r"Triton 3.7.0\+gitabcdef is installed but does not compile"),
+        ("", "", "Triton is not installed: PyTorch's kernels serve"),
+        ("triton", "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
+        ("triton", "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
+        ("pytorch-triton-rocm", "3.9.1", "Triton 3.9.1 is installed but does not compile"),
+        ("pytorch-triton", "3.7.0+git", r"Triton 3.7.0\+git is installed but does not compile"),
     ],
 )
 def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
-    found: Callable[[str], str], told: str, monkeypatch: pytest.MonkeyPatch
+    package: str, found: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def version(name: str) -> str:
+        if name != package:
+            raise PackageNotFoundError(name)
+        return found
+
     def failing(name: str) -> None:
         raise RuntimeError("no compiler\nin any place")
 
-    monkeypatch.setattr(triton_limits, "version", found)
+    monkeypatch.setattr(triton_limits, "version", version)
     monkeypatch.setattr(triton_limits, "import_module", failing)
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
     monkeypatch.setattr(dispatch, "backends", (dispatch.TRITON, TORCH))
     like = torch.empty(1, device="meta")
     with pytest.warns(UserWarning, match=told):
-        assert dispatch.code_kernels_for(like) is TORCH.load_codes()
-    assert dispatch.code_kernels_for(like) is TORCH.load_codes()  # and is not told again
+        assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes
+    assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes  # and is not told again
     (sentence,) = accelerators.shortfalls(like.device)
     assert sentence in str(Stats(steps=1, shortfalls=(sentence,)))
     assert accelerators.shortfalls(torch.device("cpu")) == ()
@@ -224,12 +206,12 @@ def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
     like = torch.empty(1, device="meta")
     with pytest.warns(UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels serve"):
-        assert kernels_for(like, 33) is TORCH.load()
+        assert served_by_torch(like, 33)
     with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels serve"):
-        assert kernels_for(like.double(), 4) is TORCH.load()
+        assert served_by_torch(like.double(), 4)
     with pytest.warns(UserWarning, match=r"for few bits do not take torch.float64: PyTorch's"):
-        assert dispatch.code_kernels_for(like.double()) is TORCH.load_codes()
-    assert kernels_for(like, 33) is TORCH.load()  # and is not told again
+        assert dispatch.code_kernels_for(like.double()) is dispatch.TORCH_TABLES.codes
+    assert served_by_torch(like, 33)  # and is not told again
     assert len(accelerators.shortfalls(like.device)) == 3
 
 
@@ -253,24 +235,23 @@ def test_each_engine_has_its_own_shortfalls(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("no_shortfalls")
-def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [
+        (torch.device("cuda", 99), r"Tesla V100 has compute capability \(7, 0\), which is below 8.0"),
+        (torch.device("mps"), r"Triton's kernels are for CUDA and ROCm, and this device is of type mps"),
+        (torch.device("xpu"), r"Triton's kernels are for CUDA and ROCm, and this device is of type xpu"),
+    ],
+    ids=str,
+)
+def test_a_device_that_triton_does_not_reach_is_told(
+    device: torch.device, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
-    with pytest.warns(UserWarning, match=r"Tesla V100 has compute capability \(7, 0\), which is below 8.0"):
-        assert not triton_limits.reaches(torch.device("cuda", 99))
-    assert not triton_limits.reaches(torch.device("cpu"))
-
-
-@pytest.mark.usefixtures("no_shortfalls")
-@pytest.mark.parametrize("kind", ["mps", "xpu"])
-def test_an_accelerator_that_triton_does_not_reach_is_told(kind: str) -> None:
     triton_limits._why_not.cache_clear()
-    device = torch.device(kind)
-    told = (
-        f"Triton's kernels are for CUDA and ROCm, and this device is of type {kind}: PyTorch's kernels serve"
-    )
-    with pytest.warns(UserWarning, match=told):
+    with pytest.warns(UserWarning, match=f"{told}: PyTorch's kernels serve"):
         assert not triton_limits.reaches(device)
     assert not triton_limits.reaches(device)  # and is not told again
-    (sentence,) = accelerators.shortfalls(device)
-    assert sentence.startswith(told)
+    assert len(accelerators.shortfalls(device)) == 1
+    assert not triton_limits.reaches(torch.device("cpu"))

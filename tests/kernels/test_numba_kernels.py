@@ -15,15 +15,13 @@ from kernel_calls import asked, wanted
 from thinwire import PowerSGD
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup
-from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Subtraction
+from thinwire.kernels.torch_kernels import LOW_RANK as TORCH
 from thinwire.simulation import Simulation
 
 numba = pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
 compiler = pytest.importorskip("thinwire.kernels.numba.compiler")
-numba_kernels = pytest.importorskip("thinwire.kernels.numba.numba_kernels")
-
-NUMBA, TORCH = numba_kernels.NumbaKernels(), TorchKernels()
+NUMBA = pytest.importorskip("thinwire.kernels.numba.tables").TABLES.low_rank
 
 # Around the widths and numbers of rows at which they take other ways.
 SHAPES = [
@@ -79,30 +77,17 @@ def both(
 
 @every_shape
 @every_scale
-@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
-@pytest.mark.parametrize("add_error", [True, False])
-def test_products_add_the_error_and_multiply(
-    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool
-) -> None:
-    group = group_of(shape, matrix_rank)
-    before, right = copied(group), factor_of(2, matrix_rank, shape[1])
-    loss_scale = None if scale is None else torch.tensor(scale)
-    after = both(lambda kernels, each: kernels.products([Asked(each, right, loss_scale, add_error)]), group)
-    changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
-    assert changed == [add_error, add_error]
-
-
-@every_shape
-@every_scale
 @pytest.mark.parametrize("matrix_rank", [1, 3, 4])
 @pytest.mark.parametrize("add_error", [True, False])
-def test_projections(shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool) -> None:
+@pytest.mark.parametrize("name", ["products", "projections"])
+def test_products_and_projections_add_the_error_and_multiply(
+    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool, name: str
+) -> None:
     group = group_of(shape, matrix_rank)
-    before, left = copied(group), factor_of(2, matrix_rank, shape[0])
+    before, factor = copied(group), factor_of(2, matrix_rank, shape[name == "products"])
     loss_scale = None if scale is None else torch.tensor(scale)
     after = both(
-        lambda kernels, each: kernels.projections([Asked(each, left, loss_scale, add_error)]),
-        group,
+        lambda kernels, each: getattr(kernels, name)([Asked(each, factor, loss_scale, add_error)]), group
     )
     changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
     assert changed == [add_error, add_error]
@@ -148,7 +133,7 @@ def test_what_is_not_compiled_is_done_by_products() -> None:
     results = []
     for kernels in (NUMBA, TORCH):
         groups = [group_of(shape, seed=seed) for seed in range(3)]
-        kernels.subtract_own(groups, terms[:1] * 3)
+        kernels.subtract_own([Subtraction(group, terms[0]) for group in groups])
         several, forgotten, compiled = groups
         errors = [
             list(map(torch.empty_like, several.matrices)),
@@ -224,7 +209,7 @@ def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) 
         assert simulation.syncs[0].stats().compression_ratio > 2
         return flats[0]
 
-    assert isinstance(dispatch.kernels_for(torch.ones(48, 40), 3), numba_kernels.NumbaKernels)
+    assert dispatch.kernels_for(torch.ones(48, 40), 3) is NUMBA
     compiled = run()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "backends", (dispatch.TORCH,))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.kernels import device_cache
-from thinwire.kernels.device_cache import on_device
-from thinwire.kernels.residuals import MOST_ROW, move_where, row_elements
+from thinwire.kernels import device_tables
+from thinwire.kernels.device_tables import on_device
+from thinwire.kernels.residual_layout import MOST_ROW, move_where, row_elements
 
 SHAPES = [(8, 64), (4, 64), (12, 64), (4, 64)]
 
@@ -69,8 +69,8 @@ def test_rows_are_neither_short_nor_a_model_long() -> None:
 
 
 def test_tables_are_kept_but_for_those_of_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_cache, "MAX_TABLES", 2)
-    device_cache._kept.clear()
+    monkeypatch.setattr(device_tables, "MAX_TABLES", 2)
+    device_tables._kept.clear()
     made = [0]
 
     class Other(torch.Tensor):
@@ -99,9 +99,9 @@ def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytes
                 others[0].join(0.2)  # waits, if it must, for the first
             return found
 
-    monkeypatch.setattr(device_cache, "MAX_TABLES", 1)
-    monkeypatch.setattr(device_cache, "_kept", Meeting())
+    monkeypatch.setattr(device_tables, "MAX_TABLES", 1)
+    monkeypatch.setattr(device_tables, "_kept", Meeting())
     for _ in range(2):
         assert on_device(("first",), lambda: torch.tensor(1), cpu) == 1
     others[0].join()
-    assert [int(each) for each in device_cache._kept.values()] == [2]
+    assert [int(each) for each in device_tables._kept.values()] == [2]

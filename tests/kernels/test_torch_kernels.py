@@ -9,12 +9,10 @@ import torch
 
 from kernel_calls import asked, wanted
 from thinwire.kernels import torch_kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, round_all_into, round_into
-from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Subtraction, round_all_into, round_into
+from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
-
-KERNELS = TorchKernels()
 
 
 def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -144,7 +142,7 @@ def test_a_step_is_the_mathematics_of_the_paper(
     for left, right, projection, m in zip(lefts, rights, own, whole, strict=True):
         torch.testing.assert_close(left, right @ m.mT, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(projection, left @ m, rtol=1e-4, atol=1e-1)
-    bases = KERNELS.orthonormal_rows(lefts)
+    bases = KERNELS.orthonormal_rows([Rows(left) for left in lefts])
     own = KERNELS.projections(asked(groups, bases, loss_scale, add_error=False))
     found = [Factors(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)]
     errors = [[torch.empty_like(m) for m in groups[0].matrices], None]
@@ -162,7 +160,7 @@ def test_what_was_sent_is_subtracted() -> None:
         group.matrices[0].clone(),
         Factors(factor_of(1, 2, 33), factor_of(1, 2, 18), factor_of(1, 2, 18), False),
     )
-    KERNELS.subtract_own([group], [factors])
+    KERNELS.subtract_own([Subtraction(group, factors)])
     torch.testing.assert_close(group.matrices[0], before - factors.own[0].t() @ factors.basis[0])
 
 
@@ -188,3 +186,23 @@ def test_what_a_gradient_cannot_hold_goes_to_its_residual(
         assert torch.equal(gradient, mean)
         assert torch.equal(error, was if healthy is False else rest)
     assert errors[0][3] > 1e5 or healthy is False
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_what_a_type_cannot_hold_stays_in_the_residual(dtype: torch.dtype, scale: float | None) -> None:
+    """Without one it is cut to the range."""
+    mean = torch.tensor([1e6, -1e6, 3e38, 1.0009765, 1e-9, 0.0])
+    gradient, forgotten, error = (
+        torch.zeros(6, dtype=dtype),
+        torch.zeros(6, dtype=dtype),
+        torch.full((6,), 0.5),
+    )
+    loss_scale = None if scale is None else torch.tensor(scale)
+    round_into(gradient, mean, error, loss_scale)
+    round_into(forgotten, mean, None, loss_scale)
+    assert torch.equal(gradient, forgotten)
+    assert gradient.isfinite().all()
+    assert error.isfinite().all()
+    assert dtype != torch.float16 or gradient[:3].tolist() == [65504.0, -65504.0, 65504.0]
+    torch.testing.assert_close(gradient.double() + (error.double() - 0.5) * (scale or 1.0), mean.double())

@@ -295,11 +295,9 @@ def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.M
     here = threading.local()
     triton = dispatch.Backend(
         "Triton",
-        lambda like, matrix_rank: True,
         lambda: None if here.rank == 1 else dispatch.TORCH.load(),
-        lambda like: False,
-        lambda: None,
-        version=lambda: "3.6.0",
+        lambda: "3.6.0",
+        serves_codes=lambda like: False,
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
     engines = [Engine(POWER, transport) for transport in InProcessTransport.group(3)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.kernels.triton.triton_bases import basis_constants
+from thinwire.kernels.triton.triton_kernels import basis_constants
 
 pytestmark = [
     pytest.mark.skipif(

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from catalog import spec
-from thinwire.kernels.torch_codes import TorchCodes
-from thinwire.kernels.triton.triton_codes import ELEMENTS, TritonCodes
+from thinwire.kernels.base import Averaging
+from thinwire.kernels.torch_codes import CODES as PYTORCH
+from thinwire.kernels.triton.triton_codes import CODES as TRITON
+from thinwire.kernels.triton.triton_codes import ELEMENTS
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded
 from thinwire.tensors.rounding import Draws, draws_for
@@ -23,7 +25,6 @@ every_bits = pytest.mark.parametrize(
 )
 SHORT = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 WHOLE = Blocks((144, 288), 144, 2)
-TRITON, PYTORCH = TritonCodes(), TorchCodes()
 
 
 def numbers(blocks: Blocks, seed: int = 0) -> torch.Tensor:
@@ -69,7 +70,7 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     lost = [torch.empty(own.stop, blocks.block) for _ in range(2)]
     of_own = None if draws is None else draws.of(own)
     means = [
-        kernels.averaged(received, blocks, own, codebook, of_own, each, torch.float32)
+        kernels.averaged(Averaging(received, blocks, own, codebook, of_own, each, torch.float32))
         for kernels, each in zip((TRITON, PYTORCH), lost, strict=True)
     ]
     assert are_equal(*means)

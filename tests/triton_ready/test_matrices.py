@@ -13,18 +13,16 @@ from kernel_calls import asked, wanted
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Factors, MatrixGroup, Write
-from thinwire.kernels.torch_kernels import TorchKernels
-from thinwire.kernels.triton.triton_codes import TritonCodes
-from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS, TritonKernels
+from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Write
+from thinwire.kernels.torch_kernels import LOW_RANK as PYTORCH
+from thinwire.kernels.triton.triton_kernels import LOW_RANK as TRITON
+from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS, TABLES
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
-
-TRITON, PYTORCH = TritonKernels(), TorchKernels()
 
 
 class Drawing:
@@ -155,16 +153,16 @@ def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
     batches[0][0, 2] = 2 * batches[0][0, 0] - batches[0][0, 1]
     batches[0][1, 1] = 0
     drawn = [draw(*batch.shape[1:]) for batch in batches]
-    for instead in (None, drawn):
+    for instead in ([None, None], drawn):
         given = [[batch.clone() for batch in batches] for _ in range(2)]
         found, expected = (
-            kernels.orthonormal_rows(each, instead)
+            kernels.orthonormal_rows([Rows(*pair) for pair in zip(each, instead, strict=True)])
             for kernels, each in zip((TRITON, PYTORCH), given, strict=True)
         )
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
         assert not found[0][0, 2].any()
-        assert found[0][1, 1].any() == (instead is not None)
+        assert found[0][1, 1].any() == (instead is drawn)
 
 
 @pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
@@ -182,13 +180,13 @@ def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> No
     for kernels in (TRITON, PYTORCH):
         draw = Drawing()
         items = [
-            Write(torch.zeros(5000), draw(5000), None),
-            Write(torch.zeros(3, dtype=torch.float16), draw(3), None),
-            Write(torch.zeros(0), draw(0), None),
-            *(Write(draw(2, 7), None, draw(2, 7)) for _ in range(2)),
+            Write(torch.zeros(5000), draw(5000), None, flag),
+            Write(torch.zeros(3, dtype=torch.float16), draw(3), None, flag),
+            Write(torch.zeros(0), draw(0), None, flag),
+            *(Write(draw(2, 7), None, draw(2, 7), flag) for _ in range(2)),
         ]
         new, old = items[-1].target.clone(), items[-1].unhealthy
-        written = kernels.write(items, flag)
+        written = kernels.write(items)
         assert old is not None
         assert torch.equal(written[-1], old if healthy is False else new)
         assert written[0].isnan().all() == (healthy is False)
@@ -202,9 +200,8 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = replace(
         dispatch.TRITON,
         serves=lambda like, matrix_rank: like.dtype in TRITON.gradient_types,
-        load=lambda: TRITON,
+        load=lambda: TABLES,
         serves_codes=lambda like: True,
-        load_codes=TritonCodes,
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)

@@ -15,6 +15,7 @@ from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
+from thinwire.kernels.base import Averaging
 from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
@@ -172,7 +173,7 @@ class QuantizePlan(BucketPlan):
         # By parameter and place, not by member: whoever averages a block draws the same for it.
         draws = self._draws(memory, bucket, OF_THE_MEAN)
         of_share = None if draws is None else draws.of(own)
-        mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, values.dtype)
+        mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, values.dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.

@@ -14,6 +14,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
 from thinwire.algorithms.topk_message import SCALE_DTYPE, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
+from thinwire.kernels.base import SentEntries
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
@@ -205,8 +206,8 @@ class TopKPlan(BucketPlan):
         if not by_senders:
             values = values / len(sent.places)
         kept = self.message.chunks_on(result.device)[2]
-        kernels = entry_kernels_for(result)
-        kernels.add(result, sent.places, values, sent.values, kept, by_senders=by_senders)
+        entries = SentEntries(sent.places, values, sent.values, kept, by_senders)
+        entry_kernels_for(result).add(result, entries)
         return result
 
     def _note(self, memory: Memory, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -7,7 +7,6 @@ skinny products are several times faster that way.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -22,7 +21,7 @@ from thinwire.tensors.layout import in_one_piece
 # the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.
 DEPENDENT_BELOW = 1e-10
 
-# So many are rounded at a time on the CPU: they stay in a core's cache with what is lost of them.
+# As many as are rounded at a time on the CPU: they stay in a core's cache with what is lost of them.
 ROUNDED_ELEMENTS = 1 << 16
 
 
@@ -32,8 +31,8 @@ class MatrixGroup:
 
     Attributes:
         labels: One for each matrix, the key of its factor in memory.
-        matrices: M, each (rows, columns), in fp32 or fp64, or of the backend's types of gradients; on entry
-            the gradients alone.
+        matrices: M, each (rows, columns), in fp32 or fp64, or in one of the backend's types of gradients; on
+            entry the gradients alone.
         errors: The residual of each, (rows, columns); None if there is none.
         matrix_rank: r.
     """
@@ -62,10 +61,12 @@ class Factors:
     mean: torch.Tensor
     basis_is_left: bool = True
 
-    def pair(self, projection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair(self, projection: torch.Tensor) -> Pair:
         """Return (left, right): leftᵀ right approximates what `projection`, own or mean, is of."""
         return (self.basis, projection) if self.basis_is_left else (projection, self.basis)
 
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
@@ -87,6 +88,13 @@ class Asked(NamedTuple):
     add_error: bool
 
 
+class Subtraction(NamedTuple):
+    """A group from which is to be taken what an iteration has sent of it."""
+
+    group: MatrixGroup
+    factors: Factors
+
+
 class Reconstruction(NamedTuple):
     """A group that is to become the mean.
 
@@ -94,7 +102,7 @@ class Reconstruction(NamedTuple):
         group: Every matrix is M less the own projections of all terms but the last.
         errors: Where to write the new residual of each matrix, (rows, columns); None to forget it. They may
             be the tensors that the group itself has as `errors`.
-        terms: The iterations of the step; their approximations add up.
+        terms: The iterations of the step.
         loss_scale: As of `Asked`.
         is_healthy: One bool for the step, not read back: if it is false, errors stay as they were and
             gradients become NaN. None for true.
@@ -108,49 +116,45 @@ class Reconstruction(NamedTuple):
     is_healthy: torch.Tensor | None = None
     spare: torch.Tensor | None = None
 
+    @property
+    def sent(self) -> Pair:
+        """The factors of what this process has sent last."""
+        return self.terms[-1].pair(self.terms[-1].own)
+
+    @property
+    def means(self) -> list[Pair]:
+        """The factors of the mean, of each term."""
+        return [term.pair(term.mean) for term in self.terms]
+
 
 class Write(NamedTuple):
     """What becomes of a tensor at the end of a step.
 
     Attributes:
-        target: Contiguous.
+        target: Contiguous; given away if it is to stay in a healthy step.
         healthy: What it becomes in a healthy step, contiguous, in any floating type; None to leave it as it
             is.
         unhealthy: What it becomes in any other, contiguous, of its shape and type; None for NaN.
+        is_healthy: As of `Reconstruction`.
     """
 
     target: torch.Tensor
     healthy: torch.Tensor | None
     unhealthy: torch.Tensor | None
+    is_healthy: torch.Tensor | None
 
 
-def shape_groups(batches: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return which batches are to be treated as one, by index.
+class Rows(NamedTuple):
+    """Factors whose rows are to become orthonormal.
 
-    On accelerators those of matrices of one shape, type and device; on the CPU each is one.
+    Attributes:
+        rows: fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.
+        drawn: What replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave
+            them.
     """
-    found: dict[object, list[int]] = defaultdict(list)
-    for index, batch in enumerate(batches):
-        # Joined they are copied, which costs less than launches; on the CPU there is only the copy.
-        is_joined = accelerators.pays_per_launch(batch.device)
-        found[(batch.shape[1:], batch.dtype, batch.device) if is_joined else index].append(index)
-    return list(found.values())
 
-
-def joined(batches: Sequence[torch.Tensor], group: Sequence[int]) -> torch.Tensor:
-    """Return the batches of a shape group as one."""
-    return batches[group[0]] if len(group) == 1 else torch.cat([batches[index] for index in group])
-
-
-def parted(
-    wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
-    """Return what was made of the shape groups, batch by batch: views."""
-    results: dict[int, torch.Tensor] = {}
-    for whole, group in zip(wholes, groups, strict=True):
-        sizes = [len(batches[index]) for index in group]
-        results.update(zip(group, whole.split_with_sizes(sizes), strict=True))
-    return [results[index] for index in range(len(batches))]
+    rows: torch.Tensor
+    drawn: torch.Tensor | None = None
 
 
 def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -163,18 +167,6 @@ def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     return rows.addcmul_(is_dead.to(rows.dtype), drawn)
 
 
-def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
-    """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one."""
-    matrix.add_(error if loss_scale is None else error * loss_scale)
-
-
-def add_errors(group: MatrixGroup, loss_scale: torch.Tensor | None) -> None:
-    """Add its residual to every matrix of a group, in units of the scaled loss."""
-    for matrix, error in zip(group.matrices, group.errors, strict=True):
-        if error is not None:
-            add_scaled(matrix, error, loss_scale)
-
-
 def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """Return flat gradients in a wider type: copies, on accelerators all in one tensor."""
     if not gradients or gradients[0].dtype == dtype:
@@ -185,6 +177,12 @@ def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
     wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
     torch._foreach_copy_(list(wide), list(gradients))
     return list(wide)
+
+
+def one_without_gaps(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors as one flat view, if they lie so with nothing between them."""
+    whole = in_one_piece(tensors)
+    return whole if whole is not None and whole.numel() == sum(each.numel() for each in tensors) else None
 
 
 def round_all_into(
@@ -213,10 +211,8 @@ def round_all_into(
         if loss_scale is not None:
             torch._foreach_div_(kept, loss_scale)
         if is_healthy is not None:
-            is_unhealthy, whole = ~is_healthy, in_one_piece(kept)
-            # Copies mostly lie so. Not with what lies between: that is another's.
-            is_dense = whole is not None and whole.numel() == sum(mean.numel() for mean in kept)
-            for mean in [whole] if whole is not None and is_dense else kept:
+            is_unhealthy, whole = ~is_healthy, one_without_gaps(kept)
+            for mean in kept if whole is None else [whole]:
                 # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
                 mean.masked_fill_(is_unhealthy, 0.0)
         torch._foreach_add_(known, kept)

@@ -7,73 +7,68 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.kernels.base import CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels
 from thinwire.tensors.accelerators import pays_per_launch
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import Draws
 
-# So many are coded at a time on the CPU: they stay in a core's cache.
+# As many as are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3
 
 
-class TorchCodes(CodeKernels):
-    """PyTorch's operations on a row for each block; see `CodeKernels` for what each method does."""
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+    """Code a row for each block; if some are short, rows of a copy that is filled up with zeros."""
+    codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+    return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
-    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
-        """As `CodeKernels.encoded`; where blocks are short, a copy is filled up with zeros."""
-        codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
-        return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
-    def averaged(
-        self,
-        received: Coded,
-        blocks: Blocks,
-        own: slice,
-        codebook: Codebook,
-        draws: Draws | None,
-        lost: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> Coded:
-        """As `CodeKernels.averaged`."""
-        members, num_blocks = len(received.message), own.stop - own.start
-        device, block = received.message.device, blocks.block
-        all_codes, all_scales = received.codes, received.scales
-        lengths = blocks.lengths(device)[own]
-        levels = levels_of(codebook, dtype, device)
-        # In the memory of what is lost, which it is, less what it becomes when it is coded.
-        mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
-        for some in _cached(mean, copies=members):
-            sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
-            # Their scales were divided by the members: the sum is the mean, and as far from the range's end.
-            torch.sum(sent, 0, out=mean[some])
-            # Below four bits a zero decodes as a small number, which would count in the block's scale.
-            if not blocks.are_whole:
-                is_behind = torch.arange(block, device=device) >= lengths[some, None]
-                mean[some].masked_fill_(is_behind, 0)
-        codes, scales = _encoded(mean, lengths, codebook, draws)
-        if lost is not None:
-            for some in _cached(mean):
-                lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
-        return Coded.of(codes, scales, 1, blocks.share)
-
-    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-        """As `CodeKernels.decode`; where blocks are short, by way of a copy."""
-        block = blocks.block
-        levels = levels_of(codebook, flat.dtype, flat.device)
-        rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
-        codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
-        for some in _cached(rows):
-            rows[some] = _decoded(codes[some], scales[some], levels, block, codebook)
+def averaged(item: Averaging) -> Coded:
+    """Add up, member after member, and code again."""
+    received, blocks, own, codebook, draws, lost, dtype = item
+    members, num_blocks = len(received.message), own.stop - own.start
+    device, block = received.message.device, blocks.block
+    all_codes, all_scales = received.codes, received.scales
+    lengths = blocks.lengths(device)[own]
+    levels = levels_of(codebook, dtype, device)
+    # In the memory of what is lost, which it is, less what it becomes when it is coded.
+    mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
+    for some in _cached(mean, copies=members):
+        sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
+        # Their scales were divided by the members: the sum is the mean, and as far from the range's end.
+        torch.sum(sent, 0, out=mean[some])
+        # Below four bits a zero decodes as a small number, which would count in the block's scale.
         if not blocks.are_whole:
-            torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
+            is_behind = torch.arange(block, device=device) >= lengths[some, None]
+            mean[some].masked_fill_(is_behind, 0)
+    codes, scales = _encoded(mean, lengths, codebook, draws)
+    if lost is not None:
+        for some in _cached(mean):
+            lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
+    return Coded.of(codes, scales, 1, blocks.share)
 
-    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
-        """As `CodeKernels.remainder`."""
-        sent = torch.empty_like(flat)
-        self.decode(coded, blocks, codebook, sent)
-        return torch.sub(flat, sent, out=sent)
+
+def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+    """Decode a row for each block; if some are short, by way of a copy."""
+    block = blocks.block
+    levels = levels_of(codebook, flat.dtype, flat.device)
+    rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
+    codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
+    for some in _cached(rows):
+        rows[some] = _decoded(codes[some], scales[some], levels, block, codebook)
+    if not blocks.are_whole:
+        torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
+
+
+def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+    """Decode, and subtract that."""
+    sent = torch.empty_like(flat)
+    decode(coded, blocks, codebook, sent)
+    return torch.sub(flat, sent, out=sent)
+
+
+CODES = CodeKernels(encoded, averaged, decode, remainder)
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -83,7 +78,7 @@ def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> t
     return _levels_on(codebook, dtype, device)
 
 
-# Kept: made anew they would be copied from the host in every step, and it waits for such a copy.
+# Kept: else they would be copied from the host in every step, and it waits for such a copy.
 @lru_cache(maxsize=32)
 def _levels_on(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(codebook.levels, dtype=dtype, device=device)
@@ -114,11 +109,10 @@ def _encoded(
         if draws is None:
             places = _nearest(units, levels, codebook)
         else:
-            # Without the end levels: beyond those a number is rounded to one of the last two, as well as it
-            # goes.
+            # Without the end levels: a number beyond those is rounded to one of the last two.
             lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
             upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
-            # By chance the one or the other of the two levels around each number, so that their mean is it.
+            # By chance one of the two levels around each number, so that their mean is the number.
             uniform = draws.of(some).uniform(block, rows.dtype)
             places = (lower + (uniform < upper_share)).to(torch.uint8)
         codes[some] = pack(places, codebook.bits)

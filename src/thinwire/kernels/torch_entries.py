@@ -6,40 +6,29 @@ import math
 
 import torch
 
-from thinwire.kernels.base import EntryKernels
+from thinwire.kernels.base import EntryKernels, SentEntries
 from thinwire.tensors.blocks import Chunks
 
 
-class TorchEntries(EntryKernels):
-    """PyTorch's operations on a row for each chunk; see `EntryKernels` for what each method does."""
+def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take a row for each chunk."""
+    rows = chunks.rows(flat)
+    positions = _largest(rows, chunks.kept)
+    return positions, rows.gather(1, positions)
 
-    def largest(self, flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `EntryKernels.largest`."""
-        rows = chunks.rows(flat)
-        positions = _largest(rows, chunks.kept)
-        return positions, rows.gather(1, positions)
 
-    def add(
-        self,
-        result: torch.Tensor,
-        places: torch.Tensor,
-        values: torch.Tensor,
-        sent: torch.Tensor,
-        kept: torch.Tensor,
-        *,
-        by_senders: bool,
-    ) -> None:
-        """As `EntryKernels.add`."""
-        if by_senders:
-            # The result itself counts the senders: another tensor of its length would cost more than all
-            # else.
-            for where, own in zip(places, sent, strict=True):
-                result.index_add_(0, where, (own != 0).to(result.dtype))
-            values = values / result[places].clamp_min_(1)
-            result[places] = 0
-        # Member after member, in one order everywhere: so all get the same bits, whatever the sums round.
-        for where, own in zip(places, values, strict=True):
-            result.index_add_(0, where, own)
+def add(result: torch.Tensor, entries: SentEntries) -> None:
+    """Add what members have sent; in between, count the senders in the result itself if asked to."""
+    places, values, sent, _, by_senders = entries
+    if by_senders:
+        # Another tensor of the result's length would cost more than all else.
+        for where, own in zip(places, sent, strict=True):
+            result.index_add_(0, where, (own != 0).to(result.dtype))
+        values = values / result[places].clamp_min_(1)
+        result[places] = 0
+    # Member after member, in one order everywhere: so all get the same bits, whatever the sums round.
+    for where, own in zip(places, values, strict=True):
+        result.index_add_(0, where, own)
 
 
 def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
@@ -58,3 +47,6 @@ def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
     best = candidates.topk(kept, sorted=False).indices
     return (best // kept * num_groups + groups.gather(1, best % kept)).sort(1).values
+
+
+ENTRIES = EntryKernels(largest, add)

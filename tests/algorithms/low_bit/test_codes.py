@@ -12,7 +12,7 @@ import torch
 from catalog import spec
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import draws_for
@@ -24,13 +24,13 @@ BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 @pytest.fixture(params=["torch", "numba"])
 def kernels(request: pytest.FixtureRequest) -> CodeKernels:
     if request.param == "torch":
-        return dispatch.TORCH.load_codes() or pytest.fail("PyTorch's are always there")
+        return dispatch.TORCH_TABLES.codes
     return numba_kernels()
 
 
 def numba_kernels() -> CodeKernels:
     pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
-    return dispatch.NUMBA.load_codes() or pytest.fail("Numba is there but can't be used")
+    return (dispatch.NUMBA.load() or pytest.fail("Numba is there but can't be used")).codes
 
 
 def numbers(blocks: Blocks = BLOCKS, seed: int = 0) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], BLOCKS.share)
     lost = torch.empty(own.stop - own.start, 64)
-    mean = kernels.averaged(received, BLOCKS, own, codebook, None, lost, torch.float32)
+    mean = kernels.averaged(Averaging(received, BLOCKS, own, codebook, None, lost, torch.float32))
     true = np.mean([flat.double().numpy() for flat in values], axis=0)
     levels = np.array(codebook.levels)
     blocks = list(reference_blocks(BLOCKS, true))[own]
@@ -157,8 +157,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
 @pytest.mark.parametrize("block", [16, 64, 144])
 def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     """Decoded to the bit: members of one group may have other kernels."""
-    compiled, plain = numba_kernels(), dispatch.TORCH.load_codes()
-    assert plain is not None
+    compiled, plain = numba_kernels(), dispatch.TORCH_TABLES.codes
     blocks, codebook = Blocks((2500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
     flat = numbers(blocks)
     mine, theirs = (each.encoded(flat, blocks, codebook, None) for each in (compiled, plain))
@@ -202,12 +201,12 @@ def test_sizes_near_the_ends_of_the_range_have_finite_scales(
 
 def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits for what it copies; of tensors without values it would copy nothing else."""
-    kernels = dispatch.TORCH.load_codes() or pytest.fail("PyTorch's are always there")
+    kernels = dispatch.TORCH_TABLES.codes
     flat, blocks = torch.empty(128, device="meta"), Blocks((128,), 64, 1)
 
     def step() -> None:
         coded = kernels.encoded(flat, blocks, CODEBOOKS[4], None)
-        kernels.averaged(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32)
+        kernels.averaged(Averaging(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32))
         kernels.decode(coded, blocks, CODEBOOKS[4], flat)
 
     step()

@@ -16,25 +16,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import round_into
 from thinwire.simulation import Simulation
-
-
-@pytest.mark.parametrize("scale", [None, 4.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_what_a_type_cannot_hold_stays_owed(dtype: torch.dtype, scale: float | None) -> None:
-    mean = torch.tensor([1e6, -1e6, 3e38, 1.0009765, 1e-9, 0.0])
-    gradient, error = torch.zeros(6, dtype=dtype), torch.full((6,), 0.5)
-    round_into(gradient, mean, error, None if scale is None else torch.tensor(scale))
-    assert gradient.isfinite().all()
-    assert error.isfinite().all()
-    torch.testing.assert_close(gradient.double() + (error.double() - 0.5) * (scale or 1.0), mean.double())
-
-
-def test_without_error_feedback_it_is_cut_to_the_range() -> None:
-    gradient = torch.zeros(2, dtype=torch.float16)
-    round_into(gradient, torch.tensor([1e6, -1e6]), None, None)
-    assert gradient.tolist() == [65504.0, -65504.0]
 
 
 @pytest.mark.parametrize("alternating", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch.nn.functional import pad
@@ -12,13 +11,14 @@ from torch.nn.functional import pad
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.factor_messages import average_factors
+from thinwire.algorithms.lowrank.factors import FactorMessages
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
-from thinwire.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, round_all_into
+from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, round_all_into
 from thinwire.plan import ParameterSpec
+from thinwire.tensors.layout import as_one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class BatchedPlan(LowRankPlan):
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """As `LowRankPlan.compress`: two rounds for each power iteration."""
         (route,) = self.compressed
-        if route.matrix_shape is None or route.matrix_rank is None:
-            raise AssertionError("a compressed route has a shape and a rank")
+        assert route.matrix_shape is not None
+        assert route.matrix_rank is not None
         label, (rows, columns), scale = route.label, route.matrix_shape, bucket.loss_scale
         # The bucket itself, unless it is of 16 bits: it takes up the residual, and the mean, in place.
         flat = bucket.flat.to(bucket.specs[0].memory_dtype)
@@ -89,32 +89,28 @@ class BatchedPlan(LowRankPlan):
         # All full rows where they lie, and a copy of the last one if the bucket ends within it: to fill up
         # the whole square would copy the bucket.
         heights = [len(matrix) for matrix in matrices]
-        dtype = self.config.message_dtype(bucket.flat.dtype)
-        received: list[torch.Tensor] = []
-        # Of one part: both are rows of one square, and have its right factor in common.
+        messages = FactorMessages(self.config.message_dtype(bucket.flat.dtype))
+        # One part is enough: both are rows of one square, and have its right factor in common.
         (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
             lefts = products([Asked(part, right, scale, iteration == 0) for part in parts])
             # As of the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
-            arrived = yield from average_factors([left], dtype, as_sent=False)
-            received.append(arrived.received)
-            (left,) = yield Jointly(orthonormal_rows, arrived.means)
+            _, (mean,) = yield from messages.average([left], as_sent=False)
+            (left,) = yield Jointly(orthonormal_bases, [Rows(mean)])
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
             # P̂ᵀ M of both parts' rows adds up to that of the whole square.
             asked = [Asked(*each, scale, add_error=False) for each in zip(parts, lefts, strict=True)]
             owns = projections(asked)
             own = sum(owns[1:], start=owns[0])
-            arrived = yield from average_factors([own], dtype, as_sent=True)
-            received.append(arrived.received)
-            (own,), (mean,) = arrived.own, arrived.means
+            (own,), (mean,) = yield from messages.average([own], as_sent=True)
             if iteration + 1 < self.config.power_iterations:
-                (right,) = yield Jointly(orthonormal_rows, [mean])
+                (right,) = yield Jointly(orthonormal_bases, [Rows(mean)])
         if self.config.error_feedback and residual is None:
             residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
         remembered = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
-        is_healthy = yield Commit(AllFinite(tuple(received)), writes_where=True)
+        is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=True)
         remembered = yield from self.written(memory, [[label]], starts, remembered, is_healthy)
         reconstructions = [
             Reconstruction(
@@ -159,9 +155,5 @@ def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
         return None
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
-    # In place where memory has it in one piece: so it is, once there was a step with this bucket.
-    storages = {error.untyped_storage().data_ptr() for error in errors}
-    ends = accumulate((error.numel() for error in errors), initial=errors[0].storage_offset())
-    if len(storages) == 1 and [error.storage_offset() for error in errors] == list(ends)[:-1]:
-        return errors[0].as_strided((bucket.flat.numel(),), (1,))
-    return torch.cat(errors)
+    # In place if memory has it in one piece, as it does once there was a step with this bucket.
+    return as_one(errors)

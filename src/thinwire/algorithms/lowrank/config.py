@@ -42,12 +42,7 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
 
 @dataclass(frozen=True)
 class LowRankRoute(Route):
-    """How a gradient travels: uncompressed, or as the two factors of a low-rank matrix.
-
-    Attributes:
-        matrix_shape: (rows, columns) of the compressed matrix, None if it is not compressed.
-        matrix_rank: Rank of its approximation, None if it is not compressed.
-    """
+    """How a gradient travels: uncompressed, or as two factors of a matrix of (rows, columns)."""
 
     matrix_shape: tuple[int, int] | None = None
     matrix_rank: int | None = None
@@ -71,25 +66,16 @@ class LowRank(Algorithm):
     power_iterations: int = 1
 
     def __post_init__(self) -> None:
+        # In Python's own types: members compare settings as text, where a NumPy number would differ.
         for name, check in CHECKS.items():
-            self._keep(name, check(name, getattr(self, name)))
+            object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.wire_dtype is not None:
-            self._keep("wire_dtype", short_name_of(self.wire_dtype))
-
-    def _keep(self, name: str, value: object) -> None:
-        """Set what a setting was given as, in Python's own types."""
-        # Members compare settings as text, where a NumPy number would differ from Python's.
-        object.__setattr__(self, name, value)
+            object.__setattr__(self, "wire_dtype", short_name_of(self.wire_dtype))
 
     def sends_uncompressed(self, names: Iterable[str], memory: Memory) -> bool:
-        """Return whether a step compresses nothing: in the warm-up, and to send a residual without feedback.
-
-        Args:
-            names: Of the bucket's parameters.
-            memory: Before the step.
-        """
+        """Return whether nothing is compressed: in the warm-up, or to send a residual without feedback."""
         has_residual = not memory[ERROR].keys().isdisjoint(names)
-        # Without feedback nobody would ever add to it again, or send it: all of it goes in one step.
+        # Without feedback no step would add it to a gradient, or send it: all of it goes in one step.
         return memory.step < self.warmup_steps or (has_residual and not self.error_feedback)
 
     @property
@@ -100,13 +86,7 @@ class LowRank(Algorithm):
     def matrix_rank_of(
         self, shape: tuple[int, int], dtype: torch.dtype, wanted: int | None = None
     ) -> int | None:
-        """Return the matrix rank at which a matrix is compressed; None if that saves too few bytes.
-
-        Args:
-            shape: (rows, columns).
-            dtype: Of the gradient.
-            wanted: The matrix rank; None for `matrix_rank`.
-        """
+        """Return the matrix rank at which a matrix is compressed; None if that saves too few bytes."""
         rows, columns = shape
         matrix_rank = min(wanted or self.matrix_rank, rows, columns)
         factor_bytes = self.factor_bytes(shape, matrix_rank, dtype)
@@ -115,35 +95,21 @@ class LowRank(Algorithm):
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which the messages of a bucket of `dtype` travel."""
-        return (
-            torch.promote_types(dtype, torch.float32)
-            if self.wire_dtype is None
-            else self.uncompressed_dtype(dtype)
-        )
+        wide = torch.promote_types(dtype, torch.float32)
+        return wide if self.wire_dtype is None else self.uncompressed_dtype(dtype)
 
     def uncompressed_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in which a bucket of `dtype` travels where nothing of it is compressed."""
         return dtype if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
 
     def uncompressed_route(self, spec: ParameterSpec, dtype: torch.dtype) -> LowRankRoute:
-        """Return the route of a parameter that is not compressed and travels in a type.
-
-        Args:
-            spec: The parameter.
-            dtype: What it is sent in.
-        """
+        """Return the route of a parameter that is not compressed and travels in a type."""
         return LowRankRoute((spec.name,), spec.gradient_bytes, spec.numel * dtype.itemsize)
 
     def compressed_route(
         self, specs: Sequence[ParameterSpec], shape: tuple[int, int], matrix_rank: int
     ) -> LowRankRoute:
-        """Return the route of parameters that are one matrix.
-
-        Args:
-            specs: Several only where a whole bucket is one.
-            shape: (rows, columns).
-            matrix_rank: Of its factors.
-        """
+        """Return the route of parameters that are one matrix; several only if a whole bucket is one."""
         return LowRankRoute(
             tuple(spec.name for spec in specs),
             sum(spec.gradient_bytes for spec in specs),
@@ -155,13 +121,7 @@ class LowRank(Algorithm):
         )
 
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
-        """Return the bytes that the left and right factors of one matrix take in a step, on average.
-
-        Args:
-            shape: (rows, columns).
-            matrix_rank: Of the factors.
-            dtype: Of the gradient.
-        """
+        """Return the bytes that the left and right factors of one matrix take in a step, on average."""
         # Alternating, a step sends one side alone, so on average half a pair: both sides count half.
         return int(matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.factor_pairs)
 

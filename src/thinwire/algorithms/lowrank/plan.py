@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed, wire_dtype_of
-from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.factors import Round, StartingBases, fitted
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import Jointly, Message, Request, Requests
-from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import name_of_kernels_for
+from thinwire.algorithms.requests import Jointly, Requests
+from thinwire.kernels.batching import batched, split_as
+from thinwire.kernels.dispatch import name_of_kernels_for, write
 from thinwire.kernels.matrices import Terms, Write
 from thinwire.tensors import accelerators
 
 MAX_NAMES = 4
 
+Kept: TypeAlias = dict[Slot, dict[str, torch.Tensor]]
+"""Tensors by slot and label."""
+
 
 @dataclass(frozen=True)
 class LowRankPlan(BucketPlan):
-    """How a bucket travels as factors.
-
-    Attributes:
-        routes: Of each parameter, or of the bucket.
-        config: The settings.
-    """
+    """How a bucket travels as factors: routes of each parameter, or of the bucket."""
 
     routes: tuple[LowRankRoute, ...]
     config: LowRank
@@ -50,11 +48,7 @@ class LowRankPlan(BucketPlan):
     def kernels(self, device: torch.device) -> set[str]:
         """As `BucketPlan.kernels`: bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
-        kinds = {
-            (dtypes[route.names[0]], route.matrix_rank)
-            for route in self.compressed
-            if route.matrix_rank is not None
-        }
+        kinds = {(dtypes[each.names[0]], each.matrix_rank) for each in self.compressed if each.matrix_rank}
         return {
             name_of_kernels_for(torch.empty(1, dtype=dtype, device=device), matrix_rank)
             for dtype, matrix_rank in kinds
@@ -80,37 +74,39 @@ class LowRankPlan(BucketPlan):
 
     def to_remember(
         self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
-    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
+    ) -> Round[Kept]:
         """Return what to keep of the groups of a bucket behind the commit, in units of the unscaled loss."""
-        # Of the last iteration: the next step starts where this one has ended.
+        # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
+        # what a process has not sent is measured against all that it has.
         factors = [of_group[-1].mean for of_group in terms]
-        # Of all: what a process has not sent is measured against all that it has.
         owns = [[term.own.flatten(1) for term in of_group] for of_group in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
             scaled = [(each, bucket.loss_scale) for each in [*factors, *sent]]
             divided = yield Jointly(all_divided, scaled)
             factors, sent = divided[: len(factors)], divided[len(factors) :]
-        kept: dict[Slot, Sequence[torch.Tensor]] = {}
+        kept: Kept = {}
         if self.config.warm_start:
+            kept[FACTOR] = by_label(labels, factors)
             bases = yield from self.bases.ahead(memory, factors)
-            kept = {FACTOR: factors} if bases is None else {FACTOR: factors, BASIS: bases}
+            if bases is not None:
+                kept[BASIS] = by_label(labels, bases)
         if self.config.error_feedback:
-            kept[SENT] = sent
-        return {slot: by_label(labels, batches) for slot, batches in kept.items()}
+            kept[SENT] = by_label(labels, sent)
+        return kept
 
     def written(
         self,
         memory: Memory,
         labels: Sequence[Sequence[str]],
         starts: Sequence[torch.Tensor],
-        remembered: dict[Slot, dict[str, torch.Tensor]],
+        remembered: Kept,
         is_healthy: torch.Tensor | None,
         beside: Sequence[Write] = (),
-    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
+    ) -> Round[Kept]:
         """Write something behind the commit; return what memory is to keep: what it has if not healthy."""
         writes = list(beside)
-        # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
+        # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not healthy.
         if is_healthy is not None:
             before = {slot: memory[slot] for slot in remembered}
             before[BASIS] = by_label(labels, starts)
@@ -119,12 +115,13 @@ class LowRankPlan(BucketPlan):
                 for slot, tensors in remembered.items()
                 for label, tensor in tensors.items()
             ]
-            # Zeros where there was nothing like it: in the first step, and where `alternating` turns.
+            # Zeros if there was nothing like it: in the first step, and where `alternating` turns.
             missing = [tensor for tensor, old in was if old is None]
             zeros = iter((yield Jointly(all_zeros, missing)) if missing else ())
-            writes += [Write(tensor, None, next(zeros) if old is None else old) for tensor, old in was]
-        # Not from here, bucket by bucket: on an accelerator one launch writes what all of them leave.
-        placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
+            for tensor, old in was:
+                writes.append(Write(tensor, None, next(zeros) if old is None else old, is_healthy))
+        # For all buckets: on an accelerator one launch writes what all of them leave.
+        placed = yield Jointly(write, writes)
         if is_healthy is None:
             return remembered
         kept = iter(placed[len(beside) :])
@@ -205,32 +202,18 @@ def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Return tensors over their loss scales: a step has one scale for all tensors on a device."""
-    by_scale: dict[int, list[int]] = {}
-    for index, (_, scale) in enumerate(items):
-        # Compare by identity: to compare the numbers, the host would wait for the device.
-        by_scale.setdefault(id(scale), []).append(index)
-    results: dict[int, torch.Tensor] = {}
-    for some in by_scale.values():
-        divided = torch._foreach_div([items[index][0] for index in some], items[some[0]][1])
-        results.update(zip(some, divided, strict=True))
-    return [results[index] for index in range(len(items))]
 
+    def divided(some: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        return torch._foreach_div([tensor for tensor, _ in some], some[0][1])
 
-def all_written(items: Sequence[tuple[Write, torch.Tensor | None]]) -> list[torch.Tensor]:
-    """As `Kernels.write`, of all buckets."""
-    return dispatch.write([item for item, _ in items], items[0][1] if items else None)
+    # Scales are compared by identity: to compare the numbers, the host would wait for the device.
+    return batched(items, lambda item: id(item[1]), divided)
 
 
 def all_zeros(items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return zeros of the shapes and types of tensors, those of one type in one memory."""
-    kinds: dict[object, list[int]] = {}
-    for index, item in enumerate(items):
-        kinds.setdefault((item.device, item.dtype), []).append(index)
-    results: dict[int, torch.Tensor] = {}
-    for some in kinds.values():
-        sizes = [items[index].numel() for index in some]
-        parts = items[some[0]].new_zeros(sum(sizes)).split_with_sizes(sizes)
-        results.update(
-            (index, part.view(items[index].shape)) for index, part in zip(some, parts, strict=True)
-        )
-    return [results[index] for index in range(len(items))]
+
+    def zeros(some: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return split_as(some[0].new_zeros(sum(each.numel() for each in some)), [each.shape for each in some])
+
+    return batched(items, lambda item: (item.device, item.dtype), zeros)

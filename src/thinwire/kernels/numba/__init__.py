@@ -1,4 +1,1 @@
-"""The arithmetic of small matrix ranks on one thread of the CPU, compiled by Numba.
-
-`numba_kernels` is the backend; nothing of Numba is imported before that is.
-"""
+"""Arithmetic on the CPU, compiled by Numba. `tables` is the backend: until it is imported, Numba is not."""

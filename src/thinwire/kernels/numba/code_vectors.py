@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 
-from thinwire.kernels.numba.vectors import LANES, operation, vector
+from thinwire.kernels.numba.vectors import FLOAT, INT32, LANES, NUMBERS, call, operation, repeated, vector
 from thinwire.tensors.coded import CODEBOOKS
 
 WIDE = 64
 """So many numbers are a block of the usual length, and four of the longest registers there are."""
 
 
-FLOAT, INT8, INT16, INT32, INT64 = (
-    ir.FloatType(),
-    ir.IntType(8),
-    ir.IntType(16),
-    ir.IntType(32),
-    ir.IntType(64),
-)
-NUMBERS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
 WITHOUT_SIGN = 0x7FFFFFFF
 ROUNDING = 1.5 * 2.0**23
 """A number of fp32 around which there are whole ones only; its last byte is zero."""
@@ -40,11 +33,6 @@ def _all(kind: Any, value: float) -> Any:
 def _like(numbers: Any, element: Any) -> Any:
     """Return the type of as many elements."""
     return ir.VectorType(element, numbers.type.count)
-
-
-def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(builder.module.declare_intrinsic(name, (), kind), arguments)
 
 
 def _at(builder: Any, address: Any, kind: Any) -> Any:
@@ -87,7 +75,7 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
     # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
     # comparison of numbers would pass over it.
     bits = builder.bitcast(so_far, WORDS)
-    largest_bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
+    largest_bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
     return builder.bitcast(largest_bits, NUMBERS)
 
 
@@ -95,7 +83,7 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
 def largest(builder: Any, numbers: Any) -> Any:
     """Emit the largest of sixteen magnitudes; NaN is larger than all."""
     bits = builder.bitcast(numbers, WORDS)
-    return builder.bitcast(_call(builder, "llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
+    return builder.bitcast(call(builder, "vector.reduce.smax.v16i32", INT32, bits), FLOAT)
 
 
 def _without_sign(builder: Any, numbers: Any) -> Any:
@@ -114,7 +102,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
     """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers."""
     bits = builder.bitcast(so_far, WORDS)
     for quarter in _quarters(builder, address):
-        bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
+        bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
     return builder.bitcast(bits, NUMBERS)
 
 
@@ -122,7 +110,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
 def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
     """Emit sums, and to each the squares of four numbers times a factor."""
     for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        part = builder.fmul(quarter, repeated(builder, factor))
         sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
     return sums
 
@@ -131,78 +119,83 @@ def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
 def add_magnitudes(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
     """Emit sums, and to each the magnitudes of four numbers times a factor."""
     for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        part = builder.fmul(quarter, repeated(builder, factor))
         sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
     return sums
 
 
-def _repeated(builder: Any, number: Any, lanes: int) -> Any:
-    kind = ir.VectorType(FLOAT, lanes)
-    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
+    """Emit what is done for each number of bits, and the choice between them."""
+    # They are the same in a whole pass: LLVM takes the choice out of its loops.
+    chosen, usual, found = builder.append_basic_block("chosen"), 4, []
+    blocks = {each: builder.append_basic_block(f"bits_{each}") for each in CODEBOOKS}
+    choice = builder.switch(bits, blocks[usual])
+    for each, block in blocks.items():
+        if each != usual:
+            choice.add_case(INT64(each), block)
+        builder.position_at_end(block)
+        found.append((emit(each), builder.block))
+        builder.branch(chosen)
+    builder.position_at_end(chosen)
+    if found[0][0] is None:
+        return None
+    result = builder.phi(found[0][0].type)
+    for value, block in found:
+        result.add_incoming(value, block)
+    return result
 
 
-def _writer(bits: int) -> Any:
-    """Return the operation that writes the codes of sixteen numbers, in units of their scale."""
-
-    def emit(builder: Any, address: Any, units: Any) -> None:
-        _write(builder, bits, address, units)
-
-    return operation(types.void(types.int64, vector))(emit)
+@operation(types.void(types.int64, types.int64, vector))
+def write(builder: Any, bits: Any, address: Any, units: Any) -> None:
+    """Emit the store of the codes of sixteen numbers, in units of their scale."""
+    _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
 
 
-def _wide_writer(bits: int) -> Any:
-    """Return the operation that writes the codes of sixty-four numbers at an address, times a factor."""
-
-    def emit(builder: Any, address: Any, source: Any, factor: Any) -> None:
-        numbers = _wide(builder, source)
-        _write(builder, bits, address, builder.fmul(numbers, _repeated(builder, factor, WIDE)))
-
-    return operation(types.void(types.int64, types.int64, types.float32))(emit)
+@operation(vector(types.int64, types.int64))
+def read(builder: Any, bits: Any, address: Any) -> Any:
+    """Emit the load of sixteen levels."""
+    return _by_bits(builder, bits, lambda each: _read(builder, each, address, LANES))
 
 
-def _reader(bits: int) -> Any:
-    """Return the operation that reads sixteen levels."""
-
-    def emit(builder: Any, address: Any) -> Any:
-        return _read(builder, bits, address, LANES)
-
-    return operation(vector(types.int64))(emit)
+@operation(types.void(types.int64, types.int64, types.int64, types.float32))
+def write_wide(builder: Any, bits: Any, address: Any, source: Any, factor: Any) -> None:
+    """Emit the store of the codes of sixty-four numbers at an address, times a factor."""
+    units = builder.fmul(_wide(builder, source), repeated(builder, factor, WIDE))
+    _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
 
 
-def _wide_reader(bits: int) -> Any:
-    """Return the operation that reads sixty-four levels and writes them, times a factor."""
-
-    def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
-        levels = _read(builder, bits, address, WIDE)
-        # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the
-        # same to the bit with every backend.
-        _store_wide(builder, builder.fmul(levels, _repeated(builder, factor, WIDE)), target)
-
-    return operation(types.void(types.int64, types.float32, types.int64))(emit)
+@operation(types.void(types.int64, types.int64, types.float32, types.int64))
+def read_wide(builder: Any, bits: Any, address: Any, factor: Any, target: Any) -> None:
+    """Emit the store of sixty-four levels times a factor."""
+    levels = _by_bits(builder, bits, lambda each: _read(builder, each, address, WIDE))
+    # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the same
+    # to the bit with every backend.
+    _store_wide(builder, builder.fmul(levels, repeated(builder, factor, WIDE)), target)
 
 
-def _wide_adder(bits: int) -> Any:
-    """Return the operation that reads sixty-four levels and adds them, times a factor, to numbers."""
-
-    def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
-        levels = _read(builder, bits, address, WIDE)
-        # A sum of members is coded again before anybody decodes it, so its last bits are free.
-        added = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=("contract",))
-        _store_wide(builder, builder.fadd(_wide(builder, target), added, flags=("contract",)), target)
-
-    return operation(types.void(types.int64, types.float32, types.int64))(emit)
+@operation(types.void(types.int64, types.int64, types.float32, types.int64))
+def add_wide(builder: Any, bits: Any, address: Any, factor: Any, target: Any) -> None:
+    """Emit the sum of numbers and of sixty-four levels times a factor, in place."""
+    # Product and sum are rounded one by one, as PyTorch's are. Without any flag Numba would add its own.
+    _combine_wide(builder, builder.fadd, bits, address, factor, target, target, ("nsz",))
 
 
-def _wide_subtracter(bits: int) -> Any:
-    """Return the operation that writes sixty-four numbers less levels times a factor."""
+@operation(types.void(types.int64, types.int64, types.float32, types.int64, types.int64))
+def subtract_wide(builder: Any, bits: Any, address: Any, factor: Any, source: Any, target: Any) -> None:
+    """Emit the store of sixty-four numbers less levels times a factor."""
+    _combine_wide(builder, builder.fsub, bits, address, factor, source, target, ("contract",))
 
-    def emit(builder: Any, address: Any, factor: Any, source: Any, target: Any) -> None:
-        levels = _read(builder, bits, address, WIDE)
-        taken = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=("contract",))
-        _store_wide(builder, builder.fsub(_wide(builder, source), taken, flags=("contract",)), target)
 
-    return operation(types.void(types.int64, types.float32, types.int64, types.int64))(emit)
+def _combine_wide(
+    builder: Any, combine: Any, bits: Any, address: Any, factor: Any, source: Any, target: Any, flags: Any
+) -> None:
+    def emit(each: int) -> None:
+        levels = _read(builder, each, address, WIDE)
+        product = builder.fmul(levels, repeated(builder, factor, WIDE), flags=flags)
+        combined = combine(_wide(builder, source), product, flags=flags)
+        _store_wide(builder, combined, target)
+
+    _by_bits(builder, bits, emit)
 
 
 def _wide(builder: Any, address: Any) -> Any:
@@ -323,25 +316,3 @@ def _shuffled(builder: Any, bytes_: Any, places: list[int]) -> Any:
     """Emit the bytes at some places; behind them stand zeros."""
     order = ir.Constant(ir.VectorType(INT32, len(places)), places)
     return builder.shuffle_vector(bytes_, _all(bytes_.type, 0), order)
-
-
-Operations: TypeAlias = dict[int, Callable[..., Any]]
-
-WRITE: Operations = {bits: _writer(bits) for bits in CODEBOOKS}
-"""By bits: write the codes of sixteen numbers, in units of their scale, to an address."""
-
-READ: Operations = {bits: _reader(bits) for bits in CODEBOOKS}
-"""By bits: read sixteen levels at an address."""
-
-WRITE_WIDE: Operations = {bits: _wide_writer(bits) for bits in CODEBOOKS}
-"""By bits: write to an address the codes of sixty-four numbers at another, times a factor."""
-
-READ_WIDE: Operations = {bits: _wide_reader(bits) for bits in CODEBOOKS}
-"""By bits: read sixty-four levels at an address, and write them, times a factor, to another."""
-
-ADD_WIDE: Operations = {bits: _wide_adder(bits) for bits in CODEBOOKS}
-"""By bits: read sixty-four levels at an address, and add them, times a factor, to numbers at another."""
-
-SUBTRACT_WIDE: Operations = {bits: _wide_subtracter(bits) for bits in CODEBOOKS}
-"""By bits: read sixty-four levels at an address and write numbers at another, less them times a factor, to a
-third."""

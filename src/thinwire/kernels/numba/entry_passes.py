@@ -31,25 +31,17 @@ WITHOUT_SIGN = 0x7FFFFFFF
 
 
 @compiled
-def select(
-    flat: int,
-    firsts: Integers,
-    counts: Integers,
-    length: int,
-    kept: int,
-    positions: Integers,
-    values: Matrix,
-) -> None:
-    """Write the entries of largest magnitude of some chunks. Of equal ones the first are taken."""
+def select(flat: int, runs: Integers, length: int, kept: int, positions: Integers, values: Matrix) -> None:
+    """Write the entries of largest magnitude of chunks. Runs: where each begins in `flat`, and its chunks."""
     # As many entries as there are groups with a peak above some bound are above it. So the n-th highest peak
     # is a bound that few entries but the n largest exceed, and most groups are never looked at again.
     groups = -(-2 * kept // LANES) * LANES
     peaks = np.empty(groups, np.float32)
     candidates, sizes = np.empty(length, np.int64), np.empty(length, np.int32)
     row = 0
-    for run in range(len(firsts)):
-        for number in range(counts[run]):
-            address = flat + FLOAT_BYTES * (firsts[run] + number * length)
+    for run in range(len(runs)):
+        for number in range(runs[run, 1]):
+            address = flat + FLOAT_BYTES * (runs[run, 0] + number * length)
             numbers = carray(pointer(address), (length,))
             bits = numbers.view(np.int32)
             bound = 0

@@ -9,10 +9,13 @@ whole vectors, which live as long as the loop that fills them.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import math
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from thinwire.kernels.matrices import DEPENDENT_BELOW
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, Matrix, compiled, inlined
 from thinwire.kernels.numba.vectors import (
     LANES,
@@ -31,6 +34,10 @@ from thinwire.kernels.numba.vectors import (
 Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
 """Sixteen columns of four rows of a matrix or a factor."""
 FourRows: TypeAlias = tuple[Four, Four, Four, Four]
+
+Coefficients: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = NDArray[Any]
+"""fp32 or float64."""
 
 FLOAT_BYTES = 4
 
@@ -318,3 +325,75 @@ def _fetch_rows(address: int, line: int, count: int) -> None:
         fetch(address + line)
         fetch(address + 2 * line)
         fetch(address + 3 * line)
+
+
+# Orthonormal rows, as `torch_kernels.orthonormal_rows` makes them of all matrices at once.
+
+
+@compiled
+def orthonormal(batch: FactorBatch, bases: FactorBatch) -> None:
+    """Write an orthonormal basis of the rows of every matrix."""
+    count, columns = batch.shape[1:]
+    gram, weights = np.empty((count, count)), np.empty((count, count))
+    once, twice = np.empty((count, columns)), np.empty((count, columns))
+    # Twice: what one pass leaves of nearly dependent rows, the second takes out.
+    for i in range(len(batch)):
+        _write_gram(batch[i], gram)
+        _write_inverse_cholesky(gram, weights)
+        _combine(weights, batch[i], once)
+        _write_gram(once, gram)
+        _write_inverse_cholesky(gram, weights)
+        _combine(weights, once, twice)
+        bases[i] = twice
+
+
+@compiled
+def _write_gram(rows: Rows, gram: Coefficients) -> None:
+    for k in range(len(rows)):
+        x = rows[k]
+        for m in range(k + 1):
+            y = rows[m]
+            # In float64: nearly dependent rows differ in digits that fp32 does not have.
+            total = 0.0
+            for j in range(len(x)):
+                total += np.float64(x[j]) * np.float64(y[j])
+            gram[k, m] = gram[m, k] = total
+
+
+@compiled
+def _write_inverse_cholesky(gram: Coefficients, inverse: Coefficients) -> None:
+    """Write the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent.
+
+    The Gram matrix is overwritten: it becomes one of cosines, and of what is left of them.
+    """
+    count = len(gram)
+    inverse[:] = 0
+    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
+    for k in range(count):
+        inverse[k, k] = 1 / math.sqrt(gram[k, k]) if gram[k, k] > 0 else 0.0
+    for k in range(count):
+        for m in range(count):
+            gram[k, m] *= inverse[k, k] * inverse[m, m]
+    for row in range(count):
+        pivot = gram[row, row]
+        root = 1 / math.sqrt(pivot) if pivot > DEPENDENT_BELOW else 0.0
+        for m in range(row + 1):
+            inverse[row, m] *= root
+        for k in range(row + 1, count):
+            below = gram[k, row] * root
+            for m in range(row + 1):
+                inverse[k, m] -= below * inverse[row, m]
+            for m in range(row + 1, count):
+                gram[k, m] -= below * gram[m, row] * root
+
+
+@compiled
+def _combine(weights: Coefficients, rows: Rows, combined: Coefficients) -> None:
+    """Write W X for a lower triangular W."""
+    combined[:] = 0
+    for k in range(len(rows)):
+        line = combined[k]
+        for m in range(k + 1):
+            weight, x = weights[k, m], rows[m]
+            for j in range(len(line)):
+                line[j] += weight * x[j]

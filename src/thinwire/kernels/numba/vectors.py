@@ -78,13 +78,13 @@ def pointer(builder: Any, address: Any) -> Any:
 @operation(vector(types.float32))
 def splat(builder: Any, number: Any) -> Any:
     """Emit a vector of one number."""
-    return _repeated(builder, number)
+    return repeated(builder, number)
 
 
 @operation(mask_of_lanes(types.int64))
 def first_lanes(builder: Any, count: Any) -> Any:
     """Emit the mask of the first `count` of sixteen."""
-    counts = _repeated(builder, builder.trunc(count, INT32))
+    counts = repeated(builder, builder.trunc(count, INT32))
     return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(LANES))), counts)
 
 
@@ -93,14 +93,14 @@ def load(builder: Any, address: Any, mask: Any) -> Any:
     """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     zeros = ir.Constant(NUMBERS, [0.0] * LANES)
-    return _call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
+    return call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
 
 
 @operation(types.void(types.int64, vector, mask_of_lanes))
 def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     """Emit the store of the numbers inside a mask."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
-    return _call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
+    return call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
 
 
 @operation(types.void(types.int64, vector))
@@ -121,7 +121,7 @@ def total(builder: Any, numbers: Any) -> Any:
     """Emit the sum of a vector's numbers, in any order."""
     # Without `reassoc` LLVM would add one lane after the other. And −0 is what changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
-    return _call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
+    return call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
 
 @operation(types.void(types.int64))
@@ -129,7 +129,7 @@ def fetch(builder: Any, address: Any) -> Any:
     """Emit a request for a line of memory, into a core's second cache."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     to_read, into_the_second, of_data = INT32(0), INT32(2), INT32(1)
-    return _call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
+    return call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
 
 
 # A product and a sum may become one operation.
@@ -161,16 +161,17 @@ _between_vectors(operator.sub, _difference)
 _between_vectors(operator.mul, _product)
 
 
-def _call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) -> Any:
-    """Call an intrinsic of LLVM."""
+def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) -> Any:
+    """Emit a call of an intrinsic of LLVM."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     get: Any = cgutils.get_or_insert_function
     function = get(builder.module, kind, f"llvm.{name}")
     return builder.call(function, arguments, **options)
 
 
-def _repeated(builder: Any, number: Any) -> Any:
-    # As LLVM writes it itself: it takes this for one operation, and not for sixteen.
-    kind = ir.VectorType(number.type, LANES)
+def repeated(builder: Any, number: Any, lanes: int = LANES) -> Any:
+    """Emit a vector of one number."""
+    # As LLVM writes it itself: it takes this for one operation, and not for many.
+    kind = ir.VectorType(number.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(INDICES, [0] * LANES))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))

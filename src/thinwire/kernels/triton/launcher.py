@@ -25,13 +25,18 @@ def launch(
     writes: Sequence[torch.Tensor] = (),
 ) -> None:
     """Launch a kernel on the current stream of a device."""
-    # Of parameters without elements; CUDA refuses a grid of none.
+    # For parameters without elements; CUDA refuses an empty grid.
     if programs == 0:
         return
     # Triton launches on the current device, which need not be that of the tensors. Its interpreter has none.
-    # On the stream that is current there, which is the caller's: so it comes behind what has made its inputs.
+    # The stream that is current there is the caller's, so the kernel runs behind what has made its inputs.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
+
+
+def padded(size: int) -> int:
+    """Return the next power of two: tiles have no other sizes."""
+    return 1 << (size - 1).bit_length()
 
 
 def check() -> None:

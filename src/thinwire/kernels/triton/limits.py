@@ -16,10 +16,10 @@ FACTOR_ROWS = 32
 
 GRADIENT_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
-# PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm come with one of their own.
+# PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm package it under different names.
 PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
-# That of torch 2.6. Older ones lack what the kernels are written with.
+# Torch 2.6 comes with it. Older ones lack what the kernels are written with.
 OLDEST = (3, 2)
 
 # Compute capability of Ampere: the oldest GPUs that the kernels are compiled for in tests.
@@ -59,10 +59,7 @@ def installed() -> str | None:
 
 
 def can_be_used() -> bool:
-    """Return whether Triton is there, new enough, and compiles; say so if not.
-
-    Cost: a small kernel is compiled and launched on the current device, once.
-    """
+    """Return whether Triton is there, new enough, and compiles a small kernel; say so if not."""
     why_not = _why_unusable()
     if why_not:
         tell(why_not)
@@ -79,10 +76,17 @@ def _why_unusable() -> str:
     try:
         # Not at the head of this file: Triton is no requirement.
         import_module("thinwire.kernels.triton.launcher").check()
-    # Whatever it is, a missing compiler of C or a cache without a place: PyTorch's kernels do without.
+    # Whatever it is, such as a missing C compiler or no place for a cache: PyTorch's kernels do without.
     except Exception as error:
         return f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
     return ""
+
+
+def lacks(is_lacking: bool, why: str) -> bool:
+    """Return whether something is not served; say so if it is not."""
+    if is_lacking:
+        tell(why)
+    return is_lacking
 
 
 def tell(why: str) -> None:

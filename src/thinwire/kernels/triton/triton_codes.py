@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.base import CodeKernels
-from thinwire.kernels.torch_codes import TorchCodes, levels_of
+from thinwire.kernels import torch_codes
+from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.tables import padded
+from thinwire.kernels.triton.launcher import padded
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import Draws
@@ -22,100 +23,86 @@ ELEMENTS = 1024
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
 
 
-class TritonCodes(CodeKernels):
-    """A kernel for each method; see `CodeKernels` for what they do."""
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+    """Take one launch."""
+    if blocks.block > ELEMENTS:
+        return torch_codes.encoded(flat, blocks, codebook, draws)
+    # Addresses are reckoned from the first number on.
+    flat, members = flat.contiguous(), blocks.num_members
+    # Not cleared: kernels write zeros to what only fills up the last row, because it is sent.
+    coded = _empty(blocks, codebook, members, flat.device)
+    launcher.launch(
+        "compiled_codes.encode",
+        _programs(blocks.share * members, blocks.block),
+        [
+            flat,
+            *_places(blocks, flat.device),
+            *_keys(draws),
+            levels_of(codebook, torch.float32, flat.device),
+            coded.message,
+            coded.message.stride(0),
+            blocks.share,
+            blocks.total,
+            blocks.share * members,
+        ],
+        {**_constants(blocks, codebook), **_statistic(codebook, draws)},
+        flat.device,
+        reads=[flat],
+        writes=[coded.message],
+    )
+    return coded
 
-    def __init__(self) -> None:
-        self._others = TorchCodes()
 
-    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
-        """As `CodeKernels.encoded`; one launch."""
-        if blocks.block > ELEMENTS:
-            return self._others.encoded(flat, blocks, codebook, draws)
-        # Addresses are reckoned from the first number on.
-        flat, members = flat.contiguous(), blocks.num_members
-        # Not cleared: kernels write zeros to what only fills up the last row, for it is sent.
-        coded = _empty(blocks, codebook, members, flat.device)
-        launcher.launch(
-            "compiled_codes.encode",
-            _programs(blocks.share * members, blocks.block),
-            [
-                flat,
-                *_places(blocks, flat.device),
-                *_keys(draws),
-                levels_of(codebook, torch.float32, flat.device),
-                coded.message,
-                coded.message.stride(0),
-                blocks.share,
-                blocks.total,
-                blocks.share * members,
-            ],
-            {**_of_rows(blocks), **_of_codebook(codebook), **_statistic(codebook, draws), **OPTIONS},
-            flat.device,
-            reads=[flat],
-            writes=[coded.message],
-        )
-        return coded
+def averaged(item: Averaging) -> Coded:
+    """Take one launch."""
+    received, blocks, own, codebook, draws, lost, _ = item
+    if blocks.block > ELEMENTS:
+        return torch_codes.averaged(item)
+    device, message = received.message.device, received.message
+    coded = _empty(blocks, codebook, 1, device)
+    launcher.launch(
+        "compiled_codes.average",
+        _programs(blocks.share, blocks.block),
+        [
+            message,
+            message.stride(0),
+            None if blocks.are_whole else blocks.lengths(device)[own],
+            *_keys(draws),
+            levels_of(codebook, torch.float32, device),
+            coded.message,
+            lost,
+            blocks.share,
+            own.stop - own.start,
+            blocks.share,
+            len(message),
+        ],
+        {**_constants(blocks, codebook), **_statistic(codebook, draws), "KEEPS": lost is not None},
+        device,
+        reads=[message],
+        writes=[coded.message, *([] if lost is None else [lost])],
+    )
+    return coded
 
-    def averaged(
-        self,
-        received: Coded,
-        blocks: Blocks,
-        own: slice,
-        codebook: Codebook,
-        draws: Draws | None,
-        lost: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> Coded:
-        """As `CodeKernels.averaged`; one launch."""
-        if blocks.block > ELEMENTS:
-            return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
-        device, message = received.message.device, received.message
-        coded = _empty(blocks, codebook, 1, device)
-        launcher.launch(
-            "compiled_codes.average",
-            _programs(blocks.share, blocks.block),
-            [
-                message,
-                message.stride(0),
-                None if blocks.are_whole else blocks.lengths(device)[own],
-                *_keys(draws),
-                levels_of(codebook, torch.float32, device),
-                coded.message,
-                lost,
-                blocks.share,
-                own.stop - own.start,
-                blocks.share,
-                len(message),
-            ],
-            {
-                **_of_rows(blocks),
-                **_of_codebook(codebook),
-                **_statistic(codebook, draws),
-                "KEEPS": lost is not None,
-                **OPTIONS,
-            },
-            device,
-            reads=[message],
-            writes=[coded.message, *([] if lost is None else [lost])],
-        )
-        return coded
 
-    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-        """As `CodeKernels.decode`; one launch."""
-        if blocks.block > ELEMENTS:
-            self._others.decode(coded, blocks, codebook, flat)
-            return
+def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+    """Take one launch."""
+    if blocks.block > ELEMENTS:
+        torch_codes.decode(coded, blocks, codebook, flat)
+    else:
         _decode(coded, blocks, codebook, None, flat)
 
-    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
-        """As `CodeKernels.remainder`; one launch."""
-        if blocks.block > ELEMENTS:
-            return self._others.remainder(flat, coded, blocks, codebook)
-        # Not in place: what is left is kept, and the numbers themselves become the mean.
-        rest = torch.empty_like(flat)
-        _decode(coded, blocks, codebook, flat, rest)
-        return rest
+
+def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+    """Take one launch."""
+    if blocks.block > ELEMENTS:
+        return torch_codes.remainder(flat, coded, blocks, codebook)
+    # Not in place: what is left is kept, and the numbers themselves become the mean.
+    rest = torch.empty_like(flat)
+    _decode(coded, blocks, codebook, flat, rest)
+    return rest
+
+
+CODES = CodeKernels(encoded, averaged, decode, remainder)
 
 
 def _decode(
@@ -134,7 +121,7 @@ def _decode(
             out,
             blocks.total,
         ],
-        {**_of_rows(blocks), **_of_codebook(codebook), "SUBTRACTS": flat is not None, **OPTIONS},
+        {**_constants(blocks, codebook), "SUBTRACTS": flat is not None},
         out.device,
         reads=[coded.message, *([] if flat is None else [flat])],
         writes=[out],
@@ -159,13 +146,13 @@ def _programs(count: int, block: int) -> int:
     return -(-count // (ELEMENTS // padded(block)))
 
 
-def _of_rows(blocks: Blocks) -> dict[str, object]:
+def _constants(blocks: Blocks, codebook: Codebook) -> dict[str, object]:
     width = padded(blocks.block)
-    return {"BLOCK": blocks.block, "PADDED": width, "ROWS": ELEMENTS // width, "WHOLE": blocks.are_whole}
-
-
-def _of_codebook(codebook: Codebook) -> dict[str, object]:
-    return {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
+    return {
+        **{"BLOCK": blocks.block, "PADDED": width, "ROWS": ELEMENTS // width, "WHOLE": blocks.are_whole},
+        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits},
+        **OPTIONS,
+    }
 
 
 def _statistic(codebook: Codebook, draws: Draws | None) -> dict[str, object]:

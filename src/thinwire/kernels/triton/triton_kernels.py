@@ -6,259 +6,273 @@ in 16 bits, which could not hold the sum, every kernel adds them as it reads bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
-from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
-from thinwire.kernels.torch_kernels import TorchKernels
-from thinwire.kernels.triton import launcher, triton_bases
-from thinwire.kernels.triton.launcher import FUSED
+from thinwire.kernels import torch_entries, torch_kernels
+from thinwire.kernels.base import Tables
+from thinwire.kernels.batching import alike, batched, empty_as
+from thinwire.kernels.device_tables import table_of, tiles_of
+from thinwire.kernels.matrices import DEPENDENT_BELOW, Asked, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.residual_layout import as_kept
+from thinwire.kernels.triton import launcher
+from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
-from thinwire.kernels.triton.tables import each_of, padded, table_of, tiles_of
+from thinwire.kernels.triton.triton_codes import CODES
 
 LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
 
-# From so many rows of a factor on, products are the tensor cores'.
+# From this many rows of a factor on, products are the tensor cores'.
 DOT_ROWS = 16
 
 # Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
 SPLIT_ROWS = 512
 
-# Of a program that adds up parts; of one that only looks at each.
+# Elements of a program that adds up parts; of one that only looks at each.
 SUMS, ELEMENTS = 1024, 4096
 
+# Columns of a factor that one program has, and holds at a time: few, as a division in fp64 is a subroutine on
+# sm_80: around it registers that are full would be put aside.
+CHUNK, COLUMNS = 1024, 128
 
-class TritonKernels(Kernels):
-    """A few kernels over tables of addresses; see `Kernels` for what each method does."""
 
-    gradient_types = GRADIENT_TYPES
+def _launch(
+    kernel: str,
+    device: torch.device,
+    rows: Sequence[tuple[int, ...]],
+    counts: Sequence[int],
+    constants: dict[str, object],
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    *beside: torch.Tensor | None,
+) -> None:
+    """Launch a kernel over a table: of each of its rows, as many programs as are counted."""
+    arguments = [table_of(rows, device), tiles_of(counts, device), *beside]
+    launcher.launch(kernel, sum(counts), arguments, constants, device, reads=reads, writes=writes)
 
-    def __init__(self) -> None:
-        self._others = TorchKernels()
 
-    def products(self, items: Sequence[Asked]) -> list[torch.Tensor]:
-        """As `Kernels.products`."""
-        groups, first = [item.group for item in items], items[0]
-        results = _room(groups, [group.matrices[0].shape[0] for group in groups])
-        scale = _scale(first.loss_scale)
-        for some in _of_one_type(groups):
-            given = _Given([groups[index] for index in some], is_first=first.add_error)
-            shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
-            factors = each_of([items[index].factor for index in some])
-            outs = each_of([results[index] for index in some])
-            launcher.launch(
-                "compiled_matrices.products",
-                sum(counts := [-(-row[3] // shape.rows) for row in rows]),
-                [
-                    table_of(
-                        [
-                            (*row, q.data_ptr(), p.data_ptr())
-                            for row, q, p in zip(rows, factors, outs, strict=True)
-                        ],
-                        factors[0].device,
-                    ),
-                    tiles_of(counts, factors[0].device),
-                ],
-                {**shape.constants(), "KEEPS": given.is_kept},
-                factors[0].device,
-                reads=[*given.read, *factors],
-                writes=[*given.written, *outs],
-            )
-        return results
+def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+    """Take one launch for each type of gradients."""
+    results, launches = _results_and_launches(items, side=0)
+    for given, factors, outs in launches:
+        shape = _Shape(given.groups, keeps=given.is_kept)
+        _launch(
+            "compiled_matrices.products",
+            outs[0].device,
+            [(*row, q.data_ptr(), p.data_ptr()) for row, q, p in zip(given.rows, factors, outs, strict=True)],
+            [-(-row[3] // shape.rows) for row in given.rows],
+            {**shape.constants(), "KEEPS": given.is_kept},
+            [*given.read, *factors],
+            [*given.written, *outs],
+        )
+    return results
 
-    def projections(self, items: Sequence[Asked]) -> list[torch.Tensor]:
-        """As `Kernels.projections`."""
-        groups, first = [item.group for item in items], items[0]
-        results = _room(groups, [group.matrices[0].shape[1] for group in groups])
-        scale = _scale(first.loss_scale)
-        for some in _of_one_type(groups):
-            given = _Given([groups[index] for index in some], is_first=first.add_error)
-            shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
-            factors = each_of([items[index].factor for index in some])
-            outs = each_of([results[index] for index in some])
-            device = factors[0].device
-            # Parts and a second launch, and no atomic additions: those come in another order every time.
-            splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
-            sizes = [count * out.numel() for count, out in zip(splits, outs, strict=True)]
-            parts = outs[0].new_empty(sum(sizes)).split_with_sizes(sizes)
-            counts = [count * -(-row[4] // shape.columns) for count, row in zip(splits, rows, strict=True)]
-            table = [
+
+def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+    """Take two launches for each type of gradients."""
+    results, launches = _results_and_launches(items, side=1)
+    for given, factors, outs in launches:
+        shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows
+        # Parts and a second launch, and no atomic additions: those come in a different order every time.
+        splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
+        parts = empty_as(outs[0], [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)])
+        _launch(
+            "compiled_matrices.projections",
+            outs[0].device,
+            [
                 (*row, p.data_ptr(), part.data_ptr())
                 for row, p, part in zip(rows, factors, parts, strict=True)
-            ]
-            launcher.launch(
-                "compiled_matrices.projections",
-                sum(counts),
-                [table_of(table, device), tiles_of(counts, device)],
-                {**shape.constants(), "SPLIT": SPLIT_ROWS, "KEEPS": given.is_kept},
-                device,
-                reads=[*given.read, *factors],
-                writes=[*given.written, *parts],
-            )
-            table = [
-                (part.data_ptr(), count, out.numel(), out.data_ptr())
-                for part, count, out in zip(parts, splits, outs, strict=True)
-            ]
-            counts = [-(-out.numel() // SUMS) for out in outs]
-            launcher.launch(
-                "compiled_matrices.add_splits",
-                sum(counts),
-                [table_of(table, device), tiles_of(counts, device)],
-                {"COLUMNS": SUMS, **FUSED},
-                device,
-                reads=parts,
-                writes=outs,
-            )
-        return results
-
-    def reconstruct(self, items: Sequence[Reconstruction]) -> None:
-        """As `Kernels.reconstruct`; what a 16-bit gradient can't hold of a mean goes to its residual."""
-        groups, is_healthy = [item.group for item in items], items[0].is_healthy
-        scale = _scale(items[0].loss_scale)
-        for some in _of_one_type(groups, [len(item.terms) for item in items]):
-            given = _Given([groups[index] for index in some], is_first=False)
-            found = [items[index].terms for index in some]
-            # Errors are mostly written where the group's own are read: a program has read all of its tile
-            # before it writes any of it, and no other program has that tile.
-            shape, rows = _Shape(given.groups, reconstructs=True), given.rows(scale)
-            nothing: list[torch.Tensor | None] = [None]
-            new = [
-                error
-                for index, group in zip(some, given.groups, strict=True)
-                for error in (items[index].errors or nothing * len(group.matrices))
-            ]
-            # Of the terms before it `subtract_own` has taken what was sent.
-            last = [each[-1] for each in found]
-            # Of each matrix: the left and right factor that was sent, and those of the means.
-            factors = [
-                each_of([pair[side] for pair in [each.pair(each.own) for each in last]]) for side in (0, 1)
-            ]
-            for term in range(len(found[0])):
-                pairs = [each[term].pair(each[term].mean) for each in found]
-                factors += [each_of([pair[side] for pair in pairs]) for side in (0, 1)]
-            device = given.groups[0].matrices[0].device
-            table = [
-                (
-                    *row,
-                    0 if error is None else error.data_ptr(),
-                    *(factor.data_ptr() for factor in of_matrix),
-                )
-                for row, error, of_matrix in zip(rows, new, zip(*factors, strict=True), strict=True)
-            ]
-            counts = [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in rows]
-            dtype = given.groups[0].matrices[0].dtype
-            # In fp32 a mean beyond the range is infinite, and its step is not healthy.
-            limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-            launcher.launch(
-                "compiled_matrices.reconstruct",
-                sum(counts),
-                [
-                    table_of(table, device),
-                    tiles_of(counts, device),
-                    None if is_healthy is None else is_healthy.view(torch.int8),
-                ],
-                {**shape.constants(new), "TERMS": len(found[0]), "LIMIT": limit},
-                device,
-                reads=[*given.read, *(each for side in factors for each in side)],
-                writes=[*_matrices(given.groups), *(error for error in new if error is not None)],
-            )
-
-    def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
-        """As `Kernels.subtract_own`, by PyTorch's products: of M it is the gradient that becomes less."""
-        self._others.subtract_own(groups, factors)
-
-    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
-        """As `Kernels.write`, in place, by one launch; what stays is read and written in other steps only."""
-        # Types are compiled in; all else a launch looks up for each tensor.
-        kinds: dict[tuple[torch.dtype, torch.dtype], list[Write]] = {}
-        for item in items:
-            # What stays is put back from its own type.
-            source = item.target if item.healthy is None else item.healthy
-            if item.healthy is not None or is_healthy is not None:
-                kinds.setdefault((item.target.dtype, source.dtype), []).append(item)
-        for (dtype, source_dtype), alike in kinds.items():
-            targets, device = [item.target for item in alike], alike[0].target.device
-            counts = [-(-target.numel() // ELEMENTS) for target in targets]
-            addresses = [
-                tuple(0 if tensor is None else tensor.data_ptr() for tensor in item) for item in alike
-            ]
-            table = [(*row, target.numel()) for row, target in zip(addresses, targets, strict=True)]
-            launcher.launch(
-                "compiled_matrices.write",
-                sum(counts),
-                [
-                    table_of(table, device),
-                    tiles_of(counts, device),
-                    None if is_healthy is None else is_healthy.view(torch.int8),
-                ],
-                {"G": LETTERS[dtype], "SOURCE": LETTERS[source_dtype], "COLUMNS": ELEMENTS, **FUSED},
-                device,
-                reads=[item.healthy for item in alike if item.healthy is not None],
-                writes=[item.target for item in alike if item.healthy is not None],
-            )
-        return [item.target for item in items]
-
-    def orthonormal_rows(
-        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """As `Kernels.orthonormal_rows`: by PyTorch's arithmetic, in three launches."""
-        return triton_bases.orthonormal_rows(batches, drawn)
-
-    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As `Kernels.all_finite`, in two launches."""
-        device = tensors[0].device
-        counts = [-(-tensor.numel() // ELEMENTS) for tensor in tensors]
-        # One byte of each program, and no common one: to write that, they would have to take turns.
-        flags = torch.empty(sum(counts), dtype=torch.int8, device=device)
-        launcher.launch(
-            "compiled_matrices.finite",
-            sum(counts),
-            [
-                table_of([(tensor.data_ptr(), tensor.numel()) for tensor in tensors], device),
-                tiles_of(counts, device),
-                flags,
             ],
-            {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED},
-            device,
-            reads=tensors,
-            writes=[flags],
+            [count * -(-row[4] // shape.columns) for count, row in zip(splits, rows, strict=True)],
+            {**shape.constants(), "SPLIT": SPLIT_ROWS, "KEEPS": given.is_kept},
+            [*given.read, *factors],
+            [*given.written, *parts],
         )
-        return flags.view(torch.bool).all()
+        sums = zip(parts, splits, outs, strict=True)
+        _launch(
+            "compiled_matrices.add_splits",
+            outs[0].device,
+            [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
+            [-(-out.numel() // SUMS) for out in outs],
+            {"COLUMNS": SUMS, **FUSED},
+            parts,
+            outs,
+        )
+    return results
+
+
+Launch: TypeAlias = "tuple[_Given, list[torch.Tensor], list[torch.Tensor]]"
+"""Gradients and residuals, factors, and results, matrix by matrix."""
+
+
+def _results_and_launches(items: Sequence[Asked], *, side: int) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Return what takes the products with factors, and what each launch reads and writes."""
+    shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
+    # In one piece, in the order in which they are sent: so a message of them is not joined first.
+    results = _empty(shapes, torch.float32, items[0].factor.device)
+    launches: list[Launch] = []
+    for kind in alike(items, lambda item: item.group.matrices[0].dtype):
+        some = [items[index] for index in kind]
+        given = _Given([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+        outs = each_of([results[index] for index in kind])
+        launches.append((given, each_of([item.factor for item in some]), outs))
+    return results, launches
+
+
+def reconstruct(items: Sequence[Reconstruction]) -> None:
+    """Take one launch for each type; what a 16-bit gradient can't hold of a mean goes to its residual."""
+    for kind in alike(items, lambda item: (item.group.matrices[0].dtype, len(item.terms))):
+        some = [items[index] for index in kind]
+        given = _Given([item.group for item in some], some[0].loss_scale, is_first=False)
+        # Errors are mostly written where the group's own are read: a program has read all of its tile before
+        # it writes any of it, and no other program has that tile.
+        shape = _Shape(given.groups, reconstructs=True)
+        nothing: list[torch.Tensor | None] = [None]
+        new = [e for item in some for e in (item.errors or nothing * len(item.group.matrices))]
+        # Of each matrix: the left and right factor that was sent, and those of the means. What was sent of
+        # the terms before the last one, `subtract_own` has taken.
+        pairs = [[item.sent, *item.means] for item in some]
+        factors = [
+            each_of([of_item[term][side] for of_item in pairs])
+            for term in range(len(pairs[0]))
+            for side in (0, 1)
+        ]
+        dtype, is_healthy = given.groups[0].matrices[0].dtype, some[0].is_healthy
+        # In fp32 a mean beyond the range is infinite, and its step is not healthy.
+        limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
+        _launch(
+            "compiled_matrices.reconstruct",
+            given.groups[0].matrices[0].device,
+            [
+                (*row, _address(error), *(factor.data_ptr() for factor in of_matrix))
+                for row, error, of_matrix in zip(given.rows, new, zip(*factors, strict=True), strict=True)
+            ],
+            [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in given.rows],
+            {**shape.constants(new), "TERMS": len(some[0].terms), "LIMIT": limit},
+            [*given.read, *(each for side in factors for each in side)],
+            [*_matrices(given.groups), *(error for error in new if error is not None)],
+            _flag(is_healthy),
+        )
+
+
+def write(items: Sequence[Write]) -> list[torch.Tensor]:
+    """Write in place, by one launch for each type; what stays is read and written in unhealthy steps only."""
+
+    def launch(some: Sequence[Write]) -> list[torch.Tensor]:
+        healthy, targets = (
+            [item.healthy for item in some if item.healthy is not None],
+            [i.target for i in some],
+        )
+        # Types are compiled in; all else a launch looks up for each tensor. What stays is put back from its
+        # own type.
+        dtype, source = kind(some[0])
+        if healthy or some[0].is_healthy is not None:
+            _launch(
+                "compiled_matrices.write",
+                targets[0].device,
+                [(*map(_address, item[:3]), item.target.numel()) for item in some],
+                [-(-target.numel() // ELEMENTS) for target in targets],
+                {"G": LETTERS[dtype], "SOURCE": LETTERS[source], "COLUMNS": ELEMENTS, **FUSED},
+                healthy,
+                [item.target for item in some if item.healthy is not None],
+                _flag(some[0].is_healthy),
+            )
+        return targets
+
+    def kind(item: Write) -> tuple[torch.dtype, torch.dtype]:
+        return item.target.dtype, (item.target if item.healthy is None else item.healthy).dtype
+
+    return batched(items, kind, launch)
+
+
+def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
+    """Compute as PyTorch's functions do, in three launches.
+
+    Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
+    """
+    batches, device = [item.rows for item in items], items[0].rows.device
+    results = _empty([batch.shape for batch in batches], torch.float32, device)
+    rows = padded(max(batch.shape[1] for batch in batches))
+    factors, outs = each_of(batches), each_of(results)
+    instead = [item.drawn for item in items for _ in item.rows]
+    counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
+    # Of each chunk two Gram matrices, and of each matrix a transform. Freed when this returns: the allocator
+    # hands the memory out again on this stream only, behind what reads it here.
+    room = _empty([((2 * count + 1) * rows * rows,) for count in counts], torch.float64, device)
+    table = [
+        (x.data_ptr(), _address(drawn), out.data_ptr(), parts.data_ptr(), x.shape[1], x.shape[0], count)
+        for x, drawn, out, parts, count in zip(factors, instead, outs, room, counts, strict=True)
+    ]
+    # Three launches, since the programs of one can't wait for each other.
+    for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
+        _launch(
+            f"compiled_bases.{kernel}", device, table, counts, basis_constants(kernel, rows), factors, writes
+        )
+    return results
+
+
+def basis_constants(kernel: str, rows: int) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel that makes bases, and options."""
+    constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
+    # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
+    constants["num_warps"] = 4 if (kernel, rows) == ("gram_again", 16) else 8
+    return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Take two launches."""
+    counts = [-(-tensor.numel() // ELEMENTS) for tensor in tensors]
+    # One byte of each program, and no common one: to write that, they would have to take turns.
+    flags = torch.empty(sum(counts), dtype=torch.int8, device=tensors[0].device)
+    _launch(
+        "compiled_matrices.finite",
+        flags.device,
+        [(tensor.data_ptr(), tensor.numel()) for tensor in tensors],
+        counts,
+        {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED},
+        tensors,
+        [flags],
+        flags,
+    )
+    return flags.view(torch.bool).all()
 
 
 class _Given:
-    """Gradients of one type, and where their residuals are.
+    """The gradients and residuals of a launch.
 
     Attributes:
-        groups: The gradients, and their residuals.
-        is_kept: Whether a kernel leaves the sum of both where the gradients are.
+        is_kept: Whether the launch leaves gradient plus residual where the gradient was.
         read: What a kernel reads of them.
-        written: What it writes of them, but for what it was asked for.
+        written: What it writes of them, beside its results.
+        rows: What `compiled_matrices._matrix` reads of each matrix.
     """
 
-    def __init__(self, groups: Sequence[MatrixGroup], *, is_first: bool) -> None:
+    def __init__(
+        self, groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | None, *, is_first: bool
+    ) -> None:
         self.groups = groups
+        is_fp32 = groups[0].matrices[0].dtype == torch.float32
         # In fp32 those that come later find the sum.
-        self._adds = is_first or groups[0].matrices[0].dtype != torch.float32
+        adds = is_first or not is_fp32
         errors = [error for group in groups for error in group.errors if error is not None]
-        self.is_kept = bool(errors) and is_first and groups[0].matrices[0].dtype == torch.float32
-        self.read = [*_matrices(groups), *(errors if self._adds else [])]
+        self.is_kept = bool(errors) and is_first and is_fp32
+        self.read = [*_matrices(groups), *(errors if adds else [])]
         self.written = _matrices(groups) if self.is_kept else []
-
-    def rows(self, scale: torch.Tensor | None) -> list[tuple[int, ...]]:
-        """Return what `compiled_matrices._matrix` reads of each matrix."""
-        return [
+        # A kernel gets the address of the scale, so the host need not wait for its value.
+        self._scale = None if loss_scale is None else loss_scale.float()
+        self.rows = [
             (
-                matrix.data_ptr(),
-                error.data_ptr() if error is not None and self._adds else 0,
-                0 if scale is None else scale.data_ptr(),
-                *matrix.shape,
+                m.data_ptr(),
+                _address(error if adds else None),
+                _address(self._scale),
+                *m.shape,
                 group.matrix_rank,
             )
-            for group in self.groups
-            for matrix, error in zip(group.matrices, group.errors, strict=True)
+            for group in groups
+            for m, error in zip(group.matrices, group.errors, strict=True)
         ]
 
 
@@ -275,9 +289,9 @@ class _Shape:
             self.rows, self.columns = 32, 64
         else:
             # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane.
-            # What a program adds up, factor rows · rows · columns, stays in its registers.
-            # A loop over its rows unrolled, a factor of eight would not leave `reconstruct` enough of them.
-            # Nor would it, of so many, if it wrote what it has read as well.
+            # What a program adds up, factor rows · rows · columns, stays in its registers. With a loop over
+            # its rows unrolled, a factor of eight would not leave `reconstruct` enough of them; nor anything
+            # that writes what it has read as well.
             is_tight = self.factor_rows > 4
             few = 8 if is_tight else 16
             self.rows = few if reconstructs or (keeps and is_tight) else max(16, 64 // self.factor_rows)
@@ -304,34 +318,44 @@ class _Shape:
         }
 
 
-def _of_one_type(groups: Sequence[MatrixGroup], also: Sequence[int] | None = None) -> Iterator[list[int]]:
-    """Yield the groups, by index, that one launch may serve: of one type of gradients."""
-    found: dict[object, list[int]] = {}
-    for index, group in enumerate(groups):
-        key = (group.matrices[0].dtype, also[index] if also else 0)
-        found.setdefault(key, []).append(index)
-    yield from found.values()
-
-
-def _scale(loss_scale: torch.Tensor | None) -> torch.Tensor | None:
-    # Not read here: a kernel gets its address, and the host need not wait for its value.
-    return None if loss_scale is None else loss_scale.float()
-
-
-def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return a factor for each matrix of each group, (matrices, r, length), one behind the other."""
-    shapes = [
-        (len(group.matrices), group.matrix_rank, length)
-        for group, length in zip(groups, lengths, strict=True)
-    ]
-    sizes = [count * rows * length for count, rows, length in shapes]
-    if not sizes:
-        return []
-    # In one piece, in the order in which they are sent: so a message of them is not joined first. The type is
-    # named, here and wherever an address goes to a kernel: the default one is the user's to set.
-    flat = torch.empty(sum(sizes), dtype=torch.float32, device=groups[0].matrices[0].device)
-    return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
+def _empty(
+    shapes: Sequence[torch.Size | tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Allocate tensors one after the other in one memory."""
+    # The type is named wherever an address goes to a kernel: the default one is the user's to set.
+    return empty_as(torch.empty(0, dtype=dtype, device=device), shapes)
 
 
 def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
     return [matrix for group in groups for matrix in group.matrices]
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _flag(is_healthy: torch.Tensor | None) -> torch.Tensor | None:
+    return None if is_healthy is None else is_healthy.view(torch.int8)
+
+
+def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the matrices of all batches, contiguous ones."""
+    # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
+    whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
+    return [each for batch in whole for each in batch.unbind()]
+
+
+# What is subtracted between iterations is taken from the gradient in memory, by PyTorch's products. Residuals
+# are found by their addresses, wherever they lie.
+LOW_RANK = replace(
+    torch_kernels.LOW_RANK,
+    gradient_types=GRADIENT_TYPES,
+    products=products,
+    projections=projections,
+    residual_rooms=as_kept,
+    reconstruct=reconstruct,
+    write=write,
+    orthonormal_rows=orthonormal_rows,
+    all_finite=all_finite,
+)
+TABLES = Tables(LOW_RANK, CODES, torch_entries.ENTRIES)
