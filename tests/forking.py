@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from thinwire import cli, launch, lifeline
+from thinwire import cli, exit_with_launcher, launch
 
 
 class Forked:
@@ -54,7 +54,7 @@ def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoR
         os.dup2(out, number)
     os.environ.clear()
     os.environ.update(environment)
-    lifeline.follow_launcher()
+    exit_with_launcher.exit_with_launcher()
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     os._exit(0)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import forked
 from stand_ins import become, stand_ins
-from thinwire.lab.network import Network
+from thinwire.lab import Network
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
@@ -79,10 +79,9 @@ def run_in_network(
     network: Network, *command: str, timeout_seconds: float = 100
 ) -> list[subprocess.CompletedProcess[str]]:
     """How processes ended on the machines of a lab's network; for the command see `run_python`."""
-    layout = network.layout
-    ranks = range(layout.processes)
-    told = [layout.environment(rank) for rank in ranks]
-    commands = [network.command_in(rank // layout.processes_per_machine) for rank in ranks]
+    ranks = range(network.processes)
+    told = [network.environment(rank) for rank in ranks]
+    commands = [network.command_in(rank // network.processes_per_machine) for rank in ranks]
     enter = [[each for each in command if "/ns/" in each] for command in commands]
     files = [[flag.partition("=")[2] for flag in flags] for flags in enter]
     return _run_all(command, told, Path.cwd(), timeout_seconds, files)

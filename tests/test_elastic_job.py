@@ -14,7 +14,7 @@ import pytest
 
 from launcher import started_python
 from thinwire import ConfigError
-from thinwire.elastic_job import ElasticJob
+from thinwire.launch import ElasticJob
 
 pytest.importorskip("torchft")
 
@@ -152,7 +152,7 @@ sys.exit(3 if number == "1" else 0)
             while process.exit_code is None:
                 time.sleep(0.01)
         wait_for_end(running)
-        running.kill(1)  # nothing, since it has ended
+        running.processes[1].send(signal.SIGKILL)  # nothing, since it has ended
     assert running.exit_code == 0
     assert sorted(told(tmp_path)) == ["0-0", "1-0"]
 

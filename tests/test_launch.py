@@ -16,9 +16,9 @@ import pytest
 
 from crash import listening_on
 from launcher import started_python
-from thinwire import ConfigError, launch, lifeline
+from thinwire import ConfigError, exit_with_launcher, launch
 from thinwire.cli.common import run_here
-from thinwire.launch import EndSignals, LocalJob, python_module
+from thinwire.launch import LocalJob, end_signals, python_module
 
 WITHIN_SECONDS = 60.0
 
@@ -116,11 +116,11 @@ def test_who_does_not_listen_is_killed(tmp_path: Path, is_urgent: bool) -> None:
 def test_signals_that_are_ignored_stay_ignored() -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with EndSignals() as end_signals:
+        with end_signals() as received:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert (end_signals.received, end_signals.num_received) == (signal.SIGTERM, 1)
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, previous)
 
@@ -148,9 +148,9 @@ with LocalJob({command}, 3):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
 def test_who_starts_after_its_launcher_has_ended_does_not_begin() -> None:
-    gone = {lifeline.LAUNCHER_VARIABLE: str(os.getpid() + 1)}
-    command = lifeline.following([sys.executable, "-S", "-c", "print('begun')"])
-    here = {lifeline.LAUNCHER_VARIABLE: str(os.getpid())}
+    gone = {exit_with_launcher.LAUNCHER_VARIABLE: str(os.getpid() + 1)}
+    command = exit_with_launcher.exiting_with_this([sys.executable, "-S", "-c", "print('begun')"])
+    here = {exit_with_launcher.LAUNCHER_VARIABLE: str(os.getpid())}
     ends = [
         subprocess.run(command, env=os.environ | each, capture_output=True, text=True, check=False)
         for each in (gone, here)

@@ -19,7 +19,6 @@ from rich.console import Console
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
 from thinwire.cli import Settings, build_app, main
-from thinwire.cli.check import shown_checks
 from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
@@ -118,7 +117,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
     check_output("--save", None)
     check_output("--save", tmp_path / "new.json")
     check_output("--save", Path("bare.json"))
-    with pytest.raises(ConfigError, match="--save must be a file, got the folder"):
+    with pytest.raises(ConfigError, match="can't be written: it is a folder; give a file"):
         check_output("--save", tmp_path)
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it first"):
         check_output("--save", tmp_path / "missing" / "new.json")
@@ -186,19 +185,6 @@ def test_an_interrupted_measurement_says_that_it_begins_anew(
         "thinwire: measuring, about 5 s …\n"
         f"thinwire: stopped by {name}; nothing is kept, the same command begins again\n"
     )
-
-
-def test_checks_show_how_far_they_are_and_how_long_yet() -> None:
-    output, seconds = StringIO(), iter([0.0, 0.0, 4.0, 12.0, 13.0])
-    with shown_checks(Console(file=output), 4, lambda: next(seconds)) as show:
-        for name in ("a", "b", "c [d]", "e"):
-            show(name)
-    # In a pipe a line at most every 10 s.
-    assert output.getvalue() == "thinwire: check 3 of 4, about 12 s left: c [d]\n"
-    terminal = StringIO()
-    with shown_checks(Console(file=terminal, force_terminal=True, width=80), 4) as show:
-        show("a")
-    assert "check 1 of 4, under a minute left: a" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

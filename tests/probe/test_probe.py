@@ -22,26 +22,25 @@ from torch._C._distributed_c10d import HashStore
 
 import thinwire
 from crash import listening_on
-from lab.test_lab import real, undisturbed
 from launcher import run_in_network, run_job, run_python
 from pool import Pool
+from test_lab import real, undisturbed
 from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.common import alone
 from thinwire.cli.probe import show
 from thinwire.errors import AgreementError, ConfigError
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network
+from thinwire.lab import Link, Network
 from thinwire.probe import PairTiming, Probe, Timing, measure, probe, result
 from thinwire.probe.measure import _Meter
 from thinwire.probe.result import nodes_of
 
 
-def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, str]:
+def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, str]:
     """The probe and what it printed, in the lab."""
-    with Network(layout) as network:
+    with network:
         options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
         ended = run_in_network(network, "thinwire", "probe", *options)
-    assert [each.returncode for each in ended] == [0] * layout.processes, ended
+    assert [each.returncode for each in ended] == [0] * network.processes, ended
     return Probe.load(path), ended[0].stdout
 
 
@@ -53,7 +52,7 @@ def test_the_bandwidth_of_links_of_a_known_rate(
 ) -> None:
     expected = pytest.approx(bits / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(Layout(machines=2, rate=rate), tmp_path / "probe.json", budget_seconds),
+        lambda: probed(Network(2, Link(rate)), tmp_path / "probe.json", budget_seconds),
         lambda measured: measured[0].bytes_per_second == expected,
     )
     assert found.world_size == 2
@@ -66,10 +65,9 @@ def test_the_bandwidth_of_links_of_a_known_rate(
 @real
 @pytest.mark.alone
 def test_processes_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
-    layout, nodes = Layout(machines=2, processes_per_machine=2, rate="100mbit"), [[0, 1], [2, 3]]
-    expected = pytest.approx(100e6 / 8, rel=0.15)
+    nodes, expected = [[0, 1], [2, 3]], pytest.approx(100e6 / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(layout, tmp_path / "probe.json", 5),
+        lambda: probed(Network(2, Link("100mbit"), processes_per_machine=2), tmp_path / "probe.json", 5),
         lambda measured: measured[0].nodes == nodes and measured[0].bytes_per_second == expected,
     )
     assert found.world_size == 4

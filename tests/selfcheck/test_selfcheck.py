@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +26,17 @@ from thinwire.cli import check
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
-from thinwire.selfcheck.device import ALGORITHMS, COPY, MATRIX_RANKS, measure, new_page
-from thinwire.selfcheck.page import DevicePage, KeptPage, Row
+from thinwire.selfcheck.device import (
+    ALGORITHMS,
+    COPY,
+    MATRIX_RANKS,
+    NOT_BEGUN,
+    DevicePage,
+    Row,
+    measure,
+    new_page,
+    printed_once,
+)
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -150,7 +160,7 @@ def _measured() -> tuple[dict[str, Any], str]:
     bench, page = Bench(torch.device("cpu")), new_page("cpu")
     measure(page, bench.device, bench.transport, SHAPES)
     assert page.is_whole
-    return page.as_plain(), page.as_markdown()
+    return asdict(page), page.as_markdown()
 
 
 SHAPES = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
@@ -249,24 +259,24 @@ class Patient(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("ends", "why"), [("hangs", "it had not ended after 0 s"), ("raises", "no GPU"), ("well", None)]
+    ("ends", "why"), [("hangs", "its time, 0 s, was over"), ("raises", "no GPU"), ("well", None)]
 )
 def test_a_page_is_printed_once_if_what_fills_it_hangs_or_raises(
     ends: str, why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = Patient()
     monkeypatch.setattr(sys, "stdout", out)
-    page = DevicePage({"torch": "2"}, under_way="a", to_come=["b"])
-    within_seconds = 0.01 if ends == "hangs" else 600.0
-    kept = KeptPage(page, lambda each: json.dumps(each.as_plain()), within_seconds=within_seconds)
-    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), kept:
+    page = DevicePage({"torch": "2"})
+    printed = printed_once(
+        page, lambda: json.dumps(asdict(page)), within_seconds=0.01 if ends == "hangs" else 600.0
+    )
+    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), printed as print_page:
         if ends == "raises":
             raise ConfigError("no GPU")
         if ends == "hangs":
             assert out.is_told.wait(60)
-        kept.print()
-    told = json.loads(out.getvalue())
-    assert (told["failures"], told["not_run"]) == (({}, {}) if why is None else ({"a": why}, {"b": why}))
+        print_page()
+    assert json.loads(out.getvalue())["setting"] == {"torch": "2"} | ({"ended by": why} if why else {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -278,12 +288,12 @@ def test_where_there_is_no_gpu_the_page_says_so(as_json: bool) -> None:
     text = run.stdout if as_json else run.stdout.partition("```json\n")[2].removesuffix("```\n")
     told = json.loads(text)
     page = told["device"] if as_json else told
-    assert list(page["not_run"]) == PARTS
-    assert all("got --device cuda" in why for why in page["not_run"].values())
+    assert page["not_run"] == dict.fromkeys(PARTS, NOT_BEGUN)
     assert page["setting"]["device"] == "cuda"
+    assert page["setting"]["ended by"].startswith("the job's device is cpu, got --device cuda; torch")
     if not as_json:
         assert run.stdout.startswith("\n- thinwire: ")
-        assert "- **not run**: AllReduce(): the job's device is cpu" in run.stdout
+        assert f"- **not run**: AllReduce(): {NOT_BEGUN}" in run.stdout
 
 
 def test_a_device_that_is_none_is_refused() -> None:

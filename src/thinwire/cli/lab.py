@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from thinwire.checks import processes_here
+from thinwire.checks import number, processes_here
 from thinwire.cli.common import check_output
-from thinwire.errors import ConfigError
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network, check_machine
+from thinwire.lab import Link, Network, check_machine
 from thinwire.launch import Job, Output, Process
 
 
@@ -55,54 +52,46 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
-    layout = Layout(machines=machines, rate=rate, processes_per_machine=processes_per_machine)
+    network = Network(machines, Link(rate), processes_per_machine=processes_per_machine)
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
-    processes_here(name, layout.processes, minimum=1)
-    if not grace_seconds >= 0:
-        raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
+    processes_here(name, network.processes, minimum=1)
+    number("grace_seconds", grace_seconds, minimum=0)
     # Before anything is made: a missing tool, or folder, should not be found half-way.
     check_machine()
     check_output("--report", report)
     # Bytes: what processes print need not be text.
     output = Output(sys.stdout.buffer)
-    with Network(layout) as network:
 
-        def start(rank: int) -> Process:
-            # Unbuffered, lines come when they are printed.
-            variables = {"PYTHONUNBUFFERED": "1", **layout.environment(rank)}
-            machine, place = divmod(rank, processes_per_machine)
-            prefix = f"machine {machine:>{len(str(machines - 1))}}"
-            prefix += f", process {place}" if processes_per_machine > 1 else ""
-            return Process(command, variables, output, f"[{prefix}] ", enter=network.entering(machine))
+    def start(rank: int) -> Process:
+        # Unbuffered, lines come when they are printed.
+        variables = {"PYTHONUNBUFFERED": "1", **network.environment(rank)}
+        machine, place = divmod(rank, processes_per_machine)
+        prefix = f"machine {machine:>{len(str(machines - 1))}}"
+        prefix += f", process {place}" if processes_per_machine > 1 else ""
+        return Process(command, variables, output, f"[{prefix}] ", enter=network.command_in(machine))
 
-        with Job(
+    with (
+        network,
+        Job(
             start,
-            layout.processes,
+            network.processes,
             out=output,
             grace_seconds=grace_seconds,
             end_within_seconds=grace_seconds,
             passes_signals_on=True,
-        ) as job:
-            job.run()
+        ) as job,
+    ):
+        job.run()
         # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
     seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
         outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
-    if output.error is not None:
-        # What is still in the buffer would fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(output.error, BrokenPipeError):
-            raise OSError(
-                f"the processes' output can't be written: {output.error.strerror}"
-            ) from output.error
-    else:
-        for machine, sent in enumerate(sent_bytes):
-            took = max(seconds[machine * processes_per_machine : (machine + 1) * processes_per_machine])
-            # To stderr: stdout is the processes' own, and may be parsed.
-            print(
-                f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr
-            )
+    # If the output can't be written, `main` says so.
+    for machine, sent in enumerate(sent_bytes if job.output_error is None else []):
+        took = max(seconds[machine * processes_per_machine : (machine + 1) * processes_per_machine])
+        # To stderr: stdout is the processes' own, and may be parsed.
+        print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from thinwire.checks import processes_here
-from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError
+from thinwire.launch import ElasticJob
 
 
 def run(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -22,7 +24,6 @@ from thinwire.kernels.dispatch import orthonormal_rows, products, projections, r
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.page import DevicePage, Row
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls
@@ -34,10 +35,12 @@ MATRIX_RANKS = (1, 4, 32)
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
-
 COPY = "a copy"
+NOT_BEGUN, NOT_ENDED = "it was not begun", "it has not ended"
 
 Result = TypeVar("Result")
+Row: TypeAlias = "dict[str, str | float | int | None]"
+"""A line of a table, by column; None where a number is not known."""
 
 ALGORITHMS: dict[str, Algorithm] = {
     "AllReduce()": AllReduce(),
@@ -61,8 +64,102 @@ GPT2_SMALL: Mapping[str, tuple[int, ...]] = {
 """Shapes of its parameters, but for those of its norms."""
 
 
-class _TimeUpError(Exception):
-    """A part was ended between two of its steps."""
+@dataclass
+class DevicePage:
+    """All that was found so far. It is true at any time: what has not ended stands on it as such.
+
+    Attributes:
+        setting: Versions, device and group, and what has ended it early.
+        copied_bytes_per_second: Of a copy of the gradients, bytes read and written; None if there was none.
+        kernels: How far the arithmetic of each matrix rank is from that in float64, relative to it.
+        steps: What a step of each algorithm takes, from the first bucket to the last mean.
+        failures: What raised an error on this process, or has not ended, by part, and why.
+        not_run: What was not begun or left out, by part, and why.
+    """
+
+    setting: dict[str, str]
+    copied_bytes_per_second: float | None = None
+    kernels: list[Row] = field(default_factory=list)
+    steps: list[Row] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts have ended, and well."""
+        return not (self.failures or self.not_run)
+
+    def as_markdown(self) -> str:
+        """Return it as a page to paste into an issue."""
+        lines = [f"- {name}: {value}" for name, value in self.setting.items()]
+        if self.copied_bytes_per_second is not None:
+            lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
+        for rows, digits in ((self.kernels, ".1e"), (self.steps, ",.2f")):
+            if rows:
+                heads = [name.replace("_", " ") for name in rows[0]]
+                cells = [[_cell(value, digits) for value in row.values()] for row in rows]
+                marks = ["---", *["--:"] * (len(heads) - 1)]
+                lines += ["", *(f"| {' | '.join(line)} |" for line in [heads, marks, *cells])]
+        gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
+        gaps += [f"- **not run**: {name}: {why}" for name, why in self.not_run.items()]
+        return "\n".join([*lines, "", *gaps] if gaps else lines)
+
+
+def _cell(value: str | float | None, digits: str) -> str:
+    if isinstance(value, float):
+        return format(value, digits)
+    return f"{value:,}" if isinstance(value, int) else value or ""
+
+
+def new_page(device: str) -> DevicePage:
+    """Return a page on which all is to come; a device is not asked for anything yet."""
+    setting = {
+        "thinwire": __version__,
+        "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
+        "triton": installed() or "none",
+        "device": device,
+        "processes": os.environ.get("WORLD_SIZE", "1"),
+        "threads": str(torch.get_num_threads()),
+    }
+    parts = [*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS]
+    return DevicePage(setting, not_run=dict.fromkeys(parts, NOT_BEGUN))
+
+
+def _arithmetic(matrix_rank: int) -> str:
+    return f"arithmetic at matrix rank {matrix_rank}"
+
+
+@contextmanager
+def printed_once(
+    page: DevicePage, rendered: Callable[[], str], *, within_seconds: float
+) -> Iterator[Callable[[], None]]:
+    """Print a page once: by what is yielded, at the end, or after so long, whatever raises or hangs.
+
+    A process that is killed prints nothing.
+    """
+    lock, is_printed = threading.Lock(), False
+
+    def print_page(ended_by: str = "") -> None:
+        nonlocal is_printed
+        with lock:
+            if not is_printed:
+                is_printed = True
+                page.setting |= {"ended by": ended_by} if ended_by else {}
+                print(rendered(), flush=True)
+
+    # A thread goes on while another waits for a device or a message.
+    timer = threading.Timer(within_seconds, print_page, [f"its time, {within_seconds:.0f} s, was over"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield print_page
+        print_page()
+    except BaseException as error:
+        print_page(str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    finally:
+        timer.cancel()
 
 
 @dataclass
@@ -78,36 +175,35 @@ class _Parts:
 
     def run(self, name: str, part: Callable[[], Result]) -> Result | None:
         """Return what a part returns; None if it raises, or if the time is used up on any process."""
-        page = self.page
         if self.is_alone:
             self.leave_out(name, "left out, as the processes have lost each other")
             return None
+        left = self.end - time.monotonic()
+        # One that is slow takes nothing from those behind it.
+        self.share_end = time.monotonic() + left / list(self.page.not_run.values()).count(NOT_BEGUN)
+        del self.page.not_run[name]
+        self.page.failures[name] = NOT_ENDED
         try:
-            left = self.end - time.monotonic()
-            # One that is slow takes nothing from those behind it.
-            self.share_end = time.monotonic() + left / len(page.to_come)
-            page.to_come.remove(name)
-            page.under_way = name
             if self.transport.rank == 0:
                 self.tell(f"measuring {name}")
             # Of all processes: in what only some leave out the others would wait for them.
-            if self._least([left], f"the time for {name}")[0] > 0:
-                return part()
-            self.leave_out(name, "left out, as the time is used up")
+            if self._least([left], f"the time for {name}")[0] <= 0:
+                self.leave_out(name, "left out, as the time is used up")
+                return None
+            found = part()
         # Of any kind: a page with a gap says more than none.
         except Exception as error:
-            why = str(error) if isinstance(error, _TimeUpError) else f"{type(error).__name__}: {error}"
-            page.failures[name] = why.partition("\n")[0]
+            self.page.failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
             # Each further collective would wait for its timeout.
             self.is_alone = isinstance(error, CommunicationError)
-            self.tell(f"{name}: {page.failures[name]}")
-        finally:
-            page.under_way = None
-        return None
+            self.tell(f"{name}: {self.page.failures[name]}")
+            return None
+        del self.page.failures[name]
+        return found
 
     def leave_out(self, name: str, why: str) -> None:
         """Note why a part is not run."""
-        self.page.to_come = [each for each in self.page.to_come if each != name]
+        self.page.failures.pop(name, None)
         self.page.not_run[name] = why
         self.tell(f"{name}: {why}")
 
@@ -126,30 +222,12 @@ class _Parts:
             found.append(time.perf_counter() - start)
         timed = found[UNTIMED_STEPS:]
         if not timed:
-            raise _TimeUpError(f"ended after {len(found)} steps, none of them timed: the time is used up")
+            raise TimeoutError(f"ended after {len(found)} steps, none of them timed: the time is used up")
         return median(timed), len(timed)
 
     def _least(self, own: list[float], what: str) -> list[float]:
         """Return the least of all processes' numbers."""
         return [min(each) for each in zip(*gather_numbers(own, self.transport, what), strict=True)]
-
-
-def new_page(device: str) -> DevicePage:
-    """Return a page on which all is to come; a device is not asked for anything yet."""
-    setting = {
-        "thinwire": __version__,
-        "torch": str(torch.__version__),
-        "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
-        "triton": installed() or "none",
-        "device": device,
-        "processes": os.environ.get("WORLD_SIZE", "1"),
-        "threads": str(torch.get_num_threads()),
-    }
-    return DevicePage(setting, to_come=[*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS])
-
-
-def _arithmetic(matrix_rank: int) -> str:
-    return f"arithmetic at matrix rank {matrix_rank}"
 
 
 def measure(
@@ -161,11 +239,7 @@ def measure(
     within_seconds: float = 240.0,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
-    """Measure a device, and note what fails. Collective.
-
-    Cost: on an H100 less than a minute is expected, and minutes more for what Triton compiles for the first
-    time; six times the memory of the gradients.
-    """
+    """Measure a device, and note what fails. Collective; takes six times the memory of the gradients."""
     # While the device works: after some errors a process can ask it nothing any more.
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"

@@ -23,8 +23,7 @@ import thinwire
 from launcher import Running, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import ConfigError
-from thinwire.lab.layout import Layout, bits_per_second
-from thinwire.lab.network import check_machine
+from thinwire.lab import Link, Network, check_machine
 
 Measured = TypeVar("Measured")
 
@@ -350,9 +349,7 @@ def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = lab_command("--machines=2", f"--report={report}", code="print('up')")
     with started_python(*command, stdout="/dev/full") as lab:
-        assert (
-            lab.stderr.read() == "thinwire: the processes' output can't be written: No space left on device\n"
-        )
+        assert lab.stderr.read() == "thinwire: the output can't be written: No space left on device\n"
         assert lab.wait() == 1
     assert json.loads(report.read_text())["exit_code"] == 1
 
@@ -405,11 +402,14 @@ def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("rate", "bits"),
-    [("100mbit", 1e8), ("100gbit", 1e11), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("200000bit", 2e5)],
+    ("rate", "bits", "burst_bytes"),
+    [("100mbit", 10**8, 69632), ("100gbit", 10**11, 12_500_000), ("2.5Gbit", 25 * 10**8, 312_500)]
+    + [(rate, bits, 69632) for rate, bits in (("500kbit", 5 * 10**5), ("200000bit", 2 * 10**5))],
 )
-def test_rates(rate: str, bits: float) -> None:
-    assert bits_per_second(rate) == bits
+def test_rates(rate: str, bits: int, burst_bytes: int) -> None:
+    shaped = f"tbf rate {bits}bit burst {burst_bytes} latency 100ms"
+    assert " ".join(Link(rate).shaping()) == shaped
+    assert Link().shaping() == []
 
 
 NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "101gbit", f"{10**400}gbit"]
@@ -418,7 +418,7 @@ NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "1
 @pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: rate[:9])
 def test_what_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="a rate is like 100mbit"):
-        Layout(machines=2, rate=rate)
+        Link(rate)
 
 
 @pytest.mark.parametrize(
@@ -429,20 +429,23 @@ def test_what_is_no_rate_is_refused(rate: str) -> None:
         ({"machines": 2, "processes_per_machine": 0}, "processes_per_machine must be a whole number"),
     ],
 )
-def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
+def test_networks_that_are_none(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Layout(**settings)  # type: ignore[arg-type]
+        Network(**settings)  # type: ignore[arg-type]
 
 
 def test_the_environment_is_torchruns() -> None:
-    grouped = Layout(machines=2, processes_per_machine=3).environment(4)
-    assert {name: grouped[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+    found = Network(machines=2, processes_per_machine=3).environment(4)
+    assert {name: value for name, value in found.items() if "IFNAME" not in name} == {
         "RANK": "4",
         "WORLD_SIZE": "6",
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "3",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": "29500",
     }
-    assert (grouped["GROUP_RANK"], grouped["MASTER_ADDR"]) == ("1", "10.77.0.1")
 
 
 def test_a_mistake_on_the_command_line_is_one_line() -> None:
