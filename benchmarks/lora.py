@@ -59,9 +59,8 @@ def fine_tuned(method: str, steps: int, seed: int) -> tuple[float, float]:
         out = Path(folder, "found.json")
         script = [sys.executable, __file__, f"--method={method}", f"--steps={steps}", f"--seed={seed}"]
         with Path(folder, "log").open("w+b") as log:
-            with LocalJob([*script, f"--out={out}"], PROCESSES, out=log) as job:
-                received = job.run()
-            if received is not None:
+            job = LocalJob([*script, f"--out={out}"], PROCESSES, out=log)
+            if job.run() is not None:
                 raise KeyboardInterrupt
             if job.failure is not None:
                 log.seek(0)

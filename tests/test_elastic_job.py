@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher import started_python
-from thinwire import ConfigError
+from thinwire import ConfigError, launch
 from thinwire.launch import ElasticJob
 
 pytest.importorskip("torchft")
@@ -32,22 +32,19 @@ os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
 """
 
 
-def job(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
+def ran(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
+    """A job that has ended, and taken its members along."""
     command = [sys.executable, "-S", "-c", PARTING + rest, str(folder)]
     options = {"min_members": 2, "end_within_seconds": 10.0, "out": sys.stdout.buffer, **options}
-    return ElasticJob(command, members, **options)
+    job = ElasticJob(command, members, **options)
+    job.run()
+    assert_all_have_ended(folder)
+    return job
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
-
-
-def wait_for_end(running: ElasticJob) -> None:
-    deadline = time.monotonic() + WITHIN_SECONDS
-    while running.look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def told(folder: Path) -> dict[str, list[str]]:
@@ -65,18 +62,22 @@ if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)
 while number == "0" and not (folder / "told-1-1").exists():
     time.sleep(0.01)
 """
-    with job(die, tmp_path, say=said.append) as running:
-        port = int(running.address.rpartition(":")[2])
-        wait_for_end(running)
-        assert running.exit_code == 0
-    assert said == ["member 1 was ended by signal 9; started again (1 of 3 restarts)"]
+    assert ran(die, tmp_path, say=said.append).exit_code == 0
     of_each = told(tmp_path)
     assert sorted(of_each) == ["0-0", "1-0", "1-1"]
-    for _, *rest in of_each.values():
-        assert rest == [f"http://127.0.0.1:{port}", "2", "127.0.0.1"]
-    assert_all_have_ended(tmp_path)
+    address = of_each["0-0"][1]
+    assert [rest for _, *rest in of_each.values()] == [[address, "2", "127.0.0.1"]] * 3
+    assert said == [
+        f"lighthouse {address}; averagings need 2 members, 2 start here",
+        "member 1 was ended by signal 9; started again (1 of 3 restarts)",
+    ]
+    assert_free(address.rpartition(":")[2])
+
+
+def assert_free(port: str) -> None:
+    """Nobody listens there any more."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", port))  # nobody listens there any more
+        free.bind(("127.0.0.1", int(port)))
 
 
 @pytest.mark.parametrize(("how", "exit_code"), [("done", 0), ("SIGTERM", 143), ("SIGKILL", -9)])
@@ -112,10 +113,8 @@ while not (folder / "done").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
     assert_all_have_ended(tmp_path)
-    lighthouse = of_each["0-0"][1].rpartition(":")[2]
-    for port in (lighthouse, *map(os.readlink, ports)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", int(port)))  # nobody listens there any more
+    for port in (of_each["0-0"][1].rpartition(":")[2], *map(os.readlink, ports)):
+        assert_free(port)
 
 
 def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:
@@ -125,63 +124,49 @@ while not (folder / "told-0-0").exists():
     time.sleep(0.01)
 sys.exit(3) if number == "1" else time.sleep(60)
 """
-    with job(die, tmp_path, max_restarts=1, say=said.append) as running:
-        wait_for_end(running)
-    assert running.exit_code == 3
-    assert said[1:] == ["member 1 ended with exit code 3; not started again"]
+    assert ran(die, tmp_path, max_restarts=1, say=said.append).exit_code == 3
+    assert said[2:] == ["member 1 ended with exit code 3; not started again"]
     assert sorted(told(tmp_path)) == ["0-0", "1-0", "1-1"]
-    assert_all_have_ended(tmp_path)
 
 
 def test_one_that_came_too_late_is_asked_to_leave(tmp_path: Path) -> None:
     wait = 'time.sleep(60 if number == "1" else 0)'
-    with job(wait, tmp_path, end_within_seconds=0.2) as running:
-        wait_for_end(running)
-    assert running.exit_code == 0
-    assert_all_have_ended(tmp_path)
+    assert ran(wait, tmp_path, end_within_seconds=0.2).exit_code == 0
 
 
-def test_the_last_one_is_not_started_again_when_training_is_over(tmp_path: Path) -> None:
+def test_the_last_one_is_not_started_again_when_training_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     die = """
 while number == "1" and not (folder / "told-0-0").exists():
     time.sleep(0.01)
 sys.exit(3 if number == "1" else 0)
 """
-    with job(die, tmp_path, min_members=1) as running:
-        for process in running.processes:
-            while process.exit_code is None:
-                time.sleep(0.01)
-        wait_for_end(running)
-        running.processes[1].send(signal.SIGKILL)  # nothing, since it has ended
-    assert running.exit_code == 0
+    monkeypatch.setattr(launch, "LOOK_EVERY_SECONDS", 1.0)  # both have ended when somebody looks
+    job = ran(die, tmp_path, min_members=1)
+    job.processes[1].send(signal.SIGKILL)  # nothing, since it has ended
+    assert job.exit_code == 0
     assert sorted(told(tmp_path)) == ["0-0", "1-0"]
 
 
 def test_each_line_begins_with_the_member_that_printed_it(tmp_path: Path) -> None:
     words = 'print("out", number); print("error", number, end="", file=sys.stderr)'
-    with (tmp_path / "out").open("wb") as out, job(words, tmp_path, out=out) as running:
-        wait_for_end(running)
+    with (tmp_path / "out").open("wb") as out:
+        ran(words, tmp_path, out=out)
     lines = sorted((tmp_path / "out").read_text().splitlines())
     assert lines == ["[0] error 0", "[0] out 0", "[1] error 1", "[1] out 1"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
 def test_output_that_can_not_be_written_ends_the_job(tmp_path: Path) -> None:
-    with (
-        open("/dev/full", "wb", buffering=0) as out,
-        job("print(1); time.sleep(60)", tmp_path, out=out) as running,
-    ):
-        wait_for_end(running)
-        assert running.exit_code == 1
-    assert_all_have_ended(tmp_path)
+    with open("/dev/full", "wb", buffering=0) as out:
+        assert ran("print(1); time.sleep(60)", tmp_path, out=out).exit_code == 1
 
 
 def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
     given = {"lighthouse": "http://10.0.0.1:29510", "host": "10.0.0.2"}
-    with job("", tmp_path, members=1, **given) as running:
-        wait_for_end(running)
+    assert ran("", tmp_path, members=1, **given).exit_code == 0
     assert told(tmp_path)["0-0"][1:] == ["http://10.0.0.1:29510", "2", "10.0.0.2"]
-    assert running.exit_code == 0
 
 
 def test_what_can_not_be_is_told_before_anything_starts() -> None:
@@ -194,8 +179,5 @@ def test_what_can_not_be_is_told_before_anything_starts() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with (
-            pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"),
-            ElasticJob(["true"], 1, port=port, out=out),
-        ):
-            os._exit(1)
+        with pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"):
+            ElasticJob(["true"], 1, port=port, out=out).run()

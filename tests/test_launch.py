@@ -10,7 +10,7 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
 
 import pytest
 
@@ -36,81 +36,72 @@ while len(list(folder.glob("told-*"))) < 3:
 SLEEP = "time.sleep(60)"
 
 
-def job(rest: str, folder: Path, first: str = "") -> LocalJob:
-    return LocalJob([sys.executable, "-S", "-c", first + PARTING + rest, str(folder)], 3)
-
-
-def wait_for_end(running: LocalJob) -> None:
-    deadline = time.monotonic() + WITHIN_SECONDS
-    while running.look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def ran(rest: str, folder: Path, first: str = "", **attributes: object) -> LocalJob:
+    """A job of three that has ended, and taken its processes along."""
+    job = LocalJob([sys.executable, "-S", "-c", first + PARTING + rest, str(folder)], 3)
+    vars(job).update(attributes)
+    job.run()
+    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder))
+    return job
 
 
 def told(folder: Path) -> list[list[str]]:
     return [(folder / f"told-{process_rank}").read_text().split() for process_rank in range(3)]
 
 
-def assert_all_have_ended(folder: Path) -> None:
-    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder))
-
-
 def test_all_that_end_well(tmp_path: Path) -> None:
-    with job("", tmp_path) as running:
-        wait_for_end(running)
-    assert (running.failure, running.exit_code) == (None, 0)
+    job = ran("", tmp_path)
+    assert (job.failure, job.exit_code) == (None, 0)
     assert [rest for _, *rest in told(tmp_path)] == [["700", "3", launch.loopback_interface()]] * 3
-    assert_all_have_ended(tmp_path)
 
 
-def test_the_first_that_fails_ends_the_others(tmp_path: Path) -> None:
-    with job(f"{SLEEP} if rank != 1 else sys.exit(3)", tmp_path) as running:
-        wait_for_end(running)
-    assert running.failure == "process 1 ended with exit code 3"
-    assert running.exit_code == 3
-    assert_all_have_ended(tmp_path)
-
-
-def test_one_that_is_killed_is_the_cause_of_the_others_errors(tmp_path: Path) -> None:
-    """Even if all have failed when somebody looks."""
-    fail = """
-if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+FAIL = """
 path = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 path.write_text('{"message": {"message": "RuntimeError: lost a peer\\\\nat length"}}')
 sys.exit(1)
 """
-    with job(fail, tmp_path) as running:
-        for process in running.processes:
-            while process.exit_code is None:
-                time.sleep(0.01)
-        assert not running.look()
-    assert running.failure == "process 2 was ended by signal 9"
-    assert running.exit_code == 137
 
 
-def test_an_error_is_told_in_one_line(tmp_path: Path) -> None:
-    fail = """
-if rank == 0:
-    told = '{"message": "ValueError: no\\\\nmore"}'
-    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told)
-    sys.exit(1)
-time.sleep(60)
-"""
-    with job(fail, tmp_path) as running:
-        wait_for_end(running)
-    assert running.failure == "process 0: ValueError: no"
+@pytest.mark.parametrize(
+    ("rest", "failure", "exit_code"),
+    [
+        (f"{SLEEP} if rank != 1 else sys.exit(3)", "process 1 ended with exit code 3", 3),
+        # Even if all have failed when somebody looks: who was killed is the cause of the others' errors.
+        (
+            f"if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{FAIL}",
+            "process 2 was ended by signal 9",
+            137,
+        ),
+        (f"if rank: {SLEEP}\n{FAIL}", "process 0: RuntimeError: lost a peer", 1),
+    ],
+    ids=["by its exit code", "killed", "in its own words"],
+)
+def test_the_first_that_fails_ends_the_others(
+    rest: str, failure: str, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if SLEEP not in rest:
+        monkeypatch.setattr(launch, "LOOK_EVERY_SECONDS", 1.0)
+    job = ran(rest, tmp_path)
+    assert (job.failure, job.exit_code) == (failure, exit_code)
 
 
 @pytest.mark.parametrize("is_urgent", [False, True], ids=["in time", "at a further signal"])
 def test_who_does_not_listen_is_killed(tmp_path: Path, is_urgent: bool) -> None:
     deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
-    with job(SLEEP, tmp_path, deaf) as running:
-        running._end_within_seconds = 1000 if is_urgent else 0.2
-        while len(list(tmp_path.glob("told-*"))) < 3:
-            time.sleep(0.01)
-        if is_urgent:
-            Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
-    assert_all_have_ended(tmp_path)
+    end = f"if rank: {SLEEP}\nsys.exit(1)"
+    if is_urgent:
+
+        def press() -> None:
+            while len(list(tmp_path.glob("told-*"))) < 3:
+                time.sleep(0.01)
+            for _ in range(2):
+                time.sleep(0.3)
+                signal.raise_signal(signal.SIGTERM)
+
+        Thread(target=press).start()
+        end = SLEEP
+    job = ran(end, tmp_path, deaf, _end_within_seconds=1000 if is_urgent else 0.2)
+    assert job.exit_code == (143 if is_urgent else 1)
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
@@ -129,18 +120,12 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
     """Even those that have come no further than their imports, and do nothing for that themselves."""
     command = [sys.executable, "-S", "-c", "import os, time; os.write(1, b'here\\n'); time.sleep(60)"]
-    code = f"""
-import time
-from thinwire.launch import LocalJob
-with LocalJob({command}, 3):
-    time.sleep(60)
-"""
+    code = f"from thinwire.launch import LocalJob; LocalJob({command}, 3).run()"
     with started_python("-u", "-c", code) as launcher:
         assert [launcher.stdout.readline() for _ in range(3)] == ["here\n"] * 3
         launcher.kill()
-        output = Thread(
-            target=launcher.stdout.read, daemon=True
-        )  # ends when nobody has it open, its processes neither
+        # Ends when nobody has it open, its processes neither.
+        output = Thread(target=launcher.stdout.read, daemon=True)
         output.start()
         output.join(WITHIN_SECONDS)
         assert not output.is_alive()
@@ -190,12 +175,10 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch:
     (tmp_path / "this.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    run = subprocess.run(
-        python_module("this"), capture_output=True, text=True, timeout=WITHIN_SECONDS, check=False
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    assert "a stranger ran" not in printed_by(python_module("this"))
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as it is where the user wants it so
-    run = subprocess.run(
-        python_module("this"), capture_output=True, text=True, timeout=WITHIN_SECONDS, check=False
-    )
-    assert "a stranger ran" in run.stderr
+    assert "a stranger ran" in printed_by(python_module("this"))
+
+
+def printed_by(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr

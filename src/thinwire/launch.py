@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -34,8 +34,6 @@ LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
 LAST_WORDS_SECONDS = 5.0  # for the output of a process to end: what it has started may have that open still
 JOIN_TIMEOUT_MS = 60_000
-
-Opened = TypeVar("Opened", bound="Job")
 
 
 @contextmanager
@@ -151,11 +149,10 @@ class Process:
 
 
 class Job:
-    """While open, processes run here; all of them have ended afterwards.
+    """Processes that run here; the first that fails ends the others.
 
-    The first that fails ends the others: they are asked to after `grace_seconds`, and killed
-    `end_within_seconds` later. A signal asks them at once, a further one kills them. If their output can't be
-    written, they are asked at once, too.
+    They are asked to end after `grace_seconds`, and killed `end_within_seconds` later. A signal asks them at
+    once, a further one kills them. If their output can't be written, they are asked at once, too.
 
     Attributes:
         processes: By place, from 0.
@@ -180,25 +177,8 @@ class Job:
         self._start, self._size, self._out, self._say = start, size, out, say
         self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds
         self._passes_signals_on = passes_signals_on
-        self._signals: list[int] = []
-        self._opened = ExitStack()
         self._failed_code = 0
         self._deadline = math.inf  # set when the job is over, for those that still run
-
-    def __enter__(self: Opened) -> Opened:
-        with ExitStack() as opened:
-            # Before any process: a signal while they start must end them, too.
-            self._signals = opened.enter_context(end_signals())
-            self._prepare(opened)
-            opened.callback(self.end)
-            for place in range(self._size):
-                self.processes.append(self._start(place))
-            # Only now: if one can't be started, those before it are ended on the way out.
-            self._opened = opened.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
     @property
     def exit_code(self) -> int:
@@ -220,20 +200,29 @@ class Job:
         return any(process.exit_code is None for process in self.processes)
 
     def run(self, each_look: Callable[[], None] = lambda: None) -> int | None:
-        """Stay until the job has ended; return the signal that asked it to, if one did."""
-        while self.look() and not self._signals:
-            each_look()
-            time.sleep(LOOK_EVERY_SECONDS)
-        if self._signals:
-            self.received = self._signals[-1]
-            self._say(
-                f"{signal.Signals(self.received).name}: all are asked to end; a further signal kills them"
-            )
-        self.end()
+        """Stay until all processes have ended; return the signal that asked them to, if one did."""
+        with ExitStack() as opened:
+            # Before any process: a signal while they start must end them, too.
+            self._signals = opened.enter_context(end_signals())
+            self._prepare(opened)
+            # If one can't be started, those before it are ended on the way out.
+            opened.callback(self._end)
+            for place in range(self._size):
+                self.processes.append(self._start(place))
+            while self._goes_on() and not self._signals:
+                each_look()
+                time.sleep(LOOK_EVERY_SECONDS)
+            if self._signals:
+                self.received = self._signals[-1]
+                name = signal.Signals(self.received).name
+                self._say(f"{name}: all are asked to end; a further signal kills them")
         each_look()
         return self.received
 
-    def look(self) -> bool:
+    def _prepare(self, opened: ExitStack) -> None:
+        """Open what the processes need, before they start; it closes after their end."""
+
+    def _goes_on(self) -> bool:
         """Look after the processes once; return whether the job goes on."""
         codes = [process.exit_code for process in self.processes]
         failed = [place for place, code in enumerate(codes) if code]
@@ -244,7 +233,7 @@ class Job:
             self._deadline = time.monotonic() + self._grace_seconds
         return None in codes and self.output_error is None and time.monotonic() < self._deadline
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Ask all that still run to end, and kill those that take too long, or all at a further signal."""
         numbers, num_received = [int(signal.SIGTERM)], len(self._signals)
         if self.received is not None and self._passes_signals_on:
@@ -261,8 +250,9 @@ class Job:
         for process in self.processes:
             process.read_to_the_end()
 
-    def _prepare(self, opened: ExitStack) -> None:
-        """Open what the processes need, before they start; it closes after their end."""
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            process.send(number)
 
     def _code_of_failure(self) -> int:
         return self._failed_code
@@ -270,10 +260,6 @@ class Job:
     def _first_of(self, failed: list[int]) -> tuple[int, str]:
         """Return which of the processes found to have failed was the first, and what it died of."""
         return failed[0], f"process {failed[0]} {self.processes[failed[0]].ending}"
-
-    def _send(self, number: int) -> None:
-        for process in self.processes:
-            process.send(number)
 
 
 class LocalJob(Job):
@@ -323,16 +309,13 @@ class LocalJob(Job):
 
 
 class ElasticJob(Job):
-    """While open, elastic members run on this machine; they and their lighthouse have ended afterwards.
+    """Elastic members on this machine, and a lighthouse unless one was given.
 
     A member that dies (by a signal, or an exit code other than 0) is started again. It finds in its
     environment what `elastic.TorchftGroup` reads, and its number, from 0, which it keeps.
 
     The exit code is 0 if no member died for good, or enough have ended well: as many as an averaging needs,
     or one at a lighthouse that was given, where others may be. Else it is that of the first that died so.
-
-    Attributes:
-        address: Of the lighthouse.
     """
 
     def __init__(
@@ -368,12 +351,12 @@ class ElasticJob(Job):
             raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
         self._torchft = torchft_module("torchft.coordination")
         self._port, self._given = port, lighthouse
-        self.address = lighthouse or ""
+        self._address = lighthouse or ""
         self._host = host or (LOOPBACK if lighthouse is None else None)
         self._restarts = [0] * members
         self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in that order
 
-    def look(self) -> bool:
+    def _goes_on(self) -> bool:
         """Start again those that have died; return whether the job goes on.
 
         It does not when all have ended, so many have died for good that the others would only wait, or what
@@ -423,7 +406,7 @@ class ElasticJob(Job):
     def _started(self, member: int) -> Process:
         variables = {
             "PYTHONUNBUFFERED": "1",  # lines come when they are printed
-            LIGHTHOUSE: self.address,
+            LIGHTHOUSE: self._address,
             MIN_MEMBERS: str(self._min_members),
             MEMBER: str(member),
         }
@@ -452,7 +435,9 @@ class ElasticJob(Job):
             ) from error
         opened.callback(server.shutdown)
         # It names the port truly, and the host by this machine's name, which others may not know.
-        self.address = f"http://{self._host}:{server.address().rpartition(':')[2]}"
+        self._address = f"http://{self._host}:{server.address().rpartition(':')[2]}"
+        needed = f"averagings need {self._min_members} members, {self._size} start here"
+        self._say(f"lighthouse {self._address}; {needed}")
 
 
 def loopback_interface() -> str:

@@ -333,7 +333,7 @@ def _checked_to_a_full_disk() -> str | None:
         if dist.get_rank() == 0:
             patch.setattr(sys, "stdout", FullDisk())
         try:
-            check.check(backend=None, processes=None, as_json=True)
+            check.check(backend=None, processes=None, as_json=True, device=None)
         except OSError as error:
             return error.strerror
     return None

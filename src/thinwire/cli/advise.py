@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -33,34 +33,27 @@ COLUMNS_LEGEND = (
 
 def advise(
     *,
-    probe: Annotated[Path, typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote.")],
-    model: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Builds the model; called without arguments.")
-    ],
-    step: Annotated[
-        str,
-        typer.Option(metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."),
-    ],
-    budget_seconds: Annotated[
-        float,
-        typer.Option(help="About how long it may take; ten steps with each algorithm in any case."),
-    ] = 30.0,
-    budget_loss: Annotated[
-        str, typer.Option(metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any.")
-    ] = "1%",
-    optimizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What trains the model.", show_default="the worst of all known"),
-    ] = None,
-    sharded: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SHARDS",
-            help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
-            show_default="each process holds all of it",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+    probe: Path = typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote."),
+    model: str = typer.Option(metavar="MODULE:FUNCTION", help="Builds the model; called without arguments."),
+    step: str = typer.Option(
+        metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."
+    ),
+    budget_seconds: float = typer.Option(
+        30.0, help="About how long it may take; ten steps with each algorithm in any case."
+    ),
+    budget_loss: str = typer.Option(
+        "1%", metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any."
+    ),
+    optimizer: str | None = typer.Option(
+        None, metavar="NAME", help="What trains the model.", show_default="the worst of all known"
+    ),
+    sharded: int | None = typer.Option(
+        None,
+        metavar="SHARDS",
+        help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
+        show_default="each process holds all of it",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
 

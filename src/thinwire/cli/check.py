@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from thinwire.channel import gather_numbers
-from thinwire.cli.common import Processes, joined_job, run_here, tell_without_numba
+from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
 from thinwire.selfcheck.device import DevicePage, measure, new_page, printed_once
@@ -35,20 +34,15 @@ PAGE_SECONDS, PRINT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
 
 def check(
     *,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
-    ] = None,
-    processes: Processes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda",
-            help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
-            show_default="only check",
-        ),
-    ] = None,
+    backend: str | None = BACKEND,
+    processes: int | None = PROCESSES,
+    as_json: bool = typer.Option(False, "--json", help="Print the outcome as JSON."),
+    device: str | None = typer.Option(
+        None,
+        metavar="cpu|cuda",
+        help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
+        show_default="only check",
+    ),
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 

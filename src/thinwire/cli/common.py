@@ -12,7 +12,6 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -32,14 +31,15 @@ from thinwire.launch import (
     python_module,
 )
 
-Processes: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Start so many on this machine, joined over its loopback interface only.",
-        show_default="this is one of a job",
-    ),
-]
-"""The option `--processes` of commands that run on the processes of a job."""
+# Options of commands that run on the processes of a job.
+PROCESSES = typer.Option(
+    None,
+    help="Start so many on this machine, joined over its loopback interface only.",
+    show_default="this is one of a job",
+)
+BACKEND = typer.Option(
+    None, metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"
+)
 
 
 def run_here(processes: int | None, option: str = "--processes") -> None:
@@ -54,9 +54,8 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
         raise ConfigError(
             f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
         )
-    with LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes) as job:
-        received = job.run()
-    exit_if_stopped(received)
+    job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
+    exit_if_stopped(job.run())
     sys.exit(job.exit_code)
 
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -31,6 +30,7 @@ from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
+NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
 AVERAGED_STEPS = 20
 PLAIN_LINES = 10
 LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
@@ -46,43 +46,34 @@ class JobError(ThinwireError, RuntimeError):
 
 def demo(
     *,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
-        ),
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Training processes on this machine.",
-            show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of each algorithm.")] = DemoOptions.steps,
-    algorithm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"One of {', '.join(ALGORITHMS)}; repeat the option to compare.",
-            show_default=", ".join(DemoOptions.algorithms),
-        ),
-    ] = None,
-    matrix_rank: Annotated[
-        int, typer.Option(help="Rank of the low-rank factors: more bytes, more exact.")
-    ] = DemoOptions.matrix_rank,
-    model_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
-            show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial model and the batches.")] = DemoOptions.seed,
-    output: Annotated[
-        Path, typer.Option(help="Folder for the records, one line of JSON for each step, and the log.")
-    ] = Path(DemoOptions.output),
+    elastic: bool = typer.Option(
+        False, "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
+    ),
+    processes: int | None = typer.Option(
+        None,
+        help="Training processes on this machine.",
+        show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
+    ),
+    steps: int = typer.Option(DemoOptions.steps, help="Training steps of each algorithm."),
+    algorithm: list[str] | None = typer.Option(
+        None,
+        metavar="NAME",
+        help=f"One of {NAMES}; repeat the option to compare.",
+        show_default=USUAL_NAMES,
+    ),
+    matrix_rank: int = typer.Option(
+        DemoOptions.matrix_rank, help="Rank of the low-rank factors: more bytes, more exact."
+    ),
+    model_size: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
+        show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
+    ),
+    seed: int = typer.Option(DemoOptions.seed, help="Of the initial model and the batches."),
+    output: Path = typer.Option(
+        DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
+    ),
 ) -> None:
     """Train a small GPT on Python's own standard library, once per algorithm, and compare them.
 
@@ -136,17 +127,14 @@ def run_each(options: DemoOptions, console: Console) -> list[Path]:
         f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}.",
         soft_wrap=True,
     )
-    with (
-        shown_progress(console, options) as show,
-        log_path.open("wb") as log,
-        LocalJob(options.command(), options.processes, out=log) as job,
-    ):
+    with shown_progress(console, options) as show, log_path.open("wb") as log:
 
         def show_new() -> None:
             for file in files:
                 for record in file.new_records():
                     show(record)
 
+        job = LocalJob(options.command(), options.processes, out=log)
         received = job.run(show_new)
     exit_if_stopped(received)
     if job.failure is not None:
@@ -245,11 +233,9 @@ def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
         soft_wrap=True,
     )
     members = options.processes
-    with (
-        log_path.open("wb") as log,
+    with log_path.open("wb") as log:
         # Nobody is started again, and those who are left go on: the scene says when the last one joins.
-        ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log) as job,
-    ):
+        job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
         scene = _Scene(options, job, lambda line: console.print(line, soft_wrap=True))
 
         def play_new() -> None:

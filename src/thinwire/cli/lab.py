@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,30 +15,23 @@ from thinwire.launch import Job, Output, Process
 
 
 def lab(
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND…", help="What to run in every process.")
-    ],
+    command: list[str] = typer.Argument(metavar="-- COMMAND…", help="What to run in every process."),
     *,
-    machines: Annotated[int, typer.Option(help="How many machines.")] = 2,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
-        ),
-    ] = None,
-    processes_per_machine: Annotated[
-        int, typer.Option(help="Processes that share a machine's slow link, and its loopback.")
-    ] = 1,
-    grace_seconds: Annotated[
-        float, typer.Option(help="After one process has failed, before the others are asked to end.")
-    ] = 30.0,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
-        ),
-    ] = None,
+    machines: int = typer.Option(2, help="How many machines."),
+    rate: str | None = typer.Option(
+        None, metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
+    ),
+    processes_per_machine: int = typer.Option(
+        1, help="Processes that share a machine's slow link, and its loopback."
+    ),
+    grace_seconds: float = typer.Option(
+        30.0, help="After one process has failed, before the others are asked to end."
+    ),
+    report: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
+    ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
@@ -70,27 +62,26 @@ def lab(
         prefix += f", process {place}" if processes_per_machine > 1 else ""
         return Process(command, variables, output, f"[{prefix}] ", enter=network.command_in(machine))
 
-    with (
-        network,
-        Job(
-            start,
-            network.processes,
-            out=output,
-            grace_seconds=grace_seconds,
-            end_within_seconds=grace_seconds,
-            passes_signals_on=True,
-        ) as job,
-    ):
+    job = Job(
+        start,
+        network.processes,
+        out=output,
+        grace_seconds=grace_seconds,
+        end_within_seconds=grace_seconds,
+        passes_signals_on=True,
+    )
+    with network:
         job.run()
         # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
-    seconds = [process.seconds or 0.0 for process in job.processes]
+    seconds_of_each = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
-        outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
+        outcome = {"exit_code": job.exit_code, "seconds": seconds_of_each, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
     # If the output can't be written, `main` says so.
     for machine, sent in enumerate(sent_bytes if job.output_error is None else []):
-        took = max(seconds[machine * processes_per_machine : (machine + 1) * processes_per_machine])
+        first = machine * processes_per_machine
+        took = max(seconds_of_each[first : first + processes_per_machine])
         # To stderr: stdout is the processes' own, and may be parsed.
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.

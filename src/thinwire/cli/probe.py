@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import Processes, check_output, joined_job, run_here, shown_measuring
+from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
@@ -23,25 +22,20 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 def probe(
     *,
-    budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 20.0,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
-    ] = None,
-    all_pairs: Annotated[
-        bool | None,
-        typer.Option(
-            "--all-pairs/--neighbours",
-            help="Which pairs of processes to time.",
-            show_default="all of up to 8",
-        ),
-    ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was found, as JSON.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
-    ] = None,
-    processes: Processes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    budget_seconds: float = typer.Option(20.0, help="About how long it may take."),
+    backend: str | None = BACKEND,
+    all_pairs: bool | None = typer.Option(
+        None,
+        "--all-pairs/--neighbours",
+        help="Which pairs of processes to time.",
+        show_default="all of up to 8",
+    ),
+    save: Path | None = typer.Option(None, metavar="FILE", help="Write what was found, as JSON."),
+    plot: Path | None = typer.Option(
+        None, metavar="FILE", help="Draw time against message size: .png, .svg, .pdf."
+    ),
+    processes: int | None = PROCESSES,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
 
@@ -78,27 +72,19 @@ def probe(
 
 
 def save_plot(found: Probe, path: Path) -> None:
-    """Draw the time of an averaging against its message's size, with the spread.
-
-    Args:
-        found: What was measured.
-        path: The figure's file, whose ending tells its format.
-    """
+    """Draw the time of an averaging against its message's size, with the spread."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed here alone
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = [each.message_bytes for each in found.timings]
-    medians = [1e3 * each.median_seconds for each in found.timings]
-    spreads = [1e3 * each.spread_seconds / 2 for each in found.timings]
-    # A logarithmic axis has nothing at 0 and below.
-    lowest = [max(middle - spread, middle / 10) for middle, spread in zip(medians, spreads, strict=True)]
-    highest = [middle + spread for middle, spread in zip(medians, spreads, strict=True)]
-    axes.fill_between(sizes, lowest, highest, alpha=0.25)
-    axes.plot(sizes, medians, "o-")
-    axes.set(
+    axes = figure.add_subplot(
         xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
     )
+    sizes = [each.message_bytes for each in found.timings]
+    pairs = [(1e3 * each.median_seconds, 1e3 * each.spread_seconds / 2) for each in found.timings]
+    # A logarithmic axis has nothing at 0 and below.
+    lowest = [max(middle - spread, middle / 10) for middle, spread in pairs]
+    axes.fill_between(sizes, lowest, [middle + spread for middle, spread in pairs], alpha=0.25)
+    axes.plot(sizes, [middle for middle, _ in pairs], "o-")
     rate = found.bytes_per_second
     rate_text = "rate not known" if rate is None else f"{8e-6 * rate:,.0f} Mbit/s"
     axes.set_title(f"{found.world_size} processes, {found.backend}: {rate_text}")
@@ -107,12 +93,7 @@ def save_plot(found: Probe, path: Path) -> None:
 
 
 def show(found: Probe, console: Console) -> None:
-    """Print what was found: a table with bars, then what follows from it.
-
-    Args:
-        found: What was measured.
-        console: Where to.
-    """
+    """Print what was found: a table with bars, then what follows from it."""
     console.print(_table(found))
     console.print(
         f"latency    {1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
