@@ -162,32 +162,58 @@ def printed_once(
         timer.cancel()
 
 
+def measure(
+    page: DevicePage,
+    device: torch.device,
+    transport: Transport,
+    shapes: Mapping[str, tuple[int, ...]] = GPT2_SMALL,
+    *,
+    within_seconds: float = 240.0,
+    tell: Callable[[str], None] = lambda doing: None,
+) -> None:
+    """Measure a device, and note what fails. Collective; takes six times the memory of the gradients."""
+    # While the device works: after some errors a process can ask it nothing any more.
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
+    page.setting |= {"device": f"{device.type}, {name}", "processes": str(transport.size)}
+    parts = _Parts(page, device, transport, time.monotonic() + within_seconds, tell)
+    for matrix_rank in MATRIX_RANKS:
+        if error := parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank)):
+            page.kernels.append(error)
+    copied = parts.run(COPY, lambda: _Copied(parts, _buckets(shapes)))
+    if copied is not None:
+        page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
+    for code, algorithm in ALGORITHMS.items():
+        if copied is None:
+            # There is no memory for the gradients, or no such device.
+            parts.leave_out(code, f"left out, as there are no gradients to step with: {COPY} is missing")
+        elif cost := parts.run(code, partial(_step_cost, code, algorithm, copied, parts)):
+            page.steps.append(cost)
+    page.setting["slower kernels"] = "; ".join(shortfalls(device)) or "none"
+
+
 @dataclass
 class _Parts:
     """Runs one part of a page after the other: what a part raises is noted, and the next one follows."""
 
     page: DevicePage
+    device: torch.device
     transport: Transport
     end: float
     tell: Callable[[str], None]
-    share_end: float = 0.0
     is_alone: bool = False
 
     def run(self, name: str, part: Callable[[], Result]) -> Result | None:
-        """Return what a part returns; None if it raises, or if the time is used up on any process."""
+        """Return what a part returns; None if it raises, or if the time is used up."""
         if self.is_alone:
             self.leave_out(name, "left out, as the processes have lost each other")
             return None
-        left = self.end - time.monotonic()
-        # One that is slow takes nothing from those behind it.
-        self.share_end = time.monotonic() + left / list(self.page.not_run.values()).count(NOT_BEGUN)
         del self.page.not_run[name]
         self.page.failures[name] = NOT_ENDED
         try:
             if self.transport.rank == 0:
                 self.tell(f"measuring {name}")
-            # Of all processes: in what only some leave out the others would wait for them.
-            if self._least([left], f"the time for {name}")[0] <= 0:
+            if not self._has_time(name):
                 self.leave_out(name, "left out, as the time is used up")
                 return None
             found = part()
@@ -207,61 +233,24 @@ class _Parts:
         self.page.not_run[name] = why
         self.tell(f"{name}: {why}")
 
-    def seconds_of(self, device: torch.device, run: Callable[[], object]) -> tuple[float, int]:
+    def seconds_of(self, run: Callable[[], object]) -> tuple[float, int]:
         """Return the median of some steps, and of how many. Collective."""
         found: list[float] = []
-        while len(found) < UNTIMED_STEPS + TIMED_STEPS:
-            now = time.monotonic()
-            of_share, of_all = self._least([self.share_end - now, self.end - now], "the time for a step")
-            if of_all <= 0 or (of_share <= 0 and len(found) > UNTIMED_STEPS):
-                break
-            _synchronize(device)
+        while len(found) < UNTIMED_STEPS + TIMED_STEPS and self._has_time("a step"):
+            _synchronize(self.device)
             start = time.perf_counter()
             run()
-            _synchronize(device)
+            _synchronize(self.device)
             found.append(time.perf_counter() - start)
         timed = found[UNTIMED_STEPS:]
         if not timed:
             raise TimeoutError(f"ended after {len(found)} steps, none of them timed: the time is used up")
         return median(timed), len(timed)
 
-    def _least(self, own: list[float], what: str) -> list[float]:
-        """Return the least of all processes' numbers."""
-        return [min(each) for each in zip(*gather_numbers(own, self.transport, what), strict=True)]
-
-
-def measure(
-    page: DevicePage,
-    device: torch.device,
-    transport: Transport,
-    shapes: Mapping[str, tuple[int, ...]] = GPT2_SMALL,
-    *,
-    within_seconds: float = 240.0,
-    tell: Callable[[str], None] = lambda doing: None,
-) -> None:
-    """Measure a device, and note what fails. Collective; takes six times the memory of the gradients."""
-    # While the device works: after some errors a process can ask it nothing any more.
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
-    page.setting["device"] = f"{device.type}, {name}"
-    page.setting["processes"] = str(transport.size)
-    parts = _Parts(page, transport, time.monotonic() + within_seconds, tell)
-    for matrix_rank in MATRIX_RANKS:
-        error = parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank))
-        if error is not None:
-            page.kernels.append(error)
-    copied = parts.run(COPY, lambda: _Copied(device, _buckets(shapes), parts))
-    if copied is None:
-        # There is no memory for the gradients, or no such device.
-        for name in ALGORITHMS:
-            parts.leave_out(name, f"left out, as there are no gradients to step with: {COPY} is missing")
-    else:
-        page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
-        for code, algorithm in ALGORITHMS.items():
-            cost = parts.run(code, partial(_step_cost, code, algorithm, transport, copied, parts))
-            if cost is not None:
-                page.steps.append(cost)
-    page.setting["slower kernels"] = "; ".join(shortfalls(device)) or "none"
+    def _has_time(self, what: str) -> bool:
+        # On all processes: in what only some leave out, the others would wait for them.
+        left = gather_numbers([self.end - time.monotonic()], self.transport, f"the time for {what}")
+        return min(left)[0] > 0
 
 
 class _Copied:
@@ -271,16 +260,12 @@ class _Copied:
         seconds: What copying all of them takes, the unit of steps; it is part of what a step is seen to take.
     """
 
-    def __init__(
-        self, device: torch.device, buckets: Sequence[tuple[ParameterSpec, ...]], parts: _Parts
-    ) -> None:
-        self.device, self.buckets = device, buckets
-        self.flats = [
-            torch.randn(sum(spec.numel for spec in bucket), dtype=torch.float32, device=device)
-            for bucket in buckets
-        ]
+    def __init__(self, parts: _Parts, buckets: Sequence[tuple[ParameterSpec, ...]]) -> None:
+        self.buckets = buckets
+        numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
+        self.flats = [torch.randn(numel, dtype=torch.float32, device=parts.device) for numel in numels]
         self.copies = [torch.empty_like(flat) for flat in self.flats]
-        self.seconds, _ = parts.seconds_of(device, self.copy)
+        self.seconds, _ = parts.seconds_of(self.copy)
 
     def copy(self) -> None:
         torch._foreach_copy_(self.copies, self.flats)
@@ -334,26 +319,26 @@ def _gap(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
-def _step_cost(code: str, algorithm: Algorithm, transport: Transport, copied: _Copied, parts: _Parts) -> Row:
+def _step_cost(code: str, algorithm: Algorithm, copied: _Copied, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
-    engine, device = Engine(algorithm, transport), copied.device
+    engine, device = Engine(algorithm, parts.transport), parts.device
 
     def step() -> None:
         copied.copy()
         engine.average(zip(copied.buckets, copied.copies, strict=True))
 
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    before = 0
+    if device.type == "cuda":
         # What an algorithm before this one has left in cycles would be freed on the way, and not be counted.
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
-    # Gradients and their copies lie there already, and count in no step.
-    before = torch.cuda.memory_allocated(device) if is_cuda else 0
-    with_copy, timed_steps = parts.seconds_of(device, step)
+        # Gradients and their copies lie there already, and count in no step.
+        before = torch.cuda.memory_allocated(device)
+    with_copy, timed_steps = parts.seconds_of(step)
     seconds = with_copy - copied.seconds
-    peak_bytes = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
-    launches = waits = None
-    if is_cuda:
+    peak_bytes = launches = waits = None
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device) - before
         try:
             launches, waits = _looked_at(step, device)
         except RuntimeError as error:  # the milliseconds stand all the same
