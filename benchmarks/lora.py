@@ -59,7 +59,7 @@ def fine_tuned(method: str, steps: int, seed: int) -> tuple[float, float]:
         out = Path(folder, "found.json")
         script = [sys.executable, __file__, f"--method={method}", f"--steps={steps}", f"--seed={seed}"]
         with Path(folder, "log").open("w+b") as log:
-            job = LocalJob([*script, f"--out={out}"], PROCESSES, out=log)
+            job = LocalJob([*script, f"--out={out}"], PROCESSES, errors=log)
             if job.run() is not None:
                 raise KeyboardInterrupt
             if job.failure is not None:

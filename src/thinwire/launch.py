@@ -78,7 +78,7 @@ class Output:
 
 
 class Process:
-    """A process that is started here, and ends with this one.
+    """A process that is started here, and ends with this one; what it prints goes to `out`, or where ours goes.
 
     With `enter`, a command that enters a machine of the lab, it also ends with all that it has started, and
     its signals are for its process group, as on a terminal.
@@ -91,9 +91,10 @@ class Process:
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        out: Output | IO[bytes] | None,
+        out: Output | None,
         prefix: str = "",
         *,
+        errors: IO[bytes] | None = None,
         enter: Sequence[str] = (),
     ) -> None:
         self.seconds: float | None = None
@@ -101,8 +102,8 @@ class Process:
         self._process = subprocess.Popen(
             [*enter, *exiting_with_this(command, is_kept=self._is_kept)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if isinstance(out, Output) else out,
-            stderr=None if out is None else subprocess.STDOUT,
+            stdout=subprocess.PIPE if out is not None else None,
+            stderr=subprocess.STDOUT if out is not None else errors,
             # One thread each, unless the user says otherwise: they share the cores of one machine.
             env={"OMP_NUM_THREADS": "1", **os.environ, LAUNCHER_VARIABLE: str(os.getpid()), **variables},
             # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
@@ -110,7 +111,7 @@ class Process:
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
-        if isinstance(out, Output):
+        if out is not None:
             given = self._process.stdout, prefix.encode()
             self._reader = threading.Thread(target=out.follow, args=given, daemon=True)
             self._reader.start()
@@ -165,7 +166,7 @@ class Job:
         start: Callable[[int], Process],
         size: int,
         *,
-        out: Output | IO[bytes] | None = None,
+        out: Output | None = None,
         grace_seconds: float = 0.0,
         end_within_seconds: float = END_WITHIN_SECONDS,
         passes_signals_on: bool = False,
@@ -192,7 +193,7 @@ class Job:
     @property
     def output_error(self) -> OSError | None:
         """Why what the processes print can't be written; None as long as it can."""
-        return self._out.error if isinstance(self._out, Output) else None
+        return self._out.error if self._out is not None else None
 
     @property
     def is_running(self) -> bool:
@@ -269,9 +270,9 @@ class LocalJob(Job):
     torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
     """
 
-    def __init__(self, command: Sequence[str], processes: int, *, out: IO[bytes] | None = None) -> None:
-        super().__init__(self._started, processes, out=out)
-        self._command, self._interface = list(command), loopback_interface()
+    def __init__(self, command: Sequence[str], processes: int, *, errors: IO[bytes] | None = None) -> None:
+        super().__init__(self._started, processes)
+        self._command, self._errors, self._interface = list(command), errors, loopback_interface()
 
     def _prepare(self, opened: ExitStack) -> None:
         # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
@@ -288,7 +289,7 @@ class LocalJob(Job):
             "TORCHELASTIC_ERROR_FILE": str(self._error_path(process_rank)),
             STORE_VARIABLE: str(self._folder / "store"),
         }
-        return Process(self._command, variables, self._out)
+        return Process(self._command, variables, None, errors=self._errors)
 
     def _error_path(self, process_rank: int) -> Path:
         """Return where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""

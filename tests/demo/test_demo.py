@@ -22,7 +22,7 @@ from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import cli, launch
 from thinwire.cli import demo
-from thinwire.cli.demo import FOOTNOTE, JobError, run_each, run_elastic, shown_progress, summary_table
+from thinwire.cli.demo import FOOTNOTE, JobError, run_each, run_elastic, summary_table
 from thinwire.demo import train
 from thinwire.demo.model import (
     GPT,
@@ -280,27 +280,12 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert powersgd < fp16 / 4
 
 
-@pytest.mark.parametrize(
-    ("is_terminal", "shown", "expected"),
-    [
-        (False, [("exact", 10), ("exact", 100), ("fp16", 10), ("fp16", 100)], ["95", "50", "45"]),
-        (True, [("exact", 10)], ["95"]),
-        (True, [("exact", 100), ("fp16", 60)], ["20"]),
-    ],
-)
-def test_it_tells_the_time_left_of_all_algorithms(
-    is_terminal: bool, shown: list[tuple[str, int]], expected: list[str]
-) -> None:
-    out = io.StringIO()
+def test_a_line_tells_the_time_left_of_all_algorithms() -> None:
     options = DemoOptions(algorithms=("exact", "fp16"), steps=100)
-    with shown_progress(Console(file=out, force_terminal=is_terminal, width=150), options) as show:
-        for algorithm, step in shown:
-            show({"kind": "run", "name": algorithm})
-            show({"kind": "step", "step": step, **STEP, "step_seconds": 0.5})
-            show({"kind": "log", "step": step, "loss": 5.5})
-    # A terminal's picture is drawn again and again: the last one counts.
-    told = re.findall(r"(\d+) s left in all", out.getvalue())
-    assert (told[-1:] if is_terminal else told) == expected
+    line = train.progress(options, "exact", 5.5, (10, 10**6, 2.0), (20, 11 * 10**6, 7.0))
+    assert line == "exact  step  20/100  loss 5.500   2.0 steps/s   2.0 MB/s sent  90 s left in all"
+    last = train.progress(options, "fp16", 2.25, (90, 0, 2.0), (100, 0, 7.0))
+    assert last == " fp16  step 100/100  loss 2.250   2.0 steps/s   0.0 MB/s sent"
 
 
 def children_of(process_id: int) -> list[int]:

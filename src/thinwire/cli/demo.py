@@ -5,21 +5,18 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from math import nan
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from thinwire.cli.common import exit_if_stopped, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
-from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, DemoOptions
+from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, LINES, DemoOptions
 from thinwire.elastic.torchft_group import torchft_module
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import ElasticJob, LocalJob
@@ -31,8 +28,6 @@ from thinwire.watch.records import Record
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
-AVERAGED_STEPS = 20
-PLAIN_LINES = 10
 LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
@@ -113,11 +108,10 @@ def demo(
 
 
 def run_each(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with every algorithm, show how it goes, and print the table; return the records."""
-    files = [Growing(options.record_path(name)) for name in options.algorithms]
-    for file in files:
-        # A watch goes on in a file that is there, as after a resume.
-        file.path.unlink(missing_ok=True)
+    """Train with every algorithm, and print the table; return the records."""
+    paths = [options.record_path(name) for name in options.algorithms]
+    for path in paths:
+        path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
     log_path = Path(options.output, "processes.log")
     # Not on torch's meta device: what that imports takes longer than the largest model.
     parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
@@ -127,63 +121,15 @@ def run_each(options: DemoOptions, console: Console) -> list[Path]:
         f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}.",
         soft_wrap=True,
     )
-    with shown_progress(console, options) as show, log_path.open("wb") as log:
-
-        def show_new() -> None:
-            for file in files:
-                for record in file.new_records():
-                    show(record)
-
-        job = LocalJob(options.command(), options.processes, out=log)
-        received = job.run(show_new)
+    with log_path.open("wb") as log:
+        job = LocalJob(options.command(), options.processes, errors=log)
+        received = job.run()
     exit_if_stopped(received)
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
-    console.print(summary_table([read_run(file.path) for file in files]))
+    console.print(summary_table(list(map(read_run, paths))))
     console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
-    return [file.path for file in files]
-
-
-@contextmanager
-def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[[Record], None]]:
-    """Yield what takes each record and shows it: by a bar over all algorithms, or a few lines in a pipe."""
-    # Of one algorithm: the losses, and what stands beside them in the record of the step.
-    losses, sent = deque[float](maxlen=AVERAGED_STEPS), deque[Record](maxlen=AVERAGED_STEPS)
-    names, total = options.algorithms, options.steps * len(options.algorithms)
-    width, digits = max(map(len, names)), len(str(options.steps))
-    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=None)
-    name = ""
-    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=total)
-
-        def show(record: Record) -> None:
-            nonlocal name
-            if record["kind"] == "run":
-                name = record["name"]
-                losses.clear()
-                sent.clear()
-            elif record["kind"] == "step":
-                sent.append(record)
-            # A step is whole with its loss, which is logged behind the record of what it sent.
-            elif record["kind"] == "log":
-                # What was not finite is null in the file.
-                losses.append(nan if record["loss"] is None else record["loss"])
-                step = record["step"]
-                done = options.steps * names.index(name) + step
-                seconds = fmean(each["step_seconds"] for each in sent)
-                megabytes = fmean(each["message_bytes"] for each in sent) / 1e6
-                # Of all algorithms: those to come may take longer a step, or less.
-                left = f"  {(total - done) * seconds:.0f} s left in all" if done < total else ""
-                line = (
-                    f"{name:>{width}}  step {step:>{digits}}/{options.steps}  loss {fmean(losses):.3f}  "
-                    f"{1 / seconds:4.1f} steps/s  {megabytes / seconds:4.1f} MB/s sent{left}"
-                )
-                progress.update(bar, completed=done, description=line)
-                is_tenth = step == 1 or step % max(1, options.steps // PLAIN_LINES) == 0
-                if step == options.steps or (is_tenth and not console.is_terminal):
-                    console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-        yield show
+    return paths
 
 
 def summary_table(runs: Sequence[Run]) -> Table:
@@ -282,7 +228,7 @@ class _Scene:
         if record.get("loss") is None:
             return
         self._losses.append(record["loss"])
-        if step % max(1, options.steps // PLAIN_LINES) == 0:
+        if step % max(1, options.steps // LINES) == 0:
             members = f"{self._seen['members']:.0f} members"
             self._say(f"step {step}/{options.steps}, {members}: loss {fmean(self._losses):.3f}")
         if not job.is_running:

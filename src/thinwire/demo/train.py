@@ -9,8 +9,10 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,7 @@ PEAK_LEARNING_RATE = 0.12
 TIMEOUT_SECONDS = 1800.0
 # Without it, the first steps overshoot, and training ends 0.4 worse.
 MAX_GRADIENT_NORM = 1.0
+LINES = 10
 
 ELASTIC_LEARNING_RATE = 2e-3
 AVERAGED_EVERY_STEPS = 10
@@ -117,6 +120,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     # One process records: the bytes of all are alike, and a file takes one.
     is_first = dist.get_rank() == 0
     watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if is_first else None
+    since, losses = (0, 0, time.monotonic()), []
     for step in range(options.steps):
         # A linear rise over a tenth of the steps, then half a cosine.
         rise = min(1.0, (step + 1) / (0.1 * options.steps))
@@ -129,7 +133,14 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         if watch is not None:
-            logged = {"loss": loss.item()}
+            losses.append(loss.item())
+            logged = {"loss": losses[-1]}
+            if (step + 1) % max(1, options.steps // LINES) == 0:
+                now = step + 1, sync.stats().message_bytes, time.monotonic()
+                # If nobody reads it, the table at the end meets that as well.
+                with suppress(OSError):
+                    print(progress(options, algorithm, fmean(losses), since, now), flush=True)
+                since, losses = now, []
             if step == options.steps - 1:
                 # All hold the same model, so one measures; the others wait for it in the next averaging, or
                 # for the end.
@@ -137,6 +148,25 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
             watch.log(**logged)
     if watch is not None:
         watch.close()
+
+
+def progress(
+    options: DemoOptions,
+    algorithm: str,
+    loss: float,
+    since: tuple[int, int, float],
+    now: tuple[int, int, float],
+) -> str:
+    """Return a line that says how training goes; `since` and `now` are steps, bytes sent and seconds."""
+    names, steps = list(options.algorithms), options.steps
+    made, sent_bytes, took = (after - before for before, after in zip(since, now, strict=True))
+    # Of all algorithms: those to come may take longer a step, or less.
+    left = steps * (len(names) - names.index(algorithm)) - now[0]
+    return (
+        f"{algorithm:>{max(map(len, names))}}  step {now[0]:>{len(str(steps))}}/{steps}  loss {loss:.3f}  "
+        f"{made / took:4.1f} steps/s  {sent_bytes / 1e6 / took:4.1f} MB/s sent"
+        f"{f'  {left * took / made:.0f} s left in all' if left else ''}"
+    )
 
 
 def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
