@@ -78,7 +78,7 @@ class Output:
 
 
 class Process:
-    """A process that is started here, and ends with this one; what it prints goes to `out`, or where ours goes.
+    """A process that is started here, and ends with this one; what it prints goes to `out`, or as ours does.
 
     With `enter`, a command that enters a machine of the lab, it also ends with all that it has started, and
     its signals are for its process group, as on a terminal.

@@ -117,11 +117,7 @@ def _shard(model: nn.Module) -> None:
 
 
 def _share(text: str) -> float:
-    """Return the share that "0.5%" or "0.005" means; infinity for "any".
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
         share = math.inf if text == "any" else float(number) / (100 if percent else 1)
@@ -136,11 +132,7 @@ def _share(text: str) -> float:
 
 
 def _function(place: str, option: str) -> Callable[..., Any]:
-    """Return a user's function.
-
-    Raises:
-        ConfigError: It is not written so, can't be imported, or is no function.
-    """
+    """Return a user's function."""
     module, _, name = place.partition(":")
     if not name or "/" in module or module.endswith(".py"):
         raise ConfigError(
@@ -161,11 +153,7 @@ def _function(place: str, option: str) -> Callable[..., Any]:
 
 
 def _called(function: Callable[[], Any], place: str) -> Any:
-    """Call a user's function.
-
-    Raises:
-        ConfigError: It failed; in one line.
-    """
+    """Call a user's function; its failure is told in one line."""
     try:
         return function()
     except (Exception, SystemExit) as error:
