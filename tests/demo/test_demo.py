@@ -6,7 +6,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,7 +30,6 @@ from thinwire.demo.model import (
     fixed_batches,
     heldout_loss,
     load_text,
-    next_byte_loss,
     sample_batch,
     split_files,
 )
@@ -139,21 +137,11 @@ def test_the_model_does_not_see_the_future() -> None:
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-def test_a_few_steps_of_training_lower_the_loss() -> None:
-    torch.manual_seed(0)
+def test_the_heldout_loss_is_the_same_every_time_and_leaves_no_trace() -> None:
     model = GPT(SIZES["tiny"])
-    text = load_text(max_train_bytes=100_000, max_heldout_bytes=10_000)
-    before = heldout_loss(model, text.heldout, batches=2)
-    assert before == pytest.approx(5.55, abs=0.1)
-    assert heldout_loss(model, text.heldout, batches=2) == before
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(20):
-        generator = batch_generator(seed=0, step=step, process_rank=0)
-        inputs, targets = sample_batch(text.train, batch_size=8, context_length=64, generator=generator)
-        optimizer.zero_grad()
-        torch.autograd.backward(next_byte_loss(model, inputs, targets))
-        optimizer.step()
-    assert heldout_loss(model, text.heldout, batches=2) < 4
+    text = load_text(max_train_bytes=1000, max_heldout_bytes=10_000)
+    first, second = (heldout_loss(model, text.heldout, batches=2) for _ in range(2))
+    assert first == second == pytest.approx(5.55, abs=0.1)
     assert model.training
 
 
@@ -178,13 +166,6 @@ def test_the_figures_of_hand_made_runs() -> None:
         "ms at 1 Gbit/s *": "254.0",
         "ms at 100 Mbit/s *": "290.0",
     }
-
-
-@pytest.mark.parametrize(("processes", "milliseconds"), [(1, "150.0"), (2, "230.0"), (4, "270.0")])
-def test_implied_step_time(processes: int, milliseconds: str) -> None:
-    # 1 MB at 100 Mbit/s takes 80 ms; a ring of N sends 2(N-1)/N of it.
-    run = hand_made("fp16", {}, processes=processes)
-    assert demo.figures(run)["ms at 100 Mbit/s *"] == milliseconds
 
 
 def test_table_has_a_column_an_algorithm() -> None:
@@ -288,24 +269,7 @@ def test_a_line_tells_the_time_left_of_all_algorithms() -> None:
     assert last == " fp16  step 100/100  loss 2.250   2.0 steps/s   0.0 MB/s sent"
 
 
-def children_of(process_id: int) -> list[int]:
-    """The processes that a process has started and not waited for."""
-    path = Path(f"/proc/{process_id}/task/{process_id}/children")
-    if path.exists():
-        return [int(each) for each in path.read_text().split()]
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
-    pairs = [line.split() for line in listing.stdout.splitlines()]
-    return [int(child) for child, parent in pairs if int(parent) == process_id]
-
-
-def is_there(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells who listens where")
 def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Path) -> None:
     options = ["--model-size=tiny", f"--output={tmp_path}", "--steps=100000"]
     with started_python(str(forking.__file__), "demo", *options) as running:
@@ -313,17 +277,17 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         record = tmp_path / "fp16.jsonl"
         while not (record.exists() and b'"loss"' in record.read_bytes()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        processes = [running.pid, *children_of(running.pid)]
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        processes = [running.pid, *map(int, children)]
         assert len(processes) == 3
-        if Path("/proc/net/tcp").exists():
-            addresses = {each for process_id in processes for each in crash.listening_on(process_id)}
-            assert addresses
-            assert all(address.is_loopback for address in addresses)
+        addresses = {each for process_id in processes for each in crash.listening_on(process_id)}
+        assert addresses
+        assert all(address.is_loopback for address in addresses)
         os.killpg(running.pid, signal.SIGINT)
         assert running.wait() == 130
         stopped = "thinwire: stopped by SIGINT; every process has ended, the same command begins again\n"
         assert running.stderr.read() == stopped
-        assert not any(map(is_there, processes))
+        assert not any(Path(f"/proc/{each}").exists() for each in children)
     assert read_run(record).points("loss")
 
 
