@@ -168,7 +168,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(OrderedDict(up=wide, gelu=nn.GELU(), out=narrow))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what has the same shape, `(batch, length, width)`."""
+        """Return the same shape, `(batch, length, width)`."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         mixed: Tensor = hidden + self.network(self.network_norm(hidden))
         return mixed

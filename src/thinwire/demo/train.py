@@ -135,7 +135,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
         if watch is not None:
             losses.append(loss.item())
             logged = {"loss": losses[-1]}
-            if (step + 1) % max(1, options.steps // LINES) == 0:
+            if (step + 1) % max(1, options.steps // LINES) == 0 or step == options.steps - 1:
                 now = step + 1, sync.stats().message_bytes, time.monotonic()
                 # If nobody reads it, the table at the end meets that as well.
                 with suppress(OSError):
