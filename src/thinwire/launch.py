@@ -81,10 +81,7 @@ class Process:
     """A process that is started here, and ends with this one; what it prints goes to `out`, or as ours does.
 
     With `enter`, a command that enters a machine of the lab, it also ends with all that it has started, and
-    its signals are for its process group, as on a terminal.
-
-    Attributes:
-        seconds: How long it ran, by the look that found its end; None before.
+    its signals are for its process group, as on a terminal. `seconds` is how long it ran, once that is seen.
     """
 
     def __init__(
@@ -188,7 +185,7 @@ class Job:
             return 128 + self.received
         if self.output_error is not None:
             return 128 + signal.SIGPIPE if isinstance(self.output_error, BrokenPipeError) else 1
-        return self._code_of_failure()
+        return self._failed_code
 
     @property
     def output_error(self) -> OSError | None:
@@ -254,9 +251,6 @@ class Job:
     def _send(self, number: int) -> None:
         for process in self.processes:
             process.send(number)
-
-    def _code_of_failure(self) -> int:
-        return self._failed_code
 
     def _first_of(self, failed: list[int]) -> tuple[int, str]:
         """Return which of the processes found to have failed was the first, and what it died of."""
@@ -344,10 +338,8 @@ class ElasticJob(Job):
         self._min_members = whole_count("min", min_members, minimum=1)
         self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
         if lighthouse is None and members < min_members:
-            raise ConfigError(
-                f"max={members} members are fewer than min={min_members}: they would wait for others for "
-                "ever; raise max, or give the lighthouse that others meet at, too"
-            )
+            few = f"max={members} members are fewer than min={min_members}: they would wait for ever"
+            raise ConfigError(f"{few}; raise max, or give the lighthouse where others are")
         if lighthouse is not None and port:
             raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
         self._torchft = torchft_module("torchft.coordination")
@@ -369,9 +361,12 @@ class ElasticJob(Job):
         for each, code in found:
             if code and each not in self._ended:
                 self._take_back(each, code)
+        codes = list(self._ended.values())
+        are_well = codes.count(0) >= (self._min_members if self._given is None else 1)
+        self._failed_code = 0 if are_well else next(filter(None, codes), 0)
         if self.output_error is not None or len(self._ended) == self._size:
             return False
-        if self._are_enough() or 0 not in self._ended.values():
+        if self._are_enough() or 0 not in codes:
             return self._are_enough()
         # One has ended well: training is over, and the others are about to end, too; but for one that came
         # too late, and would wait for members that never come.
@@ -394,11 +389,6 @@ class ElasticJob(Job):
             self._ended[member] = code
             again = "not started again"
         self._say(f"member {member} {ended}; {again}")
-
-    def _code_of_failure(self) -> int:
-        codes = list(self._ended.values())
-        are_enough = codes.count(0) >= (self._min_members if self._given is None else 1)
-        return 0 if are_enough else next(filter(None, codes), 0)
 
     def _are_enough(self) -> bool:
         # At a lighthouse that was given there may be others.
