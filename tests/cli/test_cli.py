@@ -32,7 +32,8 @@ SURFACE = {
     "check": "--backend --processes --json --device",
     "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --json",
     "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --sharded --json",
-    "lab": "COMMAND --machines --rate --processes-per-machine --grace-seconds --report",
+    "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
+    "--grace-seconds --report",
     "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
     "report": "RUNS --output",
     "run": "SCRIPT ARGUMENTS --min --max --lighthouse --host --port --max-restarts --grace-seconds",

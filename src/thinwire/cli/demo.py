@@ -23,8 +23,7 @@ from thinwire.launch import ElasticJob, LocalJob
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 from thinwire.watch import Run, read_run
-from thinwire.watch.reading import Growing
-from thinwire.watch.records import Record
+from thinwire.watch.records import Growing, Record
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)

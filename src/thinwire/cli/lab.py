@@ -10,6 +10,7 @@ import typer
 
 from thinwire.checks import number, processes_here
 from thinwire.cli.common import check_output
+from thinwire.errors import ConfigError
 from thinwire.lab import Link, Network, check_machine
 from thinwire.launch import Job, Output, Process
 
@@ -24,6 +25,18 @@ def lab(
     processes_per_machine: int = typer.Option(
         1, help="Processes that share a machine's slow link, and its loopback."
     ),
+    latency: str = typer.Option(
+        "0ms", metavar="TIME", help="A round trip between two machines, such as 20ms."
+    ),
+    jitter: str = typer.Option(
+        "0ms", metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms."
+    ),
+    loss: str = typer.Option(
+        "0%", metavar="SHARE", help="Of packets that do not arrive, each way, such as 0.1%."
+    ),
+    slow_machine: list[str] | None = typer.Option(
+        None, metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."
+    ),
     grace_seconds: float = typer.Option(
         30.0, help="After one process has failed, before the others are asked to end."
     ),
@@ -35,16 +48,22 @@ def lab(
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
-    Each machine is a network namespace with an address of its own, and what it sends is shaped to the rate.
+    Each machine is a network namespace with its own address, and what it sends is shaped to the rate. With
+    latency, jitter or loss the link is measured first, and refused if it misses them by more than a tenth.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
 
-    Example: `thinwire lab --machines 4 --rate 100mbit -- python train.py --epochs 1`
+    Example: `thinwire lab --machines 4 --rate 100mbit --latency 20ms -- python train.py --epochs 1`
 
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
-    network = Network(machines, Link(rate), processes_per_machine=processes_per_machine)
+    network = Network(
+        machines,
+        Link(rate, latency, jitter, loss),
+        processes_per_machine=processes_per_machine,
+        slow_machines=_slow_machines(slow_machine or []),
+    )
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, network.processes, minimum=1)
     number("grace_seconds", grace_seconds, minimum=0)
@@ -71,6 +90,8 @@ def lab(
         passes_signals_on=True,
     )
     with network:
+        if network.has_relay and machines > 1:
+            print(f"thinwire lab: {network.check_link()}", file=sys.stderr)
         job.run()
         # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
@@ -86,3 +107,13 @@ def lab(
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)
+
+
+def _slow_machines(options: list[str]) -> dict[int, str]:
+    found = {}
+    for option in options:
+        machine, _, rate = option.partition(":")
+        if not machine.isdecimal() or not rate:
+            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
+        found[int(machine)] = rate
+    return found
