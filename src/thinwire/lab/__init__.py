@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from thinwire.checks import whole_number
@@ -30,6 +30,7 @@ SHARES = {"%": 0.01}
 MIN_BURST_BYTES = 68 * 2**10
 BURST_SECONDS = 1e-3
 QUEUE_SECONDS = 0.1  # what waits for longer is dropped
+READY = "it stands"
 INTERFACE = "eth0"
 PORT = 29500
 PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
@@ -191,9 +192,12 @@ class Network:
         Refuses a link that misses what was asked for by more than a tenth.
         """
         script = [sys.executable, "-S", link_check.__file__]
-        with _standing(self.command_in(1, *script, "serve"), link_check.READY):
+        server = _held(self.command_in(1, *script, "serve"), link_check.READY)
+        try:
             measuring = [*script, "measure", self.address(1), str(CHECK_SECONDS)]
             found = json.loads(_run(*self.command_in(0, *measuring)))
+        finally:
+            _end(server)
         # What was on its way arrives; it is not the command's.
         time.sleep(QUEUE_SECONDS + found["round_trip_seconds"])
         self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
@@ -247,7 +251,7 @@ class Network:
     def _join_links(self, opened: ExitStack) -> None:
         ends = [f"machine{machine}" for machine in range(self.machines)]
         if self.has_relay:
-            opened.enter_context(_standing(self._core.command(*self.delays.command(ends)), relay.READY))
+            opened.callback(_end, _held(self._core.command(*self.delays.command(ends)), relay.READY))
             return
         self._run_in_core("link", "add", "core", "type", "bridge")
         self._run_in_core("link", "set", "core", "up")
@@ -267,29 +271,15 @@ class Namespace:
 
     def __init__(self, outer: Namespace | None = None) -> None:
         flags = _allowed_flags() if outer is None else ["--net"]
-        make = ["unshare", *flags, "sh", "-c", "echo it stands; exec sleep infinity"]
-        self._holder = subprocess.Popen(
-            # By the kernel, not by an exit handler: the namespace is gone even if this process is killed.
-            ["setpriv", "--pdeathsig", "KILL", "--", *(make if outer is None else outer.command(*make))],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs the
-            # namespaces.
-            start_new_session=True,
-        )
+        # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
+        make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
+        self._holder = _held(make if outer is None else outer.command(*make), READY)
         self.holder_pid = self._holder.pid
         # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
         # it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
             self._enter_user = [f"--user=/proc/{self.holder_pid}/ns/user", "--preserve-credentials"]
-        assert self._holder.stdout is not None
-        # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
-        with self._holder.stdout as printed:
-            is_there = printed.readline() != b""
-        if not is_there:
-            self.close()
-            raise CommunicationError("a network namespace could not be made; see what unshare has printed")
 
     def command(self, *command: str) -> list[str]:
         """Return a command line that runs `command` in there."""
@@ -297,9 +287,7 @@ class Namespace:
 
     def close(self) -> None:
         """Let go of it: it is gone when no process is left in there."""
-        self._holder.kill()
-        # Waited for, or a zombie would stay until the lab ends.
-        self._holder.wait()
+        _end(self._holder)
 
 
 def _allowed_flags() -> list[str]:
@@ -316,20 +304,32 @@ def _allowed_flags() -> list[str]:
     )
 
 
-@contextmanager
-def _standing(command: list[str], ready: str) -> Iterator[None]:
-    """Run a tool of the lab's beside; it has printed `ready` before this goes on."""
-    held = ["setpriv", "--pdeathsig", "KILL", "--", *command]
-    with subprocess.Popen(
-        held, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as tool:
-        assert tool.stdout is not None
-        try:
-            if tool.stdout.readline().strip() != ready:
-                raise CommunicationError(f"a part of the lab ended at once: {' '.join(command)}")
-            yield
-        finally:
-            tool.kill()
+def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
+    """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
+    part = subprocess.Popen(
+        # By the kernel, not by an exit handler: it is gone even if this process is killed.
+        ["setpriv", "--pdeathsig", "KILL", "--", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs its parts.
+        start_new_session=True,
+    )
+    assert part.stdout is not None
+    with part.stdout as printed:
+        is_there = printed.readline().strip() == ready
+    if not is_there:
+        _end(part)
+        raise CommunicationError(
+            f"a part of the lab ended at once; see what it has printed: {' '.join(command)}"
+        )
+    return part
+
+
+def _end(part: subprocess.Popen[str]) -> None:
+    part.kill()
+    # Waited for, or a zombie would stay until the lab ends.
+    part.wait()
 
 
 def _run(*command: str) -> str:
