@@ -22,8 +22,7 @@ from elastic.job import Job
 from elastic.learner import BATCH, EVERY, USUAL
 from elastic.loss_in_turns import Training
 from elastic.soak import soaked
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network
+from thinwire.lab import Network
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,7 +154,7 @@ def run_one(fault: Callable[[Job, int], str], moment: str, members: int, *, peer
     """Start members, let the fault strike, and see that the others go on."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         # Only here: a network of the lab's needs root, or user namespaces.
-        network = opened.enter_context(Network(Layout(members + 1))) if fault is cut_off else None
+        network = opened.enter_context(Network(members + 1)) if fault is cut_off else None
         # A lighthouse that comes back has forgotten who was there: of fewer than most, two parts could each
         # go on by themselves for an averaging.
         least = members // 2 + 1 if fault is dark else 1

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from thinwire import cli, launch, lifeline
+from thinwire import cli, exit_with_launcher, launch
 
 
 class Forked:
@@ -22,18 +22,18 @@ class Forked:
         command: Sequence[str],
         *,
         stdin: int,
-        stdout: IO[bytes],
-        stderr: int,
+        stdout: None,
+        stderr: IO[bytes],
         env: Mapping[str, str],
         start_new_session: bool,
     ) -> None:
-        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        assert (stdin, stdout) == (subprocess.DEVNULL, None)
         assert start_new_session
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _be(command[command.index("-m") + 1 :], stdout.fileno(), env)
+                _be(command[command.index("-m") + 1 :], stderr.fileno(), env)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -46,15 +46,14 @@ class Forked:
         return self.returncode
 
 
-def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoReturn:
+def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> NoReturn:
     os.setsid()
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_DFL)
-    for number in (1, 2):
-        os.dup2(out, number)
+    os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)
-    lifeline.follow_launcher()
+    exit_with_launcher.exit_with_launcher()
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     os._exit(0)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import forked
 from stand_ins import become, stand_ins
-from thinwire.lab.network import Network
+from thinwire.lab import Network
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
@@ -40,21 +40,9 @@ def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds:
     return ended.stdout + ended.stderr
 
 
-def run_processes(
-    script: Path,
-    *arguments: str,
-    processes: int = 2,
-    timeout_seconds: float = 100,
-    environment: Mapping[str, str] | None = None,
-) -> str:
+def run_processes(script: Path, *arguments: str, processes: int = 2, **options: Any) -> str:
     """The same without torchrun's agent."""
-    ended = run_job(
-        str(script),
-        *arguments,
-        processes=processes,
-        timeout_seconds=timeout_seconds,
-        environment=environment,
-    )
+    ended = run_job(str(script), *arguments, processes=processes, **options)
     output = "".join(each.stdout + each.stderr for each in ended)
     assert [each.returncode for each in ended] == [0] * processes, output
     return output
@@ -67,7 +55,13 @@ def run_job(
     environment: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """How processes ended that were told what torchrun tells its own; for the command see `run_python`."""
-    store = _store_on_loopback()
+    # One that no other machine reaches; the processes' own would listen on all addresses.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # The store closes the listener when it is gone.
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none"}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {})}
@@ -79,12 +73,10 @@ def run_in_network(
     network: Network, *command: str, timeout_seconds: float = 100
 ) -> list[subprocess.CompletedProcess[str]]:
     """How processes ended on the machines of a lab's network; for the command see `run_python`."""
-    layout = network.layout
-    ranks = range(layout.processes)
-    told = [layout.environment(rank) for rank in ranks]
-    commands = [network.command_in(rank // layout.processes_per_machine) for rank in ranks]
-    enter = [[each for each in command if "/ns/" in each] for command in commands]
-    files = [[flag.partition("=")[2] for flag in flags] for flags in enter]
+    ranks = range(network.processes)
+    told = [network.environment(rank) for rank in ranks]
+    entering = [network.command_in(rank // network.processes_per_machine) for rank in ranks]
+    files = [[flag.partition("=")[2] for flag in flags if "/ns/" in flag] for flags in entering]
     return _run_all(command, told, Path.cwd(), timeout_seconds, files)
 
 
@@ -149,16 +141,6 @@ def started_python(
 def _in_own_session(*arguments: Any) -> None:
     os.setsid()
     _main(*arguments)
-
-
-def _store_on_loopback() -> TCPStore:
-    """One that no other machine reaches; the processes' own would listen on all addresses."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    # The store closes the listener when it is gone.
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
 
 
 def _run_all(

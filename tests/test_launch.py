@@ -1,4 +1,4 @@
-"""A job on this machine: who fails first, who ends whom, and who can reach it."""
+"""Jobs on this machine, elastic ones too: who fails first, who ends whom, who can reach it, how it ends."""
 
 from __future__ import annotations
 
@@ -8,119 +8,156 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from crash import listening_on
 from launcher import started_python
-from thinwire import ConfigError, launch, lifeline
+from thinwire import ConfigError, exit_with_launcher, launch
 from thinwire.cli.common import run_here
-from thinwire.launch import EndSignals, LocalJob, python_module
+from thinwire.launch import ElasticJob, Job, LocalJob, end_signals, python_module
 
 WITHIN_SECONDS = 60.0
 
-# Every process leaves its number and its folder's mode; then they part.
+# Every start leaves a file of its number: its process, and some of its environment; then they part.
 PARTING = """
 import os, pathlib, signal, sys, time
-rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
-mode = pathlib.Path(os.environ["THINWIRE_STORE"]).parent.stat().st_mode & 0o777
-told = f"{os.getpid()} {mode:o} {os.environ['WORLD_SIZE']} {os.environ['GLOO_SOCKET_IFNAME']}"
-(folder / f"part-{rank}").write_text(told)
-os.replace(folder / f"part-{rank}", folder / f"told-{rank}")
+folder, number, *names = pathlib.Path(sys.argv[1]), os.environ[sys.argv[2]], *sys.argv[3:]
+rank, starts = int(number), len(list(folder.glob(f"told-{number}-*")))
+told = " ".join(os.environ[name] for name in names)
+(folder / f"part-{number}").write_text(f"{os.getpid()} {told}")
+os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
+"""
+LOCAL = ["RANK", "THINWIRE_STORE", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"]
+ELASTIC = ["THINWIRE_MEMBER", "TORCHFT_LIGHTHOUSE", "THINWIRE_MIN_MEMBERS", "THINWIRE_HOSTNAME"]
+SLEEP = "time.sleep(60)"
+ALL_HERE = """
 while len(list(folder.glob("told-*"))) < 3:
     time.sleep(0.01)
 """
-SLEEP = "time.sleep(60)"
 
 
-def job(rest: str, folder: Path, first: str = "") -> LocalJob:
-    return LocalJob([sys.executable, "-S", "-c", first + PARTING + rest, str(folder)], 3)
-
-
-def wait_for_end(running: LocalJob) -> None:
-    deadline = time.monotonic() + WITHIN_SECONDS
-    while running.look():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def told(folder: Path) -> list[list[str]]:
-    return [(folder / f"told-{process_rank}").read_text().split() for process_rank in range(3)]
+def told(folder: Path) -> dict[str, list[str]]:
+    return {path.name.removeprefix("told-"): path.read_text().split() for path in folder.glob("told-*")}
 
 
 def assert_all_have_ended(folder: Path) -> None:
-    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder))
+    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder).values())
+
+
+def ran(rest: str, folder: Path, first: str = "", **attributes: object) -> LocalJob:
+    """A job of three that has ended, and taken its processes along."""
+    code = first + PARTING + ALL_HERE + rest
+    job = LocalJob([sys.executable, "-S", "-c", code, str(folder), *LOCAL], 3)
+    vars(job).update(attributes)
+    job.run()
+    assert_all_have_ended(folder)
+    return job
+
+
+def ran_members(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
+    """The same of elastic members."""
+    command = [sys.executable, "-S", "-c", PARTING + rest, str(folder), *ELASTIC]
+    options = {"min_members": 2, "end_within_seconds": 10.0, "out": sys.stdout.buffer, **options}
+    job = ElasticJob(command, members, **options)
+    job.run()
+    assert_all_have_ended(folder)
+    return job
+
+
+@pytest.fixture
+def _late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks after a job before all its processes have ended."""
+
+    def late(look: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def goes_on(job: Any) -> bool:
+            while job.is_running:
+                time.sleep(0.01)
+            return look(job)
+
+        return goes_on
+
+    for kind in (Job, ElasticJob):
+        monkeypatch.setattr(kind, "_goes_on", late(kind._goes_on))
 
 
 def test_all_that_end_well(tmp_path: Path) -> None:
-    with job("", tmp_path) as running:
-        wait_for_end(running)
-    assert (running.failure, running.exit_code) == (None, 0)
-    assert [rest for _, *rest in told(tmp_path)] == [["700", "3", launch.loopback_interface()]] * 3
-    assert_all_have_ended(tmp_path)
+    job = ran("", tmp_path)
+    assert (job.failure, job.exit_code) == (None, 0)
+    for _, store, size, interface in told(tmp_path).values():
+        assert (size, interface) == ("3", launch.loopback_interface())
+        assert not Path(store).parent.exists()
 
 
-def test_the_first_that_fails_ends_the_others(tmp_path: Path) -> None:
-    with job(f"{SLEEP} if rank != 1 else sys.exit(3)", tmp_path) as running:
-        wait_for_end(running)
-    assert running.failure == "process 1 ended with exit code 3"
-    assert running.exit_code == 3
-    assert_all_have_ended(tmp_path)
-
-
-def test_one_that_is_killed_is_the_cause_of_the_others_errors(tmp_path: Path) -> None:
-    """Even if all have failed when somebody looks."""
-    fail = """
-if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+FAIL = """
 path = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
 path.write_text('{"message": {"message": "RuntimeError: lost a peer\\\\nat length"}}')
 sys.exit(1)
 """
-    with job(fail, tmp_path) as running:
-        for process in running.processes:
-            while process.exit_code is None:
-                time.sleep(0.01)
-        assert not running.look()
-    assert running.failure == "process 2 was ended by signal 9"
-    assert running.exit_code == 137
 
 
-def test_an_error_is_told_in_one_line(tmp_path: Path) -> None:
-    fail = """
-if rank == 0:
-    told = '{"message": "ValueError: no\\\\nmore"}'
-    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told)
-    sys.exit(1)
-time.sleep(60)
-"""
-    with job(fail, tmp_path) as running:
-        wait_for_end(running)
-    assert running.failure == "process 0: ValueError: no"
+@pytest.mark.parametrize(
+    ("rest", "failure", "exit_code"),
+    [
+        (f"{SLEEP} if rank != 1 else sys.exit(3)", "process 1 ended with exit code 3", 3),
+        (f"if rank: {SLEEP}\n{FAIL}", "process 0: RuntimeError: lost a peer", 1),
+    ],
+    ids=["by its exit code", "in its own words"],
+)
+def test_the_first_that_fails_ends_the_others(
+    rest: str, failure: str, exit_code: int, tmp_path: Path
+) -> None:
+    job = ran(rest, tmp_path)
+    assert (job.failure, job.exit_code) == (failure, exit_code)
+
+
+@pytest.mark.usefixtures("_late")
+def test_one_that_is_killed_is_the_cause_of_the_others_errors(tmp_path: Path) -> None:
+    """Even if all have failed when somebody looks."""
+    job = ran(f"if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{FAIL}", tmp_path)
+    assert (job.failure, job.exit_code) == ("process 2 was ended by signal 9", 137)
+
+
+def test_nobody_else_can_open_what_the_processes_meet_by(tmp_path: Path) -> None:
+    look = 'print(pathlib.Path(os.environ["THINWIRE_STORE"]).parent.stat().st_mode & 0o777, file=sys.stderr)'
+    with (tmp_path / "errors").open("wb") as errors:
+        ran(look, tmp_path, _errors=errors)
+    assert (tmp_path / "errors").read_text().split() == [str(0o700)] * 3
 
 
 @pytest.mark.parametrize("is_urgent", [False, True], ids=["in time", "at a further signal"])
 def test_who_does_not_listen_is_killed(tmp_path: Path, is_urgent: bool) -> None:
     deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
-    with job(SLEEP, tmp_path, deaf) as running:
-        running._end_within_seconds = 1000 if is_urgent else 0.2
-        while len(list(tmp_path.glob("told-*"))) < 3:
-            time.sleep(0.01)
-        if is_urgent:
-            Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
-    assert_all_have_ended(tmp_path)
+    end = f"if rank: {SLEEP}\nsys.exit(1)"
+    if is_urgent:
+
+        def press() -> None:
+            while len(list(tmp_path.glob("told-*"))) < 3:
+                time.sleep(0.01)
+            for _ in range(2):
+                time.sleep(0.3)
+                signal.raise_signal(signal.SIGTERM)
+
+        Thread(target=press).start()
+        end = SLEEP
+    job = ran(end, tmp_path, deaf, _end_within_seconds=1000 if is_urgent else 0.2)
+    assert job.exit_code == (143 if is_urgent else 1)
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with EndSignals() as end_signals:
+        with end_signals() as received:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert (end_signals.received, end_signals.num_received) == (signal.SIGTERM, 1)
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, previous)
 
@@ -129,18 +166,12 @@ def test_signals_that_are_ignored_stay_ignored() -> None:
 def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
     """Even those that have come no further than their imports, and do nothing for that themselves."""
     command = [sys.executable, "-S", "-c", "import os, time; os.write(1, b'here\\n'); time.sleep(60)"]
-    code = f"""
-import time
-from thinwire.launch import LocalJob
-with LocalJob({command}, 3):
-    time.sleep(60)
-"""
+    code = f"from thinwire.launch import LocalJob; LocalJob({command}, 3).run()"
     with started_python("-u", "-c", code) as launcher:
         assert [launcher.stdout.readline() for _ in range(3)] == ["here\n"] * 3
         launcher.kill()
-        output = Thread(
-            target=launcher.stdout.read, daemon=True
-        )  # ends when nobody has it open, its processes neither
+        # Ends when nobody has it open, its processes neither.
+        output = Thread(target=launcher.stdout.read, daemon=True)
         output.start()
         output.join(WITHIN_SECONDS)
         assert not output.is_alive()
@@ -148,9 +179,9 @@ with LocalJob({command}, 3):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
 def test_who_starts_after_its_launcher_has_ended_does_not_begin() -> None:
-    gone = {lifeline.LAUNCHER_VARIABLE: str(os.getpid() + 1)}
-    command = lifeline.following([sys.executable, "-S", "-c", "print('begun')"])
-    here = {lifeline.LAUNCHER_VARIABLE: str(os.getpid())}
+    gone = {exit_with_launcher.LAUNCHER_VARIABLE: str(os.getpid() + 1)}
+    command = exit_with_launcher.exiting_with_this([sys.executable, "-S", "-c", "print('begun')"])
+    here = {exit_with_launcher.LAUNCHER_VARIABLE: str(os.getpid())}
     ends = [
         subprocess.run(command, env=os.environ | each, capture_output=True, text=True, check=False)
         for each in (gone, here)
@@ -190,12 +221,155 @@ def test_what_lies_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch:
     (tmp_path / "this.py").write_text("raise SystemExit('a stranger ran')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
-    run = subprocess.run(
-        python_module("this"), capture_output=True, text=True, timeout=WITHIN_SECONDS, check=False
-    )
-    assert (run.returncode, run.stderr) == (0, "")
+    assert "a stranger ran" not in printed_by(python_module("this"))
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as it is where the user wants it so
-    run = subprocess.run(
-        python_module("this"), capture_output=True, text=True, timeout=WITHIN_SECONDS, check=False
-    )
-    assert "a stranger ran" in run.stderr
+    assert "a stranger ran" in printed_by(python_module("this"))
+
+
+def printed_by(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+
+
+# Elastic members
+
+elastic = pytest.mark.skipif(find_spec("torchft") is None, reason="members meet by torchft")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@elastic
+def test_who_dies_is_started_again_and_all_end_well(tmp_path: Path) -> None:
+    said: list[str] = []
+    die = """
+if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)
+while number == "0" and not (folder / "told-1-1").exists():
+    time.sleep(0.01)
+"""
+    assert ran_members(die, tmp_path, say=said.append).exit_code == 0
+    of_each = told(tmp_path)
+    assert sorted(of_each) == ["0-0", "1-0", "1-1"]
+    address = of_each["0-0"][1]
+    assert [rest for _, *rest in of_each.values()] == [[address, "2", "127.0.0.1"]] * 3
+    assert said == [
+        f"lighthouse {address}; averagings need 2 members, 2 start here",
+        "member 1 was ended by signal 9; started again (1 of 3 restarts)",
+    ]
+    assert_free(address.rpartition(":")[2])
+
+
+def assert_free(port: str) -> None:
+    """Nobody listens there any more."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", int(port)))
+
+
+@elastic
+@pytest.mark.parametrize(("how", "exit_code"), [("done", 0), ("SIGTERM", 143), ("SIGKILL", -9)])
+def test_however_the_command_ends_no_process_and_no_port_is_left(
+    tmp_path: Path, how: str, exit_code: int
+) -> None:
+    script = tmp_path / "member.py"
+    script.write_text(f"""
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+{PARTING}
+(folder / f"port-{{number}}").symlink_to(str(listener.getsockname()[1]))
+while not (folder / "done").exists():
+    time.sleep(0.01)
+""")
+    ports = [tmp_path / f"port-{number}" for number in range(2)]
+    with started_python(
+        "thinwire", "run", "--min", "2", "--port", str(free_port()), str(script), str(tmp_path), *ELASTIC
+    ) as command:
+        deadline = time.monotonic() + WITHIN_SECONDS
+        while not all(map(os.path.islink, ports)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        of_each = told(tmp_path)
+        assert len(of_each) == 2
+        if how == "done":
+            (tmp_path / "done").touch()
+        else:
+            os.kill(command.pid, signal.Signals[how])
+        assert command.wait(WITHIN_SECONDS) == exit_code
+        if how == "SIGKILL":  # nobody asks them to end, or can
+            while any(Path(f"/proc/{process_id}").exists() for process_id, *_ in of_each.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert_all_have_ended(tmp_path)
+    for port in (of_each["0-0"][1].rpartition(":")[2], *map(os.readlink, ports)):
+        assert_free(port)
+
+
+@elastic
+def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:
+    said: list[str] = []
+    die = """
+while not (folder / "told-0-0").exists():
+    time.sleep(0.01)
+sys.exit(3) if number == "1" else time.sleep(60)
+"""
+    assert ran_members(die, tmp_path, max_restarts=1, say=said.append).exit_code == 3
+    assert said[2:] == ["member 1 ended with exit code 3; not started again"]
+    assert sorted(told(tmp_path)) == ["0-0", "1-0", "1-1"]
+
+
+@elastic
+def test_one_that_came_too_late_is_asked_to_leave(tmp_path: Path) -> None:
+    wait = 'time.sleep(60 if number == "1" else 0)'
+    assert ran_members(wait, tmp_path, end_within_seconds=0.2).exit_code == 0
+
+
+@pytest.mark.usefixtures("_late")
+@elastic
+def test_the_last_one_is_not_started_again_when_training_is_over(tmp_path: Path) -> None:
+    die = """
+while number == "1" and not (folder / "told-0-0").exists():
+    time.sleep(0.01)
+sys.exit(3 if number == "1" else 0)
+"""
+    job = ran_members(die, tmp_path, min_members=1)
+    job.processes[1].send(signal.SIGKILL)  # nothing, since it has ended
+    assert job.exit_code == 0
+    assert sorted(told(tmp_path)) == ["0-0", "1-0"]
+
+
+@elastic
+def test_each_line_begins_with_the_member_that_printed_it(tmp_path: Path) -> None:
+    words = 'print("out", number); print("error", number, end="", file=sys.stderr)'
+    with (tmp_path / "out").open("wb") as out:
+        ran_members(words, tmp_path, out=out)
+    lines = sorted((tmp_path / "out").read_text().splitlines())
+    assert lines == ["[0] error 0", "[0] out 0", "[1] error 1", "[1] out 1"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+@elastic
+def test_output_that_can_not_be_written_ends_the_job(tmp_path: Path) -> None:
+    with open("/dev/full", "wb", buffering=0) as out:
+        assert ran_members("print(1); time.sleep(60)", tmp_path, out=out).exit_code == 1
+
+
+@elastic
+def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
+    given = {"lighthouse": "http://10.0.0.1:29510", "host": "10.0.0.2"}
+    assert ran_members("", tmp_path, members=1, **given).exit_code == 0
+    assert told(tmp_path)["0-0"][1:] == ["http://10.0.0.1:29510", "2", "10.0.0.2"]
+
+
+@elastic
+def test_what_can_not_be_is_told_before_anything_starts() -> None:
+    out = sys.stdout.buffer
+    with pytest.raises(ConfigError, match="max=1 members are fewer than min=2"):
+        ElasticJob(["true"], 1, min_members=2, out=out)
+    with pytest.raises(ConfigError, match="leave it out with lighthouse"):
+        ElasticJob(["true"], 1, lighthouse="http://10.0.0.1:29510", port=1, out=out)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"):
+            ElasticJob(["true"], 1, port=port, out=out).run()

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ import thinwire
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import agreement
 from thinwire.sync import engine_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
@@ -41,6 +40,11 @@ def backward(model: nn.Module, step: int) -> None:
     torch.manual_seed(1000 * step + dist.get_rank())
     model.zero_grad()
     model(torch.randn(8, 64)).square().mean().backward()
+
+
+def train(step_with: Callable[[int], None], steps: int) -> None:
+    for step in range(steps):
+        step_with(step)
 
 
 def by_hook(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int], None]]:
@@ -66,21 +70,6 @@ def by_optimizer_step(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int
 FRONTS = {"hook": by_hook, "optimizer_step": by_optimizer_step}
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a process tells of its last step."""
-
-    error: str
-    words: str
-    cause: str
-    seconds: float
-    steps: int
-    memory_is_as_before: bool
-    owed_norm: float
-    threads_left: int
-    children_left: int
-
-
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """All that is saved of its memory, as copies."""
     return {
@@ -91,36 +80,37 @@ def remembered(sync: GradientSync) -> dict[str, Tensor]:
     }
 
 
-def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault) -> Told:
+def are_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def train_until_lost(
+    setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault
+) -> SimpleNamespace:
     setting.join_group()
     sync, step_with = FRONTS[front](algorithm)
-    before: dict[str, Tensor] = {}
-    threads_before, start = 0, 0.0
     error: BaseException | None = None
     with faults(sync, [fault]):
         for step in range(AT + 2):
-            before = remembered(sync)
-            threads_before, start = crash.threads(), time.monotonic()
+            before, threads_before, start = remembered(sync), crash.threads(), time.monotonic()
             try:
                 step_with(step)
             except (CommunicationError, InjectedError) as raised:
                 error = raised
                 break
-    seconds = time.monotonic() - start
-    after = remembered(sync)
-    same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    norm = sum(float(owed.norm()) for owed in engine_of(sync).memory[ERROR].values())
+    seconds, after = time.monotonic() - start, remembered(sync)
+    error_norm = engine_of(sync).error_norm()
     dist.destroy_process_group()
-    return Told(
-        type(error).__name__,
-        str(error),
-        type(error.__cause__).__name__ if error is not None else "",
-        seconds,
-        sync.steps,
-        same,
-        norm,
-        crash.threads() - threads_before,
-        len(crash.children()),
+    return SimpleNamespace(
+        error=type(error).__name__,
+        words=str(error),
+        cause=type(error.__cause__).__name__ if error is not None else "",
+        seconds=seconds,
+        steps=sync.steps,
+        memory_is_as_before=are_same(before, after),
+        error_norm=error_norm,
+        threads_left=crash.threads() - threads_before,
+        children_left=len(crash.children()),
     )
 
 
@@ -155,8 +145,7 @@ def test_the_others_are_told_where_and_keep_their_memory(
             assert each == crash.Ended(None, -9)
             continue
         told = each.told
-        assert isinstance(told, Told), told
-        assert each.exit_code == 0
+        assert each.exit_code == 0, told
         if process == LOST and fault.kind == "raise":
             assert told.error == "InjectedError"
         else:
@@ -169,7 +158,7 @@ def test_the_others_are_told_where_and_keep_their_memory(
             assert told.seconds < waited + TIMEOUT_SECONDS + BUSY_SECONDS
         assert told.steps == AT
         assert told.memory_is_as_before
-        assert (told.owed_norm > 0) == isinstance(algorithm, PowerSGD)
+        assert (told.error_norm > 0) == isinstance(algorithm, PowerSGD)
         assert told.threads_left <= 0
         assert told.children_left == 0
 
@@ -180,12 +169,10 @@ def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> 
     ended = crash.run(train_on_machines, algorithm, processes=4)
     assert [each.exit_code for each in ended] == [0, -9, 0, 0]
     for told in (each.told for each in ended if each.exit_code == 0):
-        where, words, steps, memory_is_as_before, owed_norm = told
-        assert where == "2 machines of 2 processes"
+        where, words, steps, memory_is_as_before, error_norm = told
         assert words.startswith(f"step {AT}, ")
-        assert steps == AT
-        assert memory_is_as_before
-        assert (owed_norm > 0) == algorithm.remembers
+        assert (where, steps, memory_is_as_before) == ("2 machines of 2 processes", AT, True)
+        assert (error_norm > 0) == algorithm.remembers
 
 
 def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> tuple[str, str, int, bool, float]:
@@ -193,15 +180,13 @@ def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> tuple[str
     # Four layers, so that each process of a machine has a matrix of each bucket.
     model = DistributedDataParallel(nn.Sequential(new_model(), new_model()), bucket_cap_mb=0.03)
     sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
-    for step in range(AT):
-        backward(model, step)
+    train(lambda step: backward(model, step), AT)
     before = remembered(sync)
     if setting.process_rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommunicationError) as raised:
         backward(model, AT)
-    after = remembered(sync)
-    same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    same = are_same(before, remembered(sync))
     where = "2 machines of 2 processes" if "2 machines of 2 processes" in str(sync) else str(sync)
     return where, str(raised.value), sync.steps, same, engine_of(sync).error_norm()
 
@@ -223,11 +208,10 @@ def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, fl
     setting.join_group()
     sync, step_with = by_hook(POWER)
     with faults(sync, schedule) as struck:
-        for step in range(4):
-            step_with(step)
+        train(step_with, 4)
     state = sync.state_dict()
     dist.destroy_process_group()
-    return len(struck), sum(float(owed.norm()) for _, owed in state["error"]), state["checksum"]
+    return len(struck), sum(float(residual.norm()) for _, residual in state["error"]), state["checksum"]
 
 
 # Saving is collective.
@@ -241,9 +225,8 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     logging.getLogger("thinwire").addHandler(handler)
     setting.join_group()
     sync, step_with = by_hook(POWER)
-    for step in range(3):
-        step_with(step)
-    before = {name: owed.clone() for name, owed in engine_of(sync).memory[ERROR].items()}
+    train(step_with, 3)
+    before = remembered(sync)
     start, error = time.monotonic(), None
     try:
         if setting.process_rank == 0:
@@ -255,8 +238,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     except CommunicationError as raised:
         error = raised
     seconds = time.monotonic() - start
-    same = all(torch.equal(owed, before[name]) for name, owed in engine_of(sync).memory[ERROR].items())
-    return type(error).__name__, str(error), seconds, warned, same
+    return type(error).__name__, str(error), seconds, warned, are_same(before, remembered(sync))
 
 
 @pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end"])
@@ -276,26 +258,21 @@ def test_saving_on_one_process_only_ends_in_words(meanwhile: str) -> None:
             assert kind == ("CommunicationError" if meanwhile == "they train" else "NoneType")
 
 
-def use_on_one(setting: crash.Setting) -> tuple[str, str]:
+def use_on_one(setting: crash.Setting) -> str:
     setting.join_group()
     sync, step_with = by_hook(POWER)
-    for step in range(3):
-        step_with(step)
+    train(step_with, 3)
     if setting.process_rank == 0:
         sync.use(AllReduce())
-    try:
+    with pytest.raises(CommunicationError) as raised:
         step_with(3)
-    except CommunicationError as error:
-        return type(error).__name__, str(error)
-    return "", ""
+    return str(raised.value)
 
 
 def test_switching_on_one_process_only_ends_in_words() -> None:
     for each in crash.run(use_on_one, timeout_seconds=TIMEOUT_SECONDS):
-        kind, words = each.told
-        assert kind == "CommunicationError"
-        assert words.startswith("step 3")
-        assert "use, state_dict, load_state_dict" in words
+        assert each.told.startswith("step 3")
+        assert "use, state_dict, load_state_dict" in each.told
 
 
 def test_hooks_without_state_tell_it_too() -> None:
@@ -311,8 +288,7 @@ def stateless_until_killed(setting: crash.Setting) -> str:
     setting.join_group()
     model = DistributedDataParallel(new_model())
     model.register_comm_hook(None, thinwire.hooks.fp16_compress_hook)
-    for step in range(3):
-        backward(model, step)
+    train(lambda step: backward(model, step), 3)
     if setting.process_rank == LOST:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as raised:

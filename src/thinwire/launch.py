@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -11,65 +12,48 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from thinwire.checks import number, whole_count
+from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 from thinwire.errors import ConfigError
-from thinwire.lifeline import END_ALL, LAUNCHER_VARIABLE, following
+from thinwire.exit_with_launcher import END_ALL, LAUNCHER_VARIABLE, exiting_with_this
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
-LOOPBACKS = ("lo", "lo0")
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACES = ("lo", "lo0")
 LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
 LAST_WORDS_SECONDS = 5.0  # for the output of a process to end: what it has started may have that open still
+JOIN_TIMEOUT_MS = 60_000
 
-Opened = TypeVar("Opened", bound="Job")
 
-
-class EndSignals:
-    """While open, remembers a signal that asks this process to end, instead of being ended by it.
-
-    Attributes:
-        received: The last one; None if there was none.
-        num_received: How many there were.
-    """
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self.num_received = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> EndSignals:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            # An ignored signal stays ignored: nohup asks for that.
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self.num_received += 1
+@contextmanager
+def end_signals() -> Iterator[list[int]]:
+    """Yield a list to which each signal is appended that asks this process to end, instead of ending it."""
+    received: list[int] = []
+    previous: dict[int, Any] = {}
+    for each in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        # An ignored signal stays ignored: nohup asks for that.
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            previous[each] = signal.signal(each, lambda number, frame: received.append(number))
+    try:
+        yield received
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 class Output:
-    """Where the lines of several processes go, one at a time.
-
-    Attributes:
-        error: Why no more can be written there; None as long as it can.
-    """
+    """Where the lines of several processes go, one at a time; `error` is why no more can be written there."""
 
     def __init__(self, out: IO[bytes]) -> None:
         # Kept, not raised: threads write, and the loop that looks after the processes decides what follows.
@@ -82,45 +66,41 @@ class Output:
         # A process whose pipe is full would never end.
         with lines:
             for line in lines:
-                self._write(prefix + line.removesuffix(b"\n") + b"\n")
-
-    def _write(self, line: bytes) -> None:
-        with self._lock:
-            if self.error is None:
-                try:
-                    self._out.write(line)
-                    # At once: a pipe's buffer would hold back the last words of a process that fails.
-                    self._out.flush()
-                except OSError as error:
-                    self.error = error
+                with self._lock:
+                    if self.error is not None:
+                        continue
+                    try:
+                        self._out.write(prefix + line.removesuffix(b"\n") + b"\n")
+                        # At once: a buffer would hold back the last words of a process that fails.
+                        self._out.flush()
+                    except OSError as error:
+                        self.error = error
 
 
 class Process:
-    """A process that is started here, and ends with this one.
+    """A process that is started here, and ends with this one; what it prints goes to `out`, or as ours does.
 
-    With `enter`, which enters a machine of the lab, it also ends with all that it has started, and its
-    signals are for its process group, as on a terminal.
-
-    Attributes:
-        seconds: How long it ran, by the look that found its end; None before.
+    With `enter`, a command that enters a machine of the lab, it also ends with all that it has started, and
+    its signals are for its process group, as on a terminal. `seconds` is how long it ran, once that is seen.
     """
 
     def __init__(
         self,
         command: Sequence[str],
         variables: Mapping[str, str],
-        out: Output | IO[bytes] | None,
+        out: Output | None,
         prefix: str = "",
         *,
-        enter: Sequence[str] | None = None,
+        errors: IO[bytes] | None = None,
+        enter: Sequence[str] = (),
     ) -> None:
         self.seconds: float | None = None
-        self._start, self._is_kept = time.monotonic(), enter is not None
+        self._start, self._is_kept = time.monotonic(), bool(enter)
         self._process = subprocess.Popen(
-            [*(enter or []), *following(command, is_kept=self._is_kept)],
+            [*enter, *exiting_with_this(command, is_kept=self._is_kept)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if isinstance(out, Output) else out,
-            stderr=None if out is None else subprocess.STDOUT,
+            stdout=subprocess.PIPE if out is not None else None,
+            stderr=subprocess.STDOUT if out is not None else errors,
             # One thread each, unless the user says otherwise: they share the cores of one machine.
             env={"OMP_NUM_THREADS": "1", **os.environ, LAUNCHER_VARIABLE: str(os.getpid()), **variables},
             # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
@@ -128,7 +108,7 @@ class Process:
             start_new_session=True,
         )
         self._reader: threading.Thread | None = None
-        if isinstance(out, Output):
+        if out is not None:
             given = self._process.stdout, prefix.encode()
             self._reader = threading.Thread(target=out.follow, args=given, daemon=True)
             self._reader.start()
@@ -144,8 +124,7 @@ class Process:
     @property
     def ending(self) -> str:
         """How it ended, in words."""
-        code = self._process.poll()
-        assert code is not None
+        code = self._process.returncode
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def read_to_the_end(self) -> None:
@@ -168,11 +147,10 @@ class Process:
 
 
 class Job:
-    """While open, processes run here; all of them have ended afterwards.
+    """Processes that run here; the first that fails ends the others.
 
-    The first that fails ends the others: they are asked to after `grace_seconds`, and killed
-    `end_within_seconds` later. A signal asks them at once, a further one kills them. If their output can't be
-    written, they are asked at once, too.
+    They are asked to end after `grace_seconds`, and killed `end_within_seconds` later. A signal asks them at
+    once, a further one kills them. If their output can't be written, they are asked at once, too.
 
     Attributes:
         processes: By place, from 0.
@@ -185,7 +163,7 @@ class Job:
         start: Callable[[int], Process],
         size: int,
         *,
-        out: Output | IO[bytes] | None = None,
+        out: Output | None = None,
         grace_seconds: float = 0.0,
         end_within_seconds: float = END_WITHIN_SECONDS,
         passes_signals_on: bool = False,
@@ -197,76 +175,72 @@ class Job:
         self._start, self._size, self._out, self._say = start, size, out, say
         self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds
         self._passes_signals_on = passes_signals_on
-        self._signals, self._opened = EndSignals(), ExitStack()
         self._failed_code = 0
-        self._over_since: float | None = None
-
-    def __enter__(self: Opened) -> Opened:
-        with ExitStack() as opened:
-            # Before any process: a signal while they start must end them, too.
-            opened.enter_context(self._signals)
-            self._prepare(opened)
-            opened.callback(self.end)
-            for place in range(self._size):
-                self.processes.append(self._start(place))
-            # Only now: if one can't be started, those before it are ended on the way out.
-            self._opened = opened.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._deadline = math.inf  # set when the job is over, for those that still run
 
     @property
     def exit_code(self) -> int:
         """0 if all ended well, else as a shell tells it; 128 + the signal if one has ended the job."""
         if self.received is not None:
             return 128 + self.received
-        error = self.output_error
-        if error is not None:
-            return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
-        return self._code_of_failure()
+        if self.output_error is not None:
+            return 128 + signal.SIGPIPE if isinstance(self.output_error, BrokenPipeError) else 1
+        return self._failed_code
 
     @property
     def output_error(self) -> OSError | None:
         """Why what the processes print can't be written; None as long as it can."""
-        return self._out.error if isinstance(self._out, Output) else None
+        return self._out.error if self._out is not None else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some processes still run."""
+        return any(process.exit_code is None for process in self.processes)
 
     def run(self, each_look: Callable[[], None] = lambda: None) -> int | None:
-        """Stay until the job has ended; return the signal that asked it to, if one did."""
-        while self.look() and self._signals.received is None:
-            each_look()
-            time.sleep(LOOK_EVERY_SECONDS)
-        self.received = self._signals.received
-        if self.received is not None:
-            name = signal.Signals(self.received).name
-            self._say(f"{name}: all are asked to end; a further signal kills them")
-        self.end()
+        """Stay until all processes have ended; return the signal that asked them to, if one did."""
+        with ExitStack() as opened:
+            # Before any process: a signal while they start must end them, too.
+            self._signals = opened.enter_context(end_signals())
+            self._prepare(opened)
+            # If one can't be started, those before it are ended on the way out.
+            opened.callback(self._end)
+            for place in range(self._size):
+                self.processes.append(self._start(place))
+            while self._goes_on() and not self._signals:
+                each_look()
+                time.sleep(LOOK_EVERY_SECONDS)
+            if self._signals:
+                self.received = self._signals[-1]
+                name = signal.Signals(self.received).name
+                self._say(f"{name}: all are asked to end; a further signal kills them")
         each_look()
         return self.received
 
-    def look(self) -> bool:
+    def _prepare(self, opened: ExitStack) -> None:
+        """Open what the processes need, before they start; it closes after their end."""
+
+    def _goes_on(self) -> bool:
         """Look after the processes once; return whether the job goes on."""
         codes = [process.exit_code for process in self.processes]
         failed = [place for place, code in enumerate(codes) if code]
-        if failed and self._over_since is None:
-            first = min(failed, key=self._failed_at)
-            self.failure, self._failed_code = self._cause(first), codes[first] or 0
-            self._over_since = time.monotonic()
-        # Not ended at once: the others find out by themselves, and their own words tell more than a signal's.
-        return None in codes and self.output_error is None and self._is_within(self._grace_seconds)
+        if failed and self.failure is None:
+            first, self.failure = self._first_of(failed)
+            self._failed_code = codes[first] or 0
+            # Not at once: the others find out by themselves, and their own words tell more than a signal's.
+            self._deadline = time.monotonic() + self._grace_seconds
+        return None in codes and self.output_error is None and time.monotonic() < self._deadline
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Ask all that still run to end, and kill those that take too long, or all at a further signal."""
-        numbers, num_received = [int(signal.SIGTERM)], self._signals.num_received
+        numbers, num_received = [int(signal.SIGTERM)], len(self._signals)
         if self.received is not None and self._passes_signals_on:
             numbers.insert(0, self.received)
-        for number in numbers:
+        for each in numbers:
             # All are asked first, and share one deadline: they may be waiting for each other.
-            self._send(number)
+            self._send(each)
             deadline = time.monotonic() + self._end_within_seconds
-            while (
-                self.is_running and time.monotonic() < deadline and self._signals.num_received == num_received
-            ):
+            while self.is_running and time.monotonic() < deadline and len(self._signals) == num_received:
                 time.sleep(LOOK_EVERY_SECONDS)
         self._send(signal.SIGKILL)
         while self.is_running:
@@ -274,31 +248,13 @@ class Job:
         for process in self.processes:
             process.read_to_the_end()
 
-    def _prepare(self, opened: ExitStack) -> None:
-        """Open what the processes need, before they start; it closes after their end."""
-
-    def _code_of_failure(self) -> int:
-        return self._failed_code
-
-    def _failed_at(self, place: int) -> int:
-        """Return a time that tells the order of failures found at one look."""
-        return 0
-
-    def _cause(self, place: int) -> str:
-        return f"process {place} {self.processes[place].ending}"
-
-    def _is_within(self, seconds: float) -> bool:
-        """Return whether the job is not over, or was found to be for no longer than this."""
-        return self._over_since is None or time.monotonic() < self._over_since + seconds
-
-    @property
-    def is_running(self) -> bool:
-        """Whether some processes still run."""
-        return any(process.exit_code is None for process in self.processes)
-
     def _send(self, number: int) -> None:
         for process in self.processes:
             process.send(number)
+
+    def _first_of(self, failed: list[int]) -> tuple[int, str]:
+        """Return which of the processes found to have failed was the first, and what it died of."""
+        return failed[0], f"process {failed[0]} {self.processes[failed[0]].ending}"
 
 
 class LocalJob(Job):
@@ -308,9 +264,9 @@ class LocalJob(Job):
     torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
     """
 
-    def __init__(self, command: Sequence[str], processes: int, *, out: IO[bytes] | None = None) -> None:
-        super().__init__(self._started, processes, out=out)
-        self._command, self._interface = list(command), loopback_interface()
+    def __init__(self, command: Sequence[str], processes: int, *, errors: IO[bytes] | None = None) -> None:
+        super().__init__(self._started, processes)
+        self._command, self._errors, self._interface = list(command), errors, loopback_interface()
 
     def _prepare(self, opened: ExitStack) -> None:
         # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
@@ -327,37 +283,164 @@ class LocalJob(Job):
             "TORCHELASTIC_ERROR_FILE": str(self._error_path(process_rank)),
             STORE_VARIABLE: str(self._folder / "store"),
         }
-        return Process(self._command, variables, self._out)
+        return Process(self._command, variables, None, errors=self._errors)
 
     def _error_path(self, process_rank: int) -> Path:
         """Return where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""
         return self._folder / f"error-{process_rank}.json"
 
-    def _failed_at(self, process_rank: int) -> int:
-        # By the age of what it wrote on its way out. A process that wrote nothing was killed, and is first:
+    def _first_of(self, failed: list[int]) -> tuple[int, str]:
+        # By the age of what each wrote on its way out. A process that wrote nothing was killed, and is first:
         # the others' errors are for want of it.
-        path = self._error_path(process_rank)
-        return path.stat().st_mtime_ns if path.exists() else 0
-
-    def _cause(self, process_rank: int) -> str:
+        paths = {each: self._error_path(each) for each in failed}
+        ages = {each: path.stat().st_mtime_ns if path.exists() else 0 for each, path in paths.items()}
+        first = min(failed, key=ages.__getitem__)
         try:
-            cause = json.loads(self._error_path(process_rank).read_text())["message"]
+            cause = json.loads(paths[first].read_text())["message"]
         except (OSError, ValueError, KeyError):
-            return super()._cause(process_rank)
+            return super()._first_of([first])
         message = str(cause["message"] if isinstance(cause, dict) else cause)
-        return f"process {process_rank}: {message.strip().partition(chr(10))[0]}"
+        return first, f"process {first}: {message.strip().partition(chr(10))[0]}"
+
+
+class ElasticJob(Job):
+    """Elastic members on this machine, and a lighthouse unless one was given.
+
+    A member that dies (by a signal, or an exit code other than 0) is started again. It finds in its
+    environment what `elastic.TorchftGroup` reads, and its number, from 0, which it keeps.
+
+    The exit code is 0 if no member died for good, or enough have ended well: as many as an averaging needs,
+    or one at a lighthouse that was given, where others may be. Else it is that of the first that died so.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        members: int,
+        *,
+        min_members: int = 1,
+        lighthouse: str | None = None,
+        host: str | None = None,
+        port: int = 0,
+        max_restarts: int = 3,
+        end_within_seconds: float = 30.0,
+        say: Callable[[str], None] = lambda line: None,
+        out: IO[bytes],
+    ) -> None:
+        super().__init__(
+            self._started,
+            whole_count("max", members, minimum=1),
+            out=Output(out),
+            end_within_seconds=number("grace_seconds", end_within_seconds, minimum=0),
+            say=say,
+        )
+        self._command = list(command)
+        self._min_members = whole_count("min", min_members, minimum=1)
+        self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
+        if lighthouse is None and members < min_members:
+            few = f"max={members} members are fewer than min={min_members}: they would wait for ever"
+            raise ConfigError(f"{few}; raise max, or give the lighthouse where others are")
+        if lighthouse is not None and port:
+            raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
+        self._torchft = torchft_module("torchft.coordination")
+        self._port, self._given = port, lighthouse
+        self._address = lighthouse or ""
+        self._host = host or (LOOPBACK if lighthouse is None else None)
+        self._restarts = [0] * members
+        self._ended: dict[int, int] = {}  # exit codes of members that have ended for good, in that order
+
+    def _goes_on(self) -> bool:
+        """Start again those that have died; return whether the job goes on.
+
+        It does not when all have ended, so many have died for good that the others would only wait, or what
+        they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
+        few for an averaging, have not.
+        """
+        found = [(each, process.exit_code) for each, process in enumerate(self.processes)]
+        self._ended.update((each, 0) for each, code in found if code == 0)
+        for each, code in found:
+            if code and each not in self._ended:
+                self._take_back(each, code)
+        codes = list(self._ended.values())
+        are_well = codes.count(0) >= (self._min_members if self._given is None else 1)
+        self._failed_code = 0 if are_well else next(filter(None, codes), 0)
+        if self.output_error is not None or len(self._ended) == self._size:
+            return False
+        if self._are_enough() or 0 not in codes:
+            return self._are_enough()
+        # One has ended well: training is over, and the others are about to end, too; but for one that came
+        # too late, and would wait for members that never come.
+        if self._deadline == math.inf:
+            self._deadline = time.monotonic() + self._end_within_seconds
+        return time.monotonic() < self._deadline
+
+    def _take_back(self, member: int, code: int) -> None:
+        """Start a member that has died again, unless that is of no use."""
+        self.processes[member].read_to_the_end()
+        ended = self.processes[member].ending
+        # A member that has just died still counts as going on here: with it back, they are enough. But if
+        # all others have ended, one of them well, training is over: it would begin from scratch.
+        is_over = len(self._ended) == self._size - 1 and 0 in self._ended.values()
+        if self._restarts[member] < self._max_restarts and self._are_enough() and not is_over:
+            self._restarts[member] += 1
+            self.processes[member] = self._started(member)
+            again = f"started again ({self._restarts[member]} of {self._max_restarts} restarts)"
+        else:
+            self._ended[member] = code
+            again = "not started again"
+        self._say(f"member {member} {ended}; {again}")
+
+    def _are_enough(self) -> bool:
+        # At a lighthouse that was given there may be others.
+        return self._given is not None or self._size - len(self._ended) >= self._min_members
+
+    def _started(self, member: int) -> Process:
+        variables = {
+            "PYTHONUNBUFFERED": "1",  # lines come when they are printed
+            LIGHTHOUSE: self._address,
+            MIN_MEMBERS: str(self._min_members),
+            MEMBER: str(member),
+        }
+        if self._host is not None:
+            variables[HOSTNAME] = self._host
+        if self._host == LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        return Process(self._command, variables, self._out, f"[{member}] ")
+
+    def _prepare(self, opened: ExitStack) -> None:
+        """Start a lighthouse, unless one was given; it ends last: members that leave still ask it."""
+        if self._given is not None:
+            return
+        try:
+            # One member is enough to it: how many an averaging needs, they see to themselves, and one that is
+            # asked to leave learns that it is alone. In this process: it ends with it, whatever ends that.
+            server = self._torchft.LighthouseServer(
+                bind=f"{self._host}:{self._port}",
+                min_replicas=1,
+                # As of torchft_lighthouse; else it would leave behind whoever comes 0.1 s after the others.
+                join_timeout_ms=JOIN_TIMEOUT_MS,
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"
+            ) from error
+        opened.callback(server.shutdown)
+        # It names the port truly, and the host by this machine's name, which others may not know.
+        self._address = f"http://{self._host}:{server.address().rpartition(':')[2]}"
+        needed = f"averagings need {self._min_members} members, {self._size} start here"
+        self._say(f"lighthouse {self._address}; {needed}")
 
 
 def loopback_interface() -> str:
     """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
-    for name in LOOPBACKS:
-        if name in names:
-            return name
-    raise ConfigError(
-        f"processes on one machine are joined over its loopback interface, {' or '.join(LOOPBACKS)}; this "
-        f"one has {', '.join(names) or 'no interface'}"
-    )
+    found = next((name for name in LOOPBACK_INTERFACES if name in names), None)
+    if found is None:
+        raise ConfigError(
+            f"processes on one machine are joined over its loopback interface, "
+            f"{' or '.join(LOOPBACK_INTERFACES)}; this one has {', '.join(names) or 'no interface'}"
+        )
+    return found
 
 
 def is_in_local_job() -> bool:

@@ -19,7 +19,6 @@ from rich.console import Console
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
 from thinwire.cli import Settings, build_app, main
-from thinwire.cli.check import shown_checks
 from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
@@ -29,58 +28,29 @@ from thinwire.version import __version__
 
 # What people type. Adding is free; what is here stays.
 SURFACE = {
-    "": ["--debug", "--version", "--install-completion", "--show-completion"],
-    "check": ["--backend", "--processes", "--json", "--device"],
-    "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--processes", "--json"],
-    "advise": [
-        "--probe",
-        "--model",
-        "--step",
-        "--budget-seconds",
-        "--budget-loss",
-        "--optimizer",
-        "--sharded",
-        "--json",
-    ],
-    "lab": [
-        "COMMAND",
-        "--machines",
-        "--rate",
-        "--processes-per-machine",
-        "--latency",
-        "--jitter",
-        "--loss",
-        "--slow-machine",
-        "--grace-seconds",
-        "--report",
-    ],
-    "demo": [
-        "--elastic",
-        "--processes",
-        "--steps",
-        "--algorithm",
-        "--matrix-rank",
-        "--model-size",
-        "--seed",
-        "--output",
-    ],
-    "report": ["RUNS", "--output"],
-    "run": [
-        "SCRIPT",
-        "ARGUMENTS",
-        "--min",
-        "--max",
-        "--lighthouse",
-        "--host",
-        "--port",
-        "--max-restarts",
-        "--grace-seconds",
-    ],
+    "": "--debug --version --install-completion --show-completion",
+    "check": "--backend --processes --json --device",
+    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --json",
+    "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --sharded --json",
+    "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
+    "--grace-seconds --report",
+    "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
+    "report": "RUNS --output",
+    "run": "SCRIPT ARGUMENTS --min --max --lighthouse --host --port --max-restarts --grace-seconds",
 }
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_python("thinwire", *arguments, environment=environment)
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
+    """How `thinwire` ends here; it prints through this process's own files."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["thinwire", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
 
 
 def commands() -> dict[str, Any]:
@@ -95,7 +65,7 @@ def name_of(parameter: Any) -> str:
 
 
 def test_the_surface() -> None:
-    told = {name: [name_of(each) for each in command.params] for name, command in commands().items()}
+    told = {name: " ".join(map(name_of, command.params)) for name, command in commands().items()}
     assert told == SURFACE
 
 
@@ -129,7 +99,7 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
     check_output("--save", None)
     check_output("--save", tmp_path / "new.json")
     check_output("--save", Path("bare.json"))
-    with pytest.raises(ConfigError, match="--save must be a file, got the folder"):
+    with pytest.raises(ConfigError, match="can't be written: it is a folder; give a file"):
         check_output("--save", tmp_path)
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it first"):
         check_output("--save", tmp_path / "missing" / "new.json")
@@ -137,17 +107,10 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
 
 @pytest.mark.parametrize("option", ["--save", "--plot"])
 def test_commands_refuse_such_a_file_at_once(
-    option: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "missing" / "found.png"
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["thinwire", "probe", f"{option}={path}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, "probe", f"{option}={path}") == 2
     assert capsys.readouterr().err.startswith(
         f"thinwire: {option} {path} can't be written: there is no folder"
     )
@@ -173,11 +136,7 @@ def test_no_more_processes_are_started_than_this_machine_can_bear(
     probe = tmp_path / "probe.json"
     Probe(2, "gloo", "cpu", [Timing(1024, [0.001]), Timing(1 << 24, [0.1])], [], [[0, 1]]).save(probe)
     monkeypatch.setattr(checks, "cores", lambda: 2)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["thinwire", *(each.format(probe=probe) for each in command)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
+    assert exit_code(monkeypatch, *(each.format(probe=probe) for each in command)) == 2
     name = next(each for each in command if "17" in each).partition("=")[0].removeprefix("--")
     expected = f"thinwire: {name} must be at most 16 here, 8 for each core, got 17; start fewer\n"
     assert capsys.readouterr().err == expected
@@ -197,19 +156,6 @@ def test_an_interrupted_measurement_says_that_it_begins_anew(
         "thinwire: measuring, about 5 s …\n"
         f"thinwire: stopped by {name}; nothing is kept, the same command begins again\n"
     )
-
-
-def test_checks_show_how_far_they_are_and_how_long_yet() -> None:
-    output, seconds = StringIO(), iter([0.0, 0.0, 4.0, 12.0, 13.0])
-    with shown_checks(Console(file=output), 4, lambda: next(seconds)) as show:
-        for name in ("a", "b", "c [d]", "e"):
-            show(name)
-    # In a pipe a line at most every 10 s.
-    assert output.getvalue() == "thinwire: check 3 of 4, about 12 s left: c [d]\n"
-    terminal = StringIO()
-    with shown_checks(Console(file=terminal, force_terminal=True, width=80), 4) as show:
-        show("a")
-    assert "check 1 of 4, under a minute left: a" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -232,12 +178,9 @@ def test_output_that_can_not_be_written_is_one_line(
 ) -> None:
     run = recorded_run(tmp_path)
     filled = [each.format(run=run, page=tmp_path / "page.html") for each in arguments]
-    monkeypatch.setattr(sys, "argv", ["thinwire", *filled])
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 1
+        assert exit_code(monkeypatch, *filled) == 1
     assert capsys.readouterr().err == "thinwire: the output can't be written: No space left on device\n"
 
 
@@ -245,16 +188,15 @@ def test_output_that_can_not_be_written_is_one_line(
 def test_output_that_nobody_reads_is_nothing_to_talk_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["thinwire", "report", str(recorded_run(tmp_path)), f"--output={tmp_path / 'page.html'}"]
-    )
+    run = recorded_run(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 128 + signal.SIGPIPE
+        assert (
+            exit_code(monkeypatch, "report", run, f"--output={tmp_path / 'page.html'}")
+            == 128 + signal.SIGPIPE
+        )
     assert capsys.readouterr().err == ""
 
 

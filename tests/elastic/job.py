@@ -15,7 +15,7 @@ from typing import Any
 
 import forked
 from elastic import learner, worker
-from thinwire.lab.network import Network
+from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0
 TIMEOUT_SECONDS = 4.0
@@ -39,7 +39,7 @@ class Job:
     ) -> None:
         os.environ.setdefault("RUST_LOG", "error")  # the lighthouse logs every quorum
         self._network, self._learners, self._least = network, learners, least_at_lighthouse
-        self._host = "127.0.0.1" if network is None else network.layout.address(0)
+        self._host = "127.0.0.1" if network is None else network.address(0)
         self._port = 0 if network is None else 29510
         if learners is not None and network is None:
             with socket.create_server((self._host, 0)) as free:
@@ -77,7 +77,7 @@ class Job:
 
     def _host_of(self, member: int) -> int:
         assert self._network is not None
-        return 1 + member % (self._network.layout.machines - 1)
+        return 1 + member % (self._network.machines - 1)
 
     def set_link(self, member: int, state: str) -> None:
         """Cut a member's link ("down"), or mend it ("up")."""
@@ -90,7 +90,7 @@ class Job:
         if self._network is not None:
             host = self._host_of(member)
             namespaces = self._namespaces(host)
-            options = {"hostname": self._network.layout.address(host), **options}
+            options = {"hostname": self._network.address(host), **options}
         body = _member
         if self._learners is not None:
             body, options = _learner, {**self._learners, **options}

@@ -15,8 +15,7 @@ from typing import Any
 
 from elastic.job import Job
 from elastic.learner import BATCH, EVERY, USUAL
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network
+from thinwire.lab import Network
 
 LEAST, MOST = 2, 6
 LONGEST_GAP_SECONDS = 60.0  # timeouts of 4, 3 and 2 s, one behind the other, on a computer that may be busy
@@ -183,7 +182,7 @@ class Soak:
             "members": sum(map(len, kept)) / len(kept),
             "samples": sum(map(len, kept)) * EVERY * BATCH,
             # By the counters of the interfaces: with headers, acknowledgements and what newcomers were sent.
-            "sent_bytes": sum(map(self.network.sent_bytes, range(1, self.network.layout.machines))),
+            "sent_bytes": sum(map(self.network.sent_bytes, range(1, self.network.machines))),
             "loss": done[0]["loss"],
             "done": len(done),
             "raised": [f"{line['error']}: {line['message'][:120]}" for line in self.job.told(event="raised")],
@@ -204,7 +203,7 @@ def soaked(
         for line in map(json.loads, path.read_text().splitlines()):
             if key.items() <= line.items() and line.get("spare_lighthouse", False) == spare_lighthouse:
                 return dict(line)
-    with Network(Layout(MOST + 2)) as network:
+    with Network(MOST + 2) as network:
         result = key | Soak(**key, network=network).figures
     with path.open("a") as file:
         file.write(json.dumps(result) + "\n")

@@ -26,7 +26,7 @@ from thinwire.channel import process_group
 from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.elastic import TorchftGroup, torchft_group
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.lifeline import LAUNCHER_VARIABLE
+from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
 
 pytest.importorskip("torchft")
 

@@ -22,49 +22,48 @@ from torch._C._distributed_c10d import HashStore
 
 import thinwire
 from crash import listening_on
-from lab.test_lab import real, undisturbed
 from launcher import run_in_network, run_job, run_python
 from pool import Pool
+from test_lab import real, undisturbed
 from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.common import alone
 from thinwire.cli.probe import show
 from thinwire.errors import AgreementError, ConfigError
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network
+from thinwire.lab import Link, Network
 from thinwire.probe import PairTiming, Probe, Timing, measure, probe, result
 from thinwire.probe.measure import _Meter
 from thinwire.probe.result import nodes_of
 
 
-def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, str]:
+def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, str]:
     """The probe and what it printed, in the lab."""
-    with Network(layout) as network:
+    with network:
         options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
         ended = run_in_network(network, "thinwire", "probe", *options)
-    assert [each.returncode for each in ended] == [0] * layout.processes, ended
+    assert [each.returncode for each in ended] == [0] * network.processes, ended
     return Probe.load(path), ended[0].stdout
 
 
 @real
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("layout", "bits", "nodes", "budget_seconds"),
+    ("network", "bits", "nodes", "budget_seconds"),
     [
-        (Layout(machines=2, rate="100mbit"), 100e6, [[0, 1]], 3),
-        (Layout(machines=2, rate="1gbit"), 1e9, [[0, 1]], 4),
-        (Layout(machines=2, processes_per_machine=2, rate="100mbit"), 100e6, [[0, 1], [2, 3]], 5),
+        (Network(2, Link("100mbit")), 100e6, [[0, 1]], 3),
+        (Network(2, Link("1gbit")), 1e9, [[0, 1]], 4),
+        (Network(2, Link("100mbit"), processes_per_machine=2), 100e6, [[0, 1], [2, 3]], 5),
     ],
     ids=["100mbit", "1gbit", "processes that are near each other"],
 )
 def test_links_of_a_known_rate(
-    layout: Layout, bits: float, nodes: list[list[int]], budget_seconds: float, tmp_path: Path
+    network: Network, bits: float, nodes: list[list[int]], budget_seconds: float, tmp_path: Path
 ) -> None:
     expected = pytest.approx(bits / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(layout, tmp_path / "probe.json", budget_seconds),
+        lambda: probed(network, tmp_path / "probe.json", budget_seconds),
         lambda measured: measured[0].nodes == nodes and measured[0].bytes_per_second == expected,
     )
-    assert found.world_size == layout.processes
+    assert found.world_size == network.processes
     assert found.nodes == nodes
     assert found.bytes_per_second == expected
     assert "bandwidth" in printed

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +26,17 @@ from thinwire.cli import check
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
-from thinwire.selfcheck.device import ALGORITHMS, COPY, MATRIX_RANKS, measure, new_page
-from thinwire.selfcheck.page import DevicePage, KeptPage, Row
+from thinwire.selfcheck.device import (
+    ALGORITHMS,
+    COPY,
+    MATRIX_RANKS,
+    NOT_BEGUN,
+    DevicePage,
+    Row,
+    measure,
+    new_page,
+    printed_once,
+)
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -150,7 +160,7 @@ def _measured() -> tuple[dict[str, Any], str]:
     bench, page = Bench(torch.device("cpu")), new_page("cpu")
     measure(page, bench.device, bench.transport, SHAPES)
     assert page.is_whole
-    return page.as_plain(), page.as_markdown()
+    return asdict(page), page.as_markdown()
 
 
 SHAPES = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
@@ -163,42 +173,33 @@ def measured_alone(told: list[str]) -> DevicePage:
     return page
 
 
-@pytest.mark.parametrize(
-    ("error", "left_out"),
-    [
-        (RuntimeError("no such kernel\nat line 1"), "time is used up"),
-        (CommunicationError("gone"), "lost each other"),
-    ],
-    ids=["a part", "the processes"],
-)
-def test_what_fails_stands_on_the_page(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, left_out: str
-) -> None:
+@pytest.mark.parametrize("is_alone", [False, True], ids=["a part", "the processes"])
+def test_what_fails_stands_on_the_page(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
     """What a part raises takes away that part alone, unless the processes have lost each other."""
     told: list[str] = []
 
     def step_cost(code: str, *rest: object) -> Row:
         if code == "AllReduce()":
-            raise error
+            raise CommunicationError("gone") if is_alone else RuntimeError("no such kernel\nat line 1")
         monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
         return {"algorithm": code}
 
     monkeypatch.setattr(device_page, "_step_cost", step_cost)
     page = measured_alone(told)
     first, second, *others = ALGORITHMS
-    is_alone = isinstance(error, CommunicationError)
+    why = (
+        "left out, as the processes have lost each other" if is_alone else "left out, as the time is used up"
+    )
     assert [each["matrix_rank"] for each in page.kernels] == list(MATRIX_RANKS)
     assert [each["algorithm"] for each in page.steps] == ([] if is_alone else [second])
-    assert list(page.failures) == [first]
-    assert list(page.not_run) == [*([second] if is_alone else []), *others]
-    assert page.failures[first] in {"RuntimeError: no such kernel", "CommunicationError: gone"}
-    assert all(left_out in page.not_run[name] for name in others)
-    assert not page.is_whole
+    assert page.failures == {
+        first: "CommunicationError: gone" if is_alone else "RuntimeError: no such kernel"
+    }
+    assert page.not_run == dict.fromkeys([*([second] if is_alone else []), *others], why)
     lines = page.as_markdown().splitlines()
     assert f"- **failed**: {first}: {page.failures[first]}" in lines
-    assert f"- **not run**: {others[0]}: {page.not_run[others[0]]}" in lines
-    assert f"measuring {first}" in told
-    assert f"{first}: {page.failures[first]}" in told
+    assert f"- **not run**: {others[0]}: {why}" in lines
+    assert {f"measuring {first}", f"{first}: {page.failures[first]}"} <= set(told)
 
 
 def test_without_gradients_no_step_is_made_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,11 +212,12 @@ def test_without_gradients_no_step_is_made_and_the_page_says_so(monkeypatch: pyt
     assert list(page.not_run) == list(ALGORITHMS)
 
 
-@pytest.mark.parametrize(("seconds_of_a_step", "timed_steps"), [(0.3, 5), (8.0, 2), (100.0, 0)])
-def test_a_part_that_is_slow_ends_between_two_of_its_steps(
-    monkeypatch: pytest.MonkeyPatch, seconds_of_a_step: float, timed_steps: int
+@pytest.mark.parametrize(
+    ("seconds_of_a_step", "timed_steps"), [(0.3, [5] * len(ALGORITHMS)), (20.0, [5, 1]), (100.0, [])]
+)
+def test_a_part_ends_between_two_of_its_steps_when_time_is_up(
+    monkeypatch: pytest.MonkeyPatch, seconds_of_a_step: float, timed_steps: list[int]
 ) -> None:
-    """With fewer timed steps where it has taken its share, so that others get theirs; or with none at all."""
     now = 0.0
 
     class Slow(device_page._Copied):
@@ -227,46 +229,34 @@ def test_a_part_that_is_slow_ends_between_two_of_its_steps(
 
     monkeypatch.setattr(device_page, "_Copied", Slow)
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    page = measured_alone([])  # within 240 s, of which each algorithm has 40
-    if timed_steps == 0:
-        assert (page.steps, now) == ([], 300)
+    page = measured_alone([])  # within 240 s
+    assert [each["timed_steps"] for each in page.steps] == timed_steps
+    assert page.is_whole == (len(timed_steps) == len(ALGORITHMS))
+    if not timed_steps:
         assert "ended after 3 steps" in page.failures["AllReduce()"]
         assert list(page.not_run) == list(ALGORITHMS)[1:]
-    else:
-        assert [each["timed_steps"] for each in page.steps] == [timed_steps] * len(ALGORITHMS)
-        assert page.is_whole
-
-
-class Patient(io.StringIO):
-    """Where a page is printed; says when."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_told = threading.Event()
-
-    def flush(self) -> None:
-        self.is_told.set()
 
 
 @pytest.mark.parametrize(
-    ("ends", "why"), [("hangs", "it had not ended after 0 s"), ("raises", "no GPU"), ("well", None)]
+    ("ends", "why"), [("hangs", "its time, 0 s, was over"), ("raises", "no GPU"), ("well", None)]
 )
 def test_a_page_is_printed_once_if_what_fills_it_hangs_or_raises(
-    ends: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+    ends: str, why: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = Patient()
-    monkeypatch.setattr(sys, "stdout", out)
-    page = DevicePage({"torch": "2"}, under_way="a", to_come=["b"])
-    within_seconds = 0.01 if ends == "hangs" else 600.0
-    kept = KeptPage(page, lambda each: json.dumps(each.as_plain()), within_seconds=within_seconds)
-    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), kept:
+    page, is_printed = DevicePage({"torch": "2"}), threading.Event()
+
+    def rendered() -> str:
+        is_printed.set()
+        return json.dumps(asdict(page))
+
+    printed = printed_once(page, rendered, within_seconds=0.01 if ends == "hangs" else 600.0)
+    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), printed as print_page:
         if ends == "raises":
             raise ConfigError("no GPU")
-        if ends == "hangs":
-            assert out.is_told.wait(60)
-        kept.print()
-    told = json.loads(out.getvalue())
-    assert (told["failures"], told["not_run"]) == (({}, {}) if why is None else ({"a": why}, {"b": why}))
+        assert ends == "well" or is_printed.wait(60)
+        print_page()
+    found = json.loads(capsys.readouterr().out)
+    assert found["setting"] == {"torch": "2"} | ({"ended by": why} if why else {})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -278,20 +268,18 @@ def test_where_there_is_no_gpu_the_page_says_so(as_json: bool) -> None:
     text = run.stdout if as_json else run.stdout.partition("```json\n")[2].removesuffix("```\n")
     told = json.loads(text)
     page = told["device"] if as_json else told
-    assert list(page["not_run"]) == PARTS
-    assert all("got --device cuda" in why for why in page["not_run"].values())
+    assert page["not_run"] == dict.fromkeys(PARTS, NOT_BEGUN)
     assert page["setting"]["device"] == "cuda"
+    assert page["setting"]["ended by"].startswith("the job's device is cpu, got --device cuda; torch")
     if not as_json:
         assert run.stdout.startswith("\n- thinwire: ")
-        assert "- **not run**: AllReduce(): the job's device is cpu" in run.stdout
+        assert f"- **not run**: AllReduce(): {NOT_BEGUN}" in run.stdout
 
 
-def test_a_device_that_is_none_is_refused() -> None:
+def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Any = {"backend": None, "processes": None, "as_json": False}
     with pytest.raises(ConfigError, match="must be cpu or cuda, got 'xpu'"):
-        check.check(backend=None, processes=None, as_json=False, device="xpu")
-
-
-def test_who_asks_about_a_device_outside_of_a_job_gets_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+        check.check(**options, device="xpu")
     started: list[int | None] = []
 
     def run_here(processes: int | None) -> None:
@@ -300,7 +288,7 @@ def test_who_asks_about_a_device_outside_of_a_job_gets_one_process(monkeypatch: 
 
     monkeypatch.setattr(check, "run_here", run_here)
     with pytest.raises(SystemExit):
-        check.check(backend=None, processes=None, as_json=False, device="cuda")
+        check.check(**options, device="cuda")
     assert started == [1]
 
 
@@ -323,7 +311,7 @@ def _checked_to_a_full_disk() -> str | None:
         if dist.get_rank() == 0:
             patch.setattr(sys, "stdout", FullDisk())
         try:
-            check.check(backend=None, processes=None, as_json=True)
+            check.check(backend=None, processes=None, as_json=True, device=None)
         except OSError as error:
             return error.strerror
     return None

@@ -1,7 +1,4 @@
-"""The `thinwire` command: one file for each subcommand, and the one room of typer and rich.
-
-Here is the command as a whole: its subcommands, its errors, its pipes.
-"""
+"""The `thinwire` command as a whole, its errors and its pipes; each subcommand has a file."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -34,34 +34,27 @@ COLUMNS_LEGEND = (
 
 def advise(
     *,
-    probe: Annotated[Path, typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote.")],
-    model: Annotated[
-        str, typer.Option(metavar="MODULE:FUNCTION", help="Builds the model; called without arguments.")
-    ],
-    step: Annotated[
-        str,
-        typer.Option(metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."),
-    ],
-    budget_seconds: Annotated[
-        float,
-        typer.Option(help="About how long it may take; ten steps with each algorithm in any case."),
-    ] = 30.0,
-    budget_loss: Annotated[
-        str, typer.Option(metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any.")
-    ] = "1%",
-    optimizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="What trains the model.", show_default="the worst of all known"),
-    ] = None,
-    sharded: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SHARDS",
-            help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
-            show_default="each process holds all of it",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
+    probe: Path = typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote."),
+    model: str = typer.Option(metavar="MODULE:FUNCTION", help="Builds the model; called without arguments."),
+    step: str = typer.Option(
+        metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."
+    ),
+    budget_seconds: float = typer.Option(
+        30.0, help="About how long it may take; ten steps with each algorithm in any case."
+    ),
+    budget_loss: str = typer.Option(
+        "1%", metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any."
+    ),
+    optimizer: str | None = typer.Option(
+        None, metavar="NAME", help="What trains the model.", show_default="the worst of all known"
+    ),
+    sharded: int | None = typer.Option(
+        None,
+        metavar="SHARDS",
+        help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
+        show_default="each process holds all of it",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
 
@@ -125,11 +118,7 @@ def _shard(model: nn.Module) -> None:
 
 
 def _share(text: str) -> float:
-    """Return the share that "0.5%" or "0.005" means; infinity for "any".
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
         share = math.inf if text == "any" else float(number) / (100 if percent else 1)
@@ -144,11 +133,7 @@ def _share(text: str) -> float:
 
 
 def _function(place: str, option: str) -> Callable[..., Any]:
-    """Return a user's function.
-
-    Raises:
-        ConfigError: It is not written so, can't be imported, or is no function.
-    """
+    """Return a user's function."""
     module, _, name = place.partition(":")
     if not name or "/" in module or module.endswith(".py"):
         raise ConfigError(
@@ -169,11 +154,7 @@ def _function(place: str, option: str) -> Callable[..., Any]:
 
 
 def _called(function: Callable[[], Any], place: str) -> Any:
-    """Call a user's function.
-
-    Raises:
-        ConfigError: It failed; in one line.
-    """
+    """Call a user's function; its failure is told in one line."""
     try:
         return function()
     except (Exception, SystemExit) as error:

@@ -7,10 +7,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Annotated
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,37 +19,30 @@ from rich.console import Console
 from rich.markup import escape
 
 from thinwire.channel import gather_numbers
-from thinwire.cli.common import Processes, joined_job, run_here, tell_without_numba
+from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
-from thinwire.selfcheck.device import measure, new_page
-from thinwire.selfcheck.page import DevicePage, KeptPage
+from thinwire.selfcheck.device import DevicePage, measure, new_page, printed_once
 
 # A collective that some process does not make ends the check.
 TIMEOUT_SECONDS = 60.0
 
 # Parts of the page, and steps within them, begin within the first; what there is of it is printed after the
 # second, and whatever hangs ends with its process after the third.
-PAGE_SECONDS, KEPT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
-PLAIN_EVERY_SECONDS = 10.0
+PAGE_SECONDS, PRINT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
 
 
 def check(
     *,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
-    ] = None,
-    processes: Processes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="cpu|cuda",
-            help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
-            show_default="only check",
-        ),
-    ] = None,
+    backend: str | None = BACKEND,
+    processes: int | None = PROCESSES,
+    as_json: bool = typer.Option(False, "--json", help="Print the outcome as JSON."),
+    device: str | None = typer.Option(
+        None,
+        metavar="cpu|cuda",
+        help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
+        show_default="only check",
+    ),
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
@@ -70,18 +63,22 @@ def check(
         processes = processes or 1  # who asks about a device need not have a job
     # Before a group is joined: in the process that starts the others it does not return.
     run_here(processes)
-    report = _Report(as_json, None if device is None else new_page(device))
-    with (
-        _ended_in_time(limited=device is not None),
-        report.kept() as kept,
-        joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device,
-    ):
+    page = None if device is None else new_page(device)
+    report = _Report(as_json, page, prints=os.environ.get("RANK", "0") == "0")
+    printing: AbstractContextManager[Callable[[], None] | None] = nullcontext()
+    if page is not None:
+        # By a thread in C: what waits for a device that hangs never comes back to Python.
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+        if report.prints:
+            printing = printed_once(page, report.rendered, within_seconds=PRINT_SECONDS)
+    with printing as print_page, joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device:
         if device not in (None, own_device.type):
             raise ConfigError(_unlike(own_device.type, str(device)))
-        works = _checked_and_printed(Bench(own_device), report, kept)
-    if os.environ.get("RANK", "0") == "0":
+        report.fill(Bench(own_device), print_page)
+    faulthandler.cancel_dump_traceback_later()
+    if report.prints:
         tell_without_numba()
-    if not works:
+    if any(report.failures.values()) or not (page is None or page.is_whole):
         raise typer.Exit(1)
 
 
@@ -95,101 +92,65 @@ def _unlike(own: str, asked: str) -> str:
 
 @dataclass
 class _Report:
-    """What was found, and how the first process prints it.
-
-    Attributes:
-        as_json: Whether as JSON.
-        page: About the device; None if nobody asked for one.
-        title: The setting of the checks.
-        failures: By check, on how many processes it fails.
-    """
+    """What was found, and whether and how this process prints it."""
 
     as_json: bool
     page: DevicePage | None
+    prints: bool
+    start: float = field(default_factory=time.monotonic)
     title: str = "no group was joined"
-    failures: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)  # by check, on how many processes
 
-    def rendered(self, page: DevicePage | None) -> str:
+    def rendered(self) -> str:
         """Return what is printed last: the page, and with JSON all of it."""
-        if page is not None and not self.as_json:
-            return f"\n{page.as_markdown()}\n\n```json\n{json.dumps(page.as_plain())}\n```"
+        if self.page is not None and not self.as_json:
+            return f"\n{self.page.as_markdown()}\n\n```json\n{json.dumps(asdict(self.page))}\n```"
         found: dict[str, object] = {
             "setting": self.title,
             "checks": len(self.failures),
             "failed_on_processes": {name: count for name, count in self.failures.items() if count},
         }
-        return json.dumps(found if page is None else {**found, "device": page.as_plain()})
+        return json.dumps(found if self.page is None else {**found, "device": asdict(self.page)})
 
-    def kept(self) -> AbstractContextManager[KeptPage | None]:
-        """Return what holds the page until it is printed; it yields None where this process prints none."""
-        if self.page is None or os.environ.get("RANK", "0") != "0":
-            return nullcontext()
-        return KeptPage(self.page, self.rendered, within_seconds=KEPT_SECONDS)
+    def fill(self, bench: Bench, print_page: Callable[[], None] | None) -> None:
+        """Find and print all. Collective."""
+        self.failures = _failures(bench, Console(stderr=True, quiet=self.as_json or not self.prints))
+        seconds = time.monotonic() - self.start
+        self.title = f"{bench.transport.size} processes, "
+        if bench.machines is not None:
+            self.title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
+        self.title += f"{dist.get_backend()}, {bench.device.type}, {seconds:.1f} s"
+        try:
+            if self.prints and not self.as_json:
+                lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in self.failures.items()]
+                # Before the page: if the device hangs there, this is what is known of it.
+                print("\n".join([f"thinwire check: {self.title}", *lines]), flush=True)
+            if self.page is not None:
+                left, tell = PAGE_SECONDS - seconds, partial(_say, bench)
+                measure(self.page, bench.device, bench.transport, within_seconds=left, tell=tell)
+            if print_page is not None:
+                print_page()
+            elif self.prints and self.as_json:
+                print(self.rendered(), flush=True)
+        finally:
+            # The others wait until all is printed: a launcher ends every process once one has failed.
+            gather_numbers([0.0], bench.transport, "waiting until all is printed")
 
 
-def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -> bool:
-    """Return whether all is well, after the first process has printed what was found. Collective."""
-    start = time.monotonic()
-    own = {}
-    # Progress goes where output that is parsed does not.
-    console = Console(stderr=True, quiet=report.as_json or bench.transport.rank != 0)
-    with shown_checks(console, len(CHECKS)) as show_check:
+def _failures(bench: Bench, console: Console) -> dict[str, int]:
+    """Return by check on how many processes it fails, the same on all. Collective."""
+    works = []
+    with console.status("") as status:
         # One after the other, in the same order on all: each check makes collectives.
-        for name, run in CHECKS.items():
-            show_check(name)
-            own[name] = _outcome(name, run, bench)
-    report.title = f"{bench.transport.size} processes, "
-    if bench.machines is not None:
-        report.title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
-    report.title += f"{dist.get_backend()}, {bench.device.type}"
-    report.title += f", {time.monotonic() - start:.1f} s"
+        for number, (name, run) in enumerate(CHECKS.items(), start=1):
+            status.update(escape(f"check {number} of {len(CHECKS)}: {name}"))
+            works.append(_works(name, run, bench))
     # A check may fail on some processes only; all end with the same exit code.
-    everyone = gather_numbers([float(not works) for works in own.values()], bench.transport, "the outcomes")
-    failures = [round(sum(of_check)) for of_check in zip(*everyone, strict=True)]
-    report.failures = dict(zip(own, failures, strict=True))
-    prints, page = bench.transport.rank == 0, report.page
-    try:
-        if prints and not report.as_json:
-            lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in report.failures.items()]
-            # Before the page: if the device hangs there, this is what is known of it.
-            print("\n".join([f"thinwire check: {report.title}", *lines]), flush=True)
-        if page is not None:
-            measure(
-                page,
-                bench.device,
-                bench.transport,
-                within_seconds=PAGE_SECONDS - (time.monotonic() - start),
-                tell=lambda doing: _say(bench, doing),
-            )
-        if kept is not None:
-            kept.print()
-        elif prints and report.as_json:
-            print(report.rendered(None), flush=True)
-    finally:
-        # The others wait until all is printed: a launcher ends every process once one has failed.
-        gather_numbers([0.0], bench.transport, "waiting until all is printed")
-    return not any(failures) and (page is None or page.is_whole)
+    everyone = gather_numbers([float(not each) for each in works], bench.transport, "the outcomes")
+    return dict(zip(CHECKS, (round(sum(each)) for each in zip(*everyone, strict=True)), strict=True))
 
 
-@contextmanager
-def _ended_in_time(*, limited: bool) -> Iterator[None]:
-    """End this process with exit code 1, and say where it stood, if what is done within takes too long."""
-    if not limited:
-        yield
-        return
-    # By a thread in C: what waits for a device that hangs never comes back to Python.
-    faulthandler.dump_traceback_later(END_SECONDS, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _say(bench: Bench, what: str) -> None:
-    print(f"thinwire: process {bench.transport.rank}: {what}", file=sys.stderr, flush=True)
-
-
-def _outcome(name: str, run: Check, bench: Bench) -> bool:
+def _works(name: str, run: Check, bench: Bench) -> bool:
     """Return whether a check holds on this process; print what it finds, errors of any kind too, at once."""
     bench.findings.clear()
     try:
@@ -203,24 +164,5 @@ def _outcome(name: str, run: Check, bench: Bench) -> bool:
     return not bench.findings
 
 
-@contextmanager
-def shown_checks(
-    console: Console, total: int, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[str], None]]:
-    """Show which check is under way, and the time left; in a pipe a line at most every 10 s."""
-    begun = shown = clock()
-    done = 0
-
-    def show(name: str) -> None:
-        nonlocal shown, done
-        now = clock()
-        left = f"about {(now - begun) / done * (total - done):.0f} s left" if done else "under a minute left"
-        done += 1
-        line = f"check {done} of {total}, {left}: {name}"
-        status.update(escape(line))
-        if not console.is_terminal and now - shown >= PLAIN_EVERY_SECONDS:
-            shown = now
-            console.print(f"thinwire: {line}", soft_wrap=True, highlight=False, markup=False)
-
-    with console.status("") as status:
-        yield show
+def _say(bench: Bench, what: str) -> None:
+    print(f"thinwire: process {bench.transport.rank}: {what}", file=sys.stderr, flush=True)

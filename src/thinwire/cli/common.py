@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,15 @@ from thinwire.launch import (
     python_module,
 )
 
-Processes: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        help="Start so many on this machine, joined over its loopback interface only.",
-        show_default="this is one of a job",
-    ),
-]
-"""The option `--processes` of commands that run on the processes of a job."""
+# Options of commands that run on the processes of a job.
+PROCESSES = typer.Option(
+    None,
+    help="Start so many on this machine, joined over its loopback interface only.",
+    show_default="this is one of a job",
+)
+BACKEND = typer.Option(
+    None, metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"
+)
 
 
 def run_here(processes: int | None, option: str = "--processes") -> None:
@@ -54,15 +54,18 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
         raise ConfigError(
             f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
         )
-    with LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes) as job:
-        received = job.run()
+    job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
+    exit_if_stopped(job.run())
+    sys.exit(job.exit_code)
+
+
+def exit_if_stopped(received: int | None) -> None:
+    """Say so and exit, as a shell tells it, if a signal has ended the processes."""
     if received is not None:
         name = signal.Signals(received).name
-        print(
-            f"thinwire: stopped by {name}; every process has ended, the same command begins again",
-            file=sys.stderr,
-        )
-    sys.exit(job.exit_code)
+        again = "every process has ended, the same command begins again"
+        print(f"thinwire: stopped by {name}; {again}", file=sys.stderr)
+        sys.exit(128 + received)
 
 
 @contextmanager
@@ -101,39 +104,30 @@ def joined_job(
 @contextmanager
 def alone() -> Iterator[None]:
     """Make a default process group of this process only, which listens on the loopback interface only."""
-    # Without it Gloo listens on the address of this machine's name, which others may reach.
-    variable = "GLOO_SOCKET_IFNAME"
-    before = os.environ.get(variable)
-    os.environ[variable] = loopback_interface()
-    try:
+    # Else Gloo listens on the address of this machine's name, which others may reach.
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
         # A store in memory: alone, nobody has to be met, and no port is opened.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             yield
         finally:
             leave_group()
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
     if path is None:
         return
+    why = ""
     if path.is_dir():
-        raise ConfigError(f"{option} must be a file, got the folder {path}")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"{option} {path} can't be written: there is no folder {path.parent}; make it first"
-        )
+        why = "it is a folder; give a file"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}; make it first"
     # What exists may be written where its folder may not, such as /dev/null.
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(
-            f"{option} {path} can't be written: no permission; give a file in a folder of yours"
-        )
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "no permission; give a file in a folder of yours"
+    if why:
+        raise ConfigError(f"{option} {path} can't be written: {why}")
 
 
 def tell_without_numba() -> None:
@@ -144,10 +138,6 @@ def tell_without_numba() -> None:
             "pip install '.[numba]' in a clone of Thinwire",
             file=sys.stderr,
         )
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM has come; as `KeyboardInterrupt`, so that what cleans up after Ctrl-C does so here."""
 
 
 @contextmanager
@@ -168,12 +158,9 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         with _terminated_as_interrupted(), console.status(begin) as status:
             yield show
     except KeyboardInterrupt as interrupt:
-        by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-        console.print(
-            f"thinwire: stopped by {by.name}; nothing is kept, the same command begins again",
-            soft_wrap=True,
-            highlight=False,
-        )
+        by = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+        stopped = f"thinwire: stopped by {by.name}; nothing is kept, the same command begins again"
+        console.print(stopped, soft_wrap=True, highlight=False)
         # As a shell tells an end by a signal.
         raise SystemExit(128 + by) from interrupt
 
@@ -181,16 +168,15 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or "RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if "RANK" in os.environ:
         yield
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated
+        raise KeyboardInterrupt(number)
 
-    signal.signal(signal.SIGTERM, end)
+    previous = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, previous)

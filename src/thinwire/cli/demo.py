@@ -1,82 +1,73 @@
-"""The `thinwire demo` command: options in, live progress, a table out."""
+"""The `thinwire demo` command: it starts the training processes, follows their records, and compares them."""
 
 from __future__ import annotations
 
+import signal
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated
+from statistics import fmean, median
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from thinwire.cli.common import tell_without_numba
+from thinwire.cli.common import exit_if_stopped, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
-from thinwire.demo.train import (
-    ALGORITHMS,
-    DemoOptions,
-    JobInterruptedError,
-    Summary,
-    TrainedStep,
-    read_records,
-    run_job,
-    summarize,
-)
-from thinwire.errors import ConfigError
+from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, LINES, DemoOptions
+from thinwire.elastic.torchft_group import torchft_module
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.launch import ElasticJob, LocalJob
+from thinwire.plan import compression_ratio
+from thinwire.probe.result import ring_share
+from thinwire.watch import Run, read_run
+from thinwire.watch.records import Growing, Record
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
-AVERAGED_STEPS = 20
-PLAIN_LINES = 10
+NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
+LINKS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
     "ring all-reduce of N processes sends; without overlap, latency ignored."
 )
 
 
+class JobError(ThinwireError, RuntimeError):
+    """The training job failed; the message says where its log is."""
+
+
 def demo(
     *,
-    elastic: Annotated[
-        bool,
-        typer.Option(
-            "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
-        ),
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Training processes on this machine.",
-            show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps of each algorithm.")] = DemoOptions.steps,
-    algorithm: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help=f"One of {', '.join(ALGORITHMS)}; repeat the option to compare.",
-            show_default=", ".join(DemoOptions.algorithms),
-        ),
-    ] = None,
-    matrix_rank: Annotated[
-        int, typer.Option(help="Rank of the low-rank factors: more bytes, more exact.")
-    ] = DemoOptions.matrix_rank,
-    model_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
-            show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the initial model and the batches.")] = DemoOptions.seed,
-    output: Annotated[
-        Path, typer.Option(help="Folder for the records, one line of JSON for each step, and the log.")
-    ] = DemoOptions.output,
+    elastic: bool = typer.Option(
+        False, "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
+    ),
+    processes: int | None = typer.Option(
+        None,
+        help="Training processes on this machine.",
+        show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
+    ),
+    steps: int = typer.Option(DemoOptions.steps, help="Training steps of each algorithm."),
+    algorithm: list[str] | None = typer.Option(
+        None,
+        metavar="NAME",
+        help=f"One of {NAMES}; repeat the option to compare.",
+        show_default=USUAL_NAMES,
+    ),
+    matrix_rank: int = typer.Option(
+        DemoOptions.matrix_rank, help="Rank of the low-rank factors: more bytes, more exact."
+    ),
+    model_size: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
+        show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
+    ),
+    seed: int = typer.Option(DemoOptions.seed, help="Of the initial model and the batches."),
+    output: Path = typer.Option(
+        DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
+    ),
 ) -> None:
     """Train a small GPT on Python's own standard library, once per algorithm, and compare them.
 
@@ -91,137 +82,177 @@ def demo(
     """
     if elastic and algorithm:
         raise ConfigError("--elastic trains with DiLoCo in 4 bits; leave --algorithm out")
-    usual_processes = ELASTIC_MEMBERS if elastic else DemoOptions.processes
-    usual_size = ELASTIC_SIZE if elastic else DemoOptions.model_size
+    usual_processes, usual_size = DemoOptions.processes, DemoOptions.model_size
+    if elastic:
+        usual_processes, usual_size = ELASTIC_MEMBERS, ELASTIC_SIZE
+        torchft_module("torchft")  # before anything is announced that would not come
     # Checks everything, before anything starts.
     options = DemoOptions(
         processes=usual_processes if processes is None else processes,
         steps=steps,
-        algorithms=tuple(algorithm or DemoOptions.algorithms),
+        algorithms=algorithm or DemoOptions.algorithms,
         matrix_rank=matrix_rank,
         model_size=usual_size if model_size is None else model_size,
         seed=seed,
         output=output,
     )
+    output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    try:
-        if elastic:
-            show_elastic(options, console)
-        else:
-            # Before processes start, which takes seconds.
-            console.print(opening(options), soft_wrap=True)
-            with shown_progress(console, options) as show:
-                run_job(options, show)
-            show_summary(options, console)
-    except JobInterruptedError as interruption:
-        # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
-        typer.echo(f"thinwire: {interruption}", err=True)
-        raise typer.Exit(128 + interruption.signal_number) from None
+    paths = (run_elastic if elastic else run_each)(options, console)
+    page = output / "report.html"
+    # From the files, as the user can do again with other runs beside them.
+    write_report(paths, page)
+    console.print(f"Compared at length: {page}", soft_wrap=True)
     tell_without_numba()
 
 
-def show_elastic(options: DemoOptions, console: Console) -> None:
-    """Run the elastic demo, print what happens, and write the page."""
-    # torchft is an extra, and the other demo does without.
-    from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
-    from thinwire.elastic.torchft_group import torchft_module  # noqa: PLC0415
+def run_each(options: DemoOptions, console: Console) -> list[Path]:
+    """Train with every algorithm, and print the table; return the records."""
+    paths = [options.record_path(name) for name in options.algorithms]
+    for path in paths:
+        path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
+    log_path = Path(options.output, "processes.log")
+    # Not on torch's meta device: what that imports takes longer than the largest model.
+    parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
+    # Before processes start, which takes seconds.
+    console.print(
+        f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
+        f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}.",
+        soft_wrap=True,
+    )
+    with log_path.open("wb") as log:
+        job = LocalJob(options.command(), options.processes, errors=log)
+        received = job.run()
+    exit_if_stopped(received)
+    if job.failure is not None:
+        raise JobError(f"the training job failed: {job.failure}; see {log_path}")
+    console.print(summary_table(list(map(read_run, paths))))
+    console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
+    return paths
 
-    torchft_module("torchft")  # before anything is announced that would not come
+
+def summary_table(runs: Sequence[Run]) -> Table:
+    """Return a table with a column for each algorithm and a row for each figure."""
+    table = Table(title="The same training, once per algorithm")
+    table.add_column("per step of process 0")
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    of_each = [figures(run) for run in runs]
+    for label in of_each[0]:
+        table.add_row(label, *(found[label] for found in of_each))
+    return table
+
+
+def figures(run: Run) -> dict[str, str]:
+    """Return what one algorithm did, by what it is: medians over the steps of process 0, and mean bytes."""
+    heldout = run.points("heldout_loss")
+    # Of the differences: medians of two numbers do not subtract to the median of their difference.
+    working = median(step["step_seconds"] - step["waiting_seconds"] for step in run.steps)
+    # The mean: some algorithms send much in one step of several, and links carry the sum.
+    message_bytes = fmean(step["message_bytes"] for step in run.steps)
+    ratio = compression_ratio(fmean(step["gradient_bytes"] for step in run.steps), message_bytes)
+    wire_bits = 8 * message_bytes * ring_share(run.processes)
+    return {
+        "held-out loss, nats/byte": f"{heldout[-1].value:.3f}" if heldout else "not finite",
+        "ms (median)": f"{1e3 * median(step['step_seconds'] for step in run.steps):.1f}",
+        "ms waiting (median)": f"{1e3 * median(step['waiting_seconds'] for step in run.steps):.1f}",
+        "MB sent": f"{message_bytes / 1e6:.3f}",
+        "compression ratio": f"{ratio:.1f}",
+        **{f"ms at {link} *": f"{1e3 * (working + wire_bits / rate):.1f}" for link, rate in LINKS.items()},
+    }
+
+
+def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
+    """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
+
+    Returns:
+        The records of the members, in the order in which they were started.
+    """
+    output = Path(options.output)
+    for path in [options.may_join, *output.glob("member-*.jsonl")]:
+        path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
+    file, log_path = Growing(options.record_path(0)), output / "members.log"
     console.print(
         f"{options.processes} members train a byte-level GPT with DiLoCo, {options.steps} steps; one will be "
         "killed, and one will join.",
         soft_wrap=True,
     )
-    paths = run_elastic(options, lambda line: console.print(line, soft_wrap=True))
-    page = options.output / "report.html"
-    write_report(paths, page)
-    console.print(f"Members, losses and joins as curves: {page}", soft_wrap=True)
+    members = options.processes
+    with log_path.open("wb") as log:
+        # Nobody is started again, and those who are left go on: the scene says when the last one joins.
+        job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
+        scene = _Scene(options, job, lambda line: console.print(line, soft_wrap=True))
+
+        def play_new() -> None:
+            for record in file.new_records():
+                scene.play(record)
+
+        received = job.run(play_new)
+    exit_if_stopped(received)
+    if job.exit_code:
+        raise JobError(f"too few members came to the end; see {log_path}")
+    runs = [read_run(path) for path in sorted(output.glob("member-*.jsonl"))]
+    held = [point.value for run in runs for point in run.points("checksum")]
+    if len(set(held)) != 1:
+        raise JobError(
+            f"all members must end with one model, and have ended with {len(set(held))}; see {log_path}"
+        )
+    console.print(f"in the end {len(held)} members hold one model, the same to the bit", soft_wrap=True)
+    # None of one that came too late to take part.
+    return [run.path for run in runs if run.points("loss")]
 
 
-@contextmanager
-def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[[TrainedStep], None]]:
-    """Show the steps of a run: a bar over all algorithms on a terminal, a few whole lines in a pipe.
+class _Scene:
+    """What is done to the members, and what the first one's records tell of it."""
 
-    Yields:
-        What takes each step and shows it.
-    """
-    recent: deque[TrainedStep] = deque(maxlen=AVERAGED_STEPS)
-    width, digits = max(map(len, options.algorithms)), len(str(options.steps))
-    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=None)
-    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=options.steps * len(options.algorithms))
+    def __init__(self, options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> None:
+        self._options, self._job, self._say = options, job, say
+        self._is_killed = self._has_joined = False
+        self._struck_at = 0.0
+        self._losses = deque[float](maxlen=AVERAGED_EVERY_STEPS)
+        self._seen: Record = {"members": 0, "losses": 0, "joins": 0}
 
-        def show(step: TrainedStep) -> None:
-            # The averages are of one algorithm.
-            if recent and recent[-1].algorithm != step.algorithm:
-                recent.clear()
-            recent.append(step)
-            seconds = fmean(each.step_seconds for each in recent)
-            megabytes = fmean(each.message_bytes for each in recent) / 1e6
-            done = options.steps * options.algorithms.index(step.algorithm) + step.step
-            # Of all algorithms: those to come may take longer a step, or less.
-            left = options.steps * len(options.algorithms) - done
-            line = (
-                f"{step.algorithm:>{width}}  step {step.step:>{digits}}/{options.steps}  "
-                f"loss {fmean(each.loss for each in recent):.3f}  {1 / seconds:4.1f} steps/s  "
-                f"{megabytes / seconds:4.1f} MB/s sent"
-            ) + (f"  {left * seconds:.0f} s left in all" if left else "")
-            progress.update(bar, completed=done, description=line)
-            is_shown = (
-                step.step in (1, options.steps) or step.step % max(1, options.steps // PLAIN_LINES) == 0
+    def play(self, record: Record) -> None:
+        """Tell what a record says, and strike if it is time; nobody is struck once all have ended."""
+        if record["kind"] != "log":
+            return
+        options, job, step = self._options, self._job, record["step"]
+        killed, joining = options.processes - 1, options.processes
+        if "members" in record:
+            self._tell_changes(record)
+        if "heldout_loss" in record:
+            self._say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
+            if not self._has_joined:
+                job.processes[joining].send(signal.SIGKILL)  # it would wait for others that do not come
+        if record.get("loss") is None:
+            return
+        self._losses.append(record["loss"])
+        if step % max(1, options.steps // LINES) == 0:
+            members = f"{self._seen['members']:.0f} members"
+            self._say(f"step {step}/{options.steps}, {members}: loss {fmean(self._losses):.3f}")
+        if not job.is_running:
+            return
+        if step >= options.steps // 4 and not self._is_killed:
+            self._is_killed, self._struck_at = True, time.monotonic()
+            job.processes[killed].send(signal.SIGKILL)
+            self._say(f"step {step}: member {killed} is killed (SIGKILL)")
+        elif self._is_killed and self._seen["losses"] and not options.may_join.exists():
+            self._struck_at = time.monotonic()
+            options.may_join.touch()
+            self._say(f"step {step}: member {joining}, which was waiting, joins")
+
+    def _tell_changes(self, now: Record) -> None:
+        when = f"step {now['step']}"
+        later = f"{time.monotonic() - self._struck_at:.1f} s later"
+        members = f"{now['members']:.0f}"
+        if now["losses"] > self._seen["losses"] and self._is_killed:
+            self._say(
+                f"{when}: the other {members} have averaged without it, {later}; lost are its own last steps"
             )
-            if step.step == options.steps if console.is_terminal else is_shown:
-                console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-        yield show
-
-
-def opening(options: DemoOptions) -> str:
-    """Return what is about to happen, in one line."""
-    # Not on torch's meta device: what that imports takes longer than the largest model.
-    parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
-    return (
-        f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
-        f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}."
-    )
-
-
-def show_summary(options: DemoOptions, console: Console) -> None:
-    """Print the final table from the records on disk, and write the page."""
-    paths = [options.record_path(name) for name in options.algorithms]
-    console.print(summary_table([summarize(read_records(path)) for path in paths]))
-    console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
-    page = options.output / "report.html"
-    # From the files, as the user can do again with other runs beside them.
-    write_report(paths, page)
-    console.print(f"Compared at length: {page}", soft_wrap=True)
-
-
-def summary_table(summaries: Sequence[Summary]) -> Table:
-    """Return a table with a column for each algorithm and a row for each figure."""
-    table = Table(title="The same training, once per algorithm")
-    table.add_column("per step of process 0")
-    for summary in summaries:
-        table.add_column(summary.algorithm, justify="right")
-    for label, cell in FIGURES.items():
-        table.add_row(label, *map(cell, summaries))
-    return table
-
-
-def _milliseconds_at(bits_per_second: float) -> Callable[[Summary], str]:
-    return lambda summary: f"{1e3 * summary.implied_step_seconds(bits_per_second):.1f}"
-
-
-FIGURES: dict[str, Callable[[Summary], str]] = {
-    # A run that was interrupted has no last step, and no such loss.
-    "held-out loss, nats/byte": lambda summary: (
-        "not measured" if summary.heldout_loss is None else f"{summary.heldout_loss:.3f}"
-    ),
-    "ms (median)": lambda summary: f"{1e3 * summary.step_seconds:.1f}",
-    "ms waiting (median)": lambda summary: f"{1e3 * summary.waiting_seconds:.1f}",
-    "MB sent": lambda summary: f"{summary.message_bytes / 1e6:.3f}",
-    "compression ratio": lambda summary: f"{summary.compression_ratio:.1f}",
-    "ms at 10 Gbit/s *": _milliseconds_at(1e10),
-    "ms at 1 Gbit/s *": _milliseconds_at(1e9),
-    "ms at 100 Mbit/s *": _milliseconds_at(1e8),
-}
+        # Those that are there from the beginning may find each other one by one.
+        if now["joins"] > self._seen["joins"] and self._options.may_join.exists():
+            self._has_joined = True
+            self._say(
+                f"{when}: it has taken the others' model, {later}, and trains on with them: {members} members"
+            )
+        self._seen = now

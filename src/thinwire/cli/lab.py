@@ -3,59 +3,48 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from thinwire.checks import processes_here
+from thinwire.checks import number, processes_here
 from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
-from thinwire.lab.layout import Layout
-from thinwire.lab.network import Network, check_machine
+from thinwire.lab import Link, Network, check_machine
 from thinwire.launch import Job, Output, Process
 
 
 def lab(
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND…", help="What to run in every process.")
-    ],
+    command: list[str] = typer.Argument(metavar="-- COMMAND…", help="What to run in every process."),
     *,
-    machines: Annotated[int, typer.Option(help="How many machines.")] = 2,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
-        ),
-    ] = None,
-    processes_per_machine: Annotated[
-        int, typer.Option(help="Processes that share a machine's slow link, and its loopback.")
-    ] = 1,
-    latency: Annotated[
-        str, typer.Option(metavar="TIME", help="A round trip between two machines, such as 20ms.")
-    ] = "0ms",
-    jitter: Annotated[
-        str, typer.Option(metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms.")
-    ] = "0ms",
-    loss: Annotated[
-        str, typer.Option(metavar="SHARE", help="Of packets that do not arrive, each way, such as 0.1%.")
-    ] = "0%",
-    slow_machine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."),
-    ] = None,
-    grace_seconds: Annotated[
-        float, typer.Option(help="After one process has failed, before the others are asked to end.")
-    ] = 30.0,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
-        ),
-    ] = None,
+    machines: int = typer.Option(2, help="How many machines."),
+    rate: str | None = typer.Option(
+        None, metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
+    ),
+    processes_per_machine: int = typer.Option(
+        1, help="Processes that share a machine's slow link, and its loopback."
+    ),
+    latency: str = typer.Option(
+        "0ms", metavar="TIME", help="A round trip between two machines, such as 20ms."
+    ),
+    jitter: str = typer.Option(
+        "0ms", metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms."
+    ),
+    loss: str = typer.Option(
+        "0%", metavar="SHARE", help="Of packets that do not arrive, each way, such as 0.1%."
+    ),
+    slow_machine: list[str] | None = typer.Option(
+        None, metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."
+    ),
+    grace_seconds: float = typer.Option(
+        30.0, help="After one process has failed, before the others are asked to end."
+    ),
+    report: Path | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
+    ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
@@ -69,59 +58,53 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
-    layout = Layout(
-        machines, rate, processes_per_machine, latency, jitter, loss, _slow_machines(slow_machine or [])
+    network = Network(
+        machines,
+        Link(rate, latency, jitter, loss),
+        processes_per_machine=processes_per_machine,
+        slow_machines=_slow_machines(slow_machine or []),
     )
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
-    processes_here(name, layout.processes, minimum=1)
-    if not grace_seconds >= 0:
-        raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
+    processes_here(name, network.processes, minimum=1)
+    number("grace_seconds", grace_seconds, minimum=0)
     # Before anything is made: a missing tool, or folder, should not be found half-way.
     check_machine()
     check_output("--report", report)
     # Bytes: what processes print need not be text.
     output = Output(sys.stdout.buffer)
-    with Network(layout) as network:
+
+    def start(rank: int) -> Process:
+        # Unbuffered, lines come when they are printed.
+        variables = {"PYTHONUNBUFFERED": "1", **network.environment(rank)}
+        machine, place = divmod(rank, processes_per_machine)
+        prefix = f"machine {machine:>{len(str(machines - 1))}}"
+        prefix += f", process {place}" if processes_per_machine > 1 else ""
+        return Process(command, variables, output, f"[{prefix}] ", enter=network.command_in(machine))
+
+    job = Job(
+        start,
+        network.processes,
+        out=output,
+        grace_seconds=grace_seconds,
+        end_within_seconds=grace_seconds,
+        passes_signals_on=True,
+    )
+    with network:
         if network.has_relay and machines > 1:
             print(f"thinwire lab: {network.check_link()}", file=sys.stderr)
-
-        def start(rank: int) -> Process:
-            # Unbuffered, lines come when they are printed.
-            variables = {"PYTHONUNBUFFERED": "1", **layout.environment(rank)}
-            machine, place = divmod(rank, processes_per_machine)
-            prefix = f"machine {machine:>{len(str(machines - 1))}}"
-            prefix += f", process {place}" if processes_per_machine > 1 else ""
-            return Process(command, variables, output, f"[{prefix}] ", enter=network.entering(machine))
-
-        with Job(
-            start,
-            layout.processes,
-            out=output,
-            grace_seconds=grace_seconds,
-            end_within_seconds=grace_seconds,
-            passes_signals_on=True,
-        ) as job:
-            job.run()
+        job.run()
         # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
-    seconds = [process.seconds or 0.0 for process in job.processes]
+    seconds_of_each = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
-        outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
+        outcome = {"exit_code": job.exit_code, "seconds": seconds_of_each, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
-    if output.error is not None:
-        # What is still in the buffer would fail once more when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(output.error, BrokenPipeError):
-            raise OSError(
-                f"the processes' output can't be written: {output.error.strerror}"
-            ) from output.error
-    else:
-        for machine, sent in enumerate(sent_bytes):
-            took = max(seconds[machine * processes_per_machine : (machine + 1) * processes_per_machine])
-            # To stderr: stdout is the processes' own, and may be parsed.
-            print(
-                f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr
-            )
+    # If the output can't be written, `main` says so.
+    for machine, sent in enumerate(sent_bytes if job.output_error is None else []):
+        first = machine * processes_per_machine
+        took = max(seconds_of_each[first : first + processes_per_machine])
+        # To stderr: stdout is the processes' own, and may be parsed.
+        print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.common import Processes, check_output, joined_job, run_here, shown_measuring
+from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.probe.measure import probe as measure
-from thinwire.probe.result import Probe, ring_share
+from thinwire.probe.result import Probe, Timing, ring_share
 
 BAR_WIDTH = 20
 SHOWN_FACTOR = 1.2
@@ -23,25 +22,20 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 def probe(
     *,
-    budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 20.0,
-    backend: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
-    ] = None,
-    all_pairs: Annotated[
-        bool | None,
-        typer.Option(
-            "--all-pairs/--neighbours",
-            help="Which pairs of processes to time.",
-            show_default="all of up to 8",
-        ),
-    ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was found, as JSON.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
-    ] = None,
-    processes: Processes = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    budget_seconds: float = typer.Option(20.0, help="About how long it may take."),
+    backend: str | None = BACKEND,
+    all_pairs: bool | None = typer.Option(
+        None,
+        "--all-pairs/--neighbours",
+        help="Which pairs of processes to time.",
+        show_default="all of up to 8",
+    ),
+    save: Path | None = typer.Option(None, metavar="FILE", help="Write what was found, as JSON."),
+    plot: Path | None = typer.Option(
+        None, metavar="FILE", help="Draw time against message size: .png, .svg, .pdf."
+    ),
+    processes: int | None = PROCESSES,
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
 
@@ -78,27 +72,19 @@ def probe(
 
 
 def save_plot(found: Probe, path: Path) -> None:
-    """Draw the time of an averaging against its message's size, with the spread.
-
-    Args:
-        found: What was measured.
-        path: The figure's file, whose ending tells its format.
-    """
+    """Draw the time of an averaging against its message's size, with the spread."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed here alone
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = [each.message_bytes for each in found.timings]
-    medians = [1e3 * each.median_seconds for each in found.timings]
-    spreads = [1e3 * each.spread_seconds / 2 for each in found.timings]
-    # A logarithmic axis has nothing at 0 and below.
-    lowest = [max(middle - spread, middle / 10) for middle, spread in zip(medians, spreads, strict=True)]
-    highest = [middle + spread for middle, spread in zip(medians, spreads, strict=True)]
-    axes.fill_between(sizes, lowest, highest, alpha=0.25)
-    axes.plot(sizes, medians, "o-")
-    axes.set(
+    axes = figure.add_subplot(
         xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
     )
+    sizes = [each.message_bytes for each in found.timings]
+    pairs = [(1e3 * each.median_seconds, 1e3 * each.spread_seconds / 2) for each in found.timings]
+    # A logarithmic axis has nothing at 0 and below.
+    lowest = [max(middle - spread, middle / 10) for middle, spread in pairs]
+    axes.fill_between(sizes, lowest, [middle + spread for middle, spread in pairs], alpha=0.25)
+    axes.plot(sizes, [middle for middle, _ in pairs], "o-")
     rate = found.bytes_per_second
     rate_text = "rate not known" if rate is None else f"{8e-6 * rate:,.0f} Mbit/s"
     axes.set_title(f"{found.world_size} processes, {found.backend}: {rate_text}")
@@ -107,58 +93,43 @@ def save_plot(found: Probe, path: Path) -> None:
 
 
 def show(found: Probe, console: Console) -> None:
-    """Print what was found: a table with bars, then what follows from it.
-
-    Args:
-        found: What was measured.
-        console: Where to.
-    """
+    """Print what was found: a table with bars, then what follows from it."""
     console.print(_table(found))
-    console.print(
-        f"latency    {1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
-    )
-    if found.rate_from is None:
-        console.print(
-            f"bandwidth  not known: {_size(found.timings[-1].message_bytes)} took no longer for sure than "
-            f"{_size(found.timings[0].message_bytes)} did; a larger --budget-seconds sends larger messages"
-        )
-    else:
-        small, large = (_size(each.message_bytes) for each in found.rate_from)
-        console.print(
-            f"bandwidth  {8e-6 * found.known_rate():,.0f} Mbit/s each process sends, by messages of {small} "
-            f"and {large}"
-        )
+    latency = f"{1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
+    small, large = map(_size, found.rate_from or (found.timings[0], found.timings[-1]))
+    bandwidth = f"not known: {large} took no longer for sure than {small} did; a larger --budget-seconds "
+    bandwidth += "sends larger messages"
+    if found.rate_from is not None:
+        rate = f"{8e-6 * found.known_rate():,.0f} Mbit/s"
+        bandwidth = f"{rate} each process sends, by messages of {small} and {large}"
+    lines = [("latency", latency), ("bandwidth", bandwidth)]
     for kind, factor in found.wire_factors.items():
         # Less may be other work of the machine.
         if factor > SHOWN_FACTOR:
-            console.print(
-                f"{kind.replace('_', '-'):<10} takes {factor:.1f} times as long as averaging, for as many "
-                "bytes on the wire"
-            )
+            slower = f"takes {factor:.1f} times as long as averaging, for as many bytes on the wire"
+            lines.append((kind.replace("_", "-"), slower))
     if found.doubt:
-        console.print(f"doubtful   {found.doubt}", highlight=False, soft_wrap=True)
+        lines.append(("doubtful", found.doubt))
     if len(found.nodes) > 1:
-        nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
+        structure = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
         inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
-        text = f"structure  {nodes}"
         if inside and between:
-            text += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
-        console.print(text, highlight=False, soft_wrap=True)
+            structure += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
+        lines.append(("structure", structure))
+    for name, text in lines:
+        console.print(f"{name:<10} {text}", highlight=False, soft_wrap=True)
 
 
 def _table(found: Probe) -> Table:
     table = Table(title=f"Averaging on {found.world_size} processes, {found.backend}, {found.device}")
-    for name in ("message", "ms, median", "spread", "times", "Mbit/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    for name in ("message", "ms, median", "spread", "times", "Mbit/s", ""):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     # Of what leaves each process, as on a ring: that is what its link carries.
-    rates = [
-        8e-6 * ring_share(found.world_size) * each.message_bytes / each.median_seconds
-        for each in found.timings
-    ]
+    megabits = 8e-6 * ring_share(found.world_size)
+    rates = [megabits * each.message_bytes / each.median_seconds for each in found.timings]
     for timing, rate in zip(found.timings, rates, strict=True):
         table.add_row(
-            _size(timing.message_bytes),
+            _size(timing),
             f"{1e3 * timing.median_seconds:.3f}",
             f"{1e3 * timing.spread_seconds:.3f}",
             str(len(timing.seconds)),
@@ -168,7 +139,7 @@ def _table(found: Probe) -> Table:
     return table
 
 
-def _size(num_bytes: int) -> str:
+def _size(timing: Timing) -> str:
     units = [(1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")]
-    size, unit = next(each for each in units if num_bytes >= each[0])
-    return f"{num_bytes // size} {unit}"
+    size, unit = next(each for each in units if timing.message_bytes >= each[0])
+    return f"{timing.message_bytes // size} {unit}"

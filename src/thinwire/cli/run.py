@@ -4,57 +4,48 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from thinwire.checks import processes_here
-from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError
+from thinwire.launch import ElasticJob
 
 
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS…", help="Of the script.", show_default=False)
-    ] = None,
+    script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
+    arguments: list[str] | None = typer.Argument(
+        None, metavar="ARGUMENTS…", help="Of the script.", show_default=False
+    ),
     *,
-    minimum: Annotated[
-        int, typer.Option("--min", metavar="N", help="Members that an averaging needs, wherever they are.")
-    ] = 1,
-    maximum: Annotated[
-        int | None,
-        typer.Option(
-            "--max",
-            metavar="N",
-            help="Members to start on this machine.",
-            show_default="as --min; with --lighthouse, 1",
-        ),
-    ] = None,
-    lighthouse: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="Where members meet, such as http://10.0.0.1:29510.", show_default="start one"
-        ),
-    ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="This machine's address for members on other machines.",
-            show_default="none can join; with --lighthouse, this machine's name",
-        ),
-    ] = None,
-    port: Annotated[
-        int, typer.Option(help="Of the lighthouse that is started here.", show_default="a free one")
-    ] = 0,
-    max_restarts: Annotated[int, typer.Option(help="Of each member, if it dies.")] = 3,
-    grace_seconds: Annotated[
-        float,
-        typer.Option(
-            help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are "
-            "too few to go on."
-        ),
-    ] = 30.0,
+    minimum: int = typer.Option(
+        1, "--min", metavar="N", help="Members that an averaging needs, wherever they are."
+    ),
+    maximum: int | None = typer.Option(
+        None,
+        "--max",
+        metavar="N",
+        help="Members to start on this machine.",
+        show_default="as --min; with --lighthouse, 1",
+    ),
+    lighthouse: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Where members meet, such as http://10.0.0.1:29510.",
+        show_default="start one",
+    ),
+    host: str | None = typer.Option(
+        None,
+        help="This machine's address for members on other machines.",
+        show_default="none can join; with --lighthouse, this machine's name",
+    ),
+    port: int = typer.Option(0, help="Of the lighthouse that is started here.", show_default="a free one"),
+    max_restarts: int = typer.Option(3, help="Of each member, if it dies."),
+    grace_seconds: float = typer.Option(
+        30.0,
+        help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are too "
+        "few to go on.",
+    ),
 ) -> None:
     """Run members that come and go: a script with `thinwire.elastic`, several times on this machine.
 
@@ -72,7 +63,7 @@ def run(
         raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
     members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
     processes_here("min" if maximum is None else "max", members, minimum=1)
-    with ElasticJob(
+    job = ElasticJob(
         [sys.executable, str(script), *(arguments or [])],
         members,
         min_members=minimum,
@@ -83,10 +74,8 @@ def run(
         end_within_seconds=grace_seconds,
         say=_say,
         out=sys.stdout.buffer,
-    ) as job:
-        if lighthouse is None:
-            _say(f"lighthouse {job.address}; averagings need {minimum} members, {members} start here")
-        job.run()
+    )
+    job.run()
     raise typer.Exit(job.exit_code)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,22 +32,17 @@ class Text(NamedTuple):
     heldout: Tensor
 
 
-def source_files(folder: Path) -> list[Path]:
-    """Return every Python source file under `folder` that is text worth reading, in one fixed order."""
+def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the Python files under `folder` that are text worth reading, to train on and held out."""
     found = []
     for parent, folders, names in os.walk(folder):
         # In place: what is taken out of its list, `os.walk` does not look into.
         folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]
-        found += [Path(parent, name).relative_to(folder) for name in names if name.endswith(".py")]
+        found += [Path(parent, name) for name in names if name.endswith(".py")]
     # The order in which files are found is the file system's; what is trained on must not be.
-    return [folder / path for path in sorted(found, key=Path.as_posix)]
-
-
-def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Return training files and held-out files: every tenth file is held out."""
+    files = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
     heldout = files[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
-    chosen = set(heldout)
-    return [path for path in files if path not in chosen], heldout
+    return [path for path in files if path not in set(heldout)], heldout
 
 
 def load_text(
@@ -58,13 +54,24 @@ def load_text(
     """Read the standard library of the running Python, split by file."""
     # It lies on every machine that has Python: nothing is downloaded, and all processes read the same.
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    train, heldout = split_files(source_files(folder))
+    train, heldout = split_files(folder)
     if not heldout:
         raise FileNotFoundError(
             f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}: "
             "run with a Python whose standard library is installed as source files"
         )
     return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
+
+
+def _read(files: list[Path], max_bytes: int) -> Tensor:
+    content = bytearray()
+    for path in files:
+        content += path.read_bytes()
+        # Not one file more than needed: reading is what the start of the demo takes.
+        if len(content) >= max_bytes:
+            break
+    # Of a bytearray: of bytes, which can't be written, torch would warn.
+    return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)
 
 
 def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
@@ -97,17 +104,6 @@ def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor,
     # One byte more than the model sees: targets are the inputs, moved by one.
     window = data[indices].long()
     return window[:, :-1], window[:, 1:]
-
-
-def _read(files: list[Path], max_bytes: int) -> Tensor:
-    content = bytearray()
-    for path in files:
-        content += path.read_bytes()
-        # Not one file more than needed: reading is what the start of the demo takes.
-        if len(content) >= max_bytes:
-            break
-    # Of a bytearray: of bytes, which can't be written, torch would warn.
-    return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -167,10 +163,12 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.network_norm = nn.LayerNorm(config.width)
-        self.network = Network(config)
+        wide = nn.Linear(config.width, 4 * config.width)
+        narrow = nn.Linear(4 * config.width, config.width)
+        self.network = nn.Sequential(OrderedDict(up=wide, gelu=nn.GELU(), out=narrow))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what has the same shape, `(batch, length, width)`."""
+        """Return the same shape, `(batch, length, width)`."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         mixed: Tensor = hidden + self.network(self.network_norm(hidden))
         return mixed
@@ -192,20 +190,6 @@ class Attention(nn.Module):
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
-        return out
-
-
-class Network(nn.Module):
-    """Two linear layers, four times as wide inside."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.out = nn.Linear(4 * config.width, config.width)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return what has the same shape, `(batch, length, width)`."""
-        out: Tensor = self.out(F.gelu(self.up(hidden)))
         return out
 
 

@@ -1,19 +1,18 @@
-"""The demo: one training for each algorithm, in processes of this machine, and the figures of each.
-
-`run_job` starts this module as each training process, with its options as JSON.
-"""
+"""What each process of the demo does: it trains with every algorithm in turn, or as an elastic member."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire import elastic
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checks import cores, processes_here, whole_number
@@ -35,21 +35,24 @@ from thinwire.demo.model import (
     next_byte_loss,
     sample_batch,
 )
-from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch import LocalJob, join_local_job, leave_group, python_module
-from thinwire.plan import compression_ratio
-from thinwire.probe.result import ring_share
-from thinwire.watch.records import Growing, Record
+from thinwire.elastic.torchft_group import MEMBER
+from thinwire.errors import ConfigError
+from thinwire.launch import LOOK_EVERY_SECONDS, join_local_job, leave_group, python_module
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64
-COUNTED = ("step_seconds", "waiting_seconds", "message_bytes", "gradient_bytes")
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
 # Of a collective: longer than one process measures the held-out loss, on any machine.
 TIMEOUT_SECONDS = 1800.0
 # Without it, the first steps overshoot, and training ends 0.4 worse.
 MAX_GRADIENT_NORM = 1.0
+LINES = 10
+
+ELASTIC_LEARNING_RATE = 2e-3
+AVERAGED_EVERY_STEPS = 10
+ELASTIC_TIMEOUT_SECONDS = 30.0  # of a message; longer than a busy computer lets any member stand still
+WAIT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +61,11 @@ class DemoOptions:
 
     processes: int = 2
     steps: int = 250
-    algorithms: tuple[str, ...] = ("fp16", "quantize", "powersgd")
+    algorithms: Sequence[str] = ("fp16", "quantize", "powersgd")
     matrix_rank: int = 4
     model_size: str = "small"
     seed: int = 0
-    output: Path = Path("thinwire-demo")
+    output: str | Path = "thinwire-demo"
 
     def __post_init__(self) -> None:
         processes_here("processes", self.processes, minimum=2)
@@ -70,11 +73,11 @@ class DemoOptions:
         whole_number("seed", self.seed, minimum=0)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
-        _check_choice("model_size", self.model_size, tuple(SIZES))
-        if not self.algorithms:
-            raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")
+        chosen = [("algorithm", name, list(ALGORITHMS)) for name in self.algorithms]
+        for setting, value, known in [("model_size", self.model_size, list(SIZES)), *chosen]:
+            if value not in known:
+                raise ConfigError(f"{setting} must be one of {', '.join(known)}, got {value!r}")
         for name in self.algorithms:
-            _check_choice("algorithm", name, tuple(ALGORITHMS))
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
             # Its settings are refused here, before anything is started.
@@ -85,224 +88,127 @@ class DemoOptions:
         # Those that have no such setting leave it aside.
         return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
-    def record_path(self, algorithm: str) -> Path:
-        """Return where the steps trained with `algorithm` are recorded."""
-        return self.output / f"{algorithm}.jsonl"
+    def record_path(self, name: str | int) -> Path:
+        """Return where the steps trained with an algorithm, or by an elastic member, are recorded."""
+        return Path(self.output, f"member-{name}.jsonl" if isinstance(name, int) else f"{name}.jsonl")
 
-    def to_json(self) -> str:
-        """Return a line that `from_json` reads: how options travel to the training processes."""
-        return json.dumps({**asdict(self), "output": str(self.output)})
+    @property
+    def may_join(self) -> Path:
+        """The file that is there once the last elastic member may join."""
+        return Path(self.output, "may-join")
 
-    @classmethod
-    def from_json(cls, line: str) -> DemoOptions:
-        """Return the options that `to_json` wrote."""
-        fields = json.loads(line)
-        # JSON has neither tuples nor paths.
-        fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
-        return cls(**fields)
+    def command(self) -> list[str]:
+        """Return what runs this module with these options."""
+        return [*python_module("thinwire.demo.train"), json.dumps(asdict(self), default=str)]
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedStep:
-    """One training step, as process 0 saw it: `step` counts from 1, `loss` is of its batch."""
-
-    algorithm: str
-    processes: int
-    step: int
-    loss: float
-    step_seconds: float
-    waiting_seconds: float
-    message_bytes: int
-    gradient_bytes: int
-    heldout_loss: float | None = None
-
-
-class RecordFile:
-    """The file of a watch that may still be going on."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = Growing(path)
-        self._run: Record = {}
-        self._step: Record = {}
-
-    def new_records(self) -> list[TrainedStep]:
-        """Return the steps whose loss was logged since the last call."""
-        found = []
-        for line in self._file.new_records():
-            if line["kind"] == "run":
-                self._run = line
-            elif line["kind"] == "step":
-                self._step = line
-            elif line["kind"] == "log":
-                # A step is whole with its loss, which is logged behind the record of what it sent.
-                found.append(
-                    TrainedStep(
-                        algorithm=self._run["name"],
-                        processes=self._run["processes"],
-                        step=line["step"],
-                        # What was not finite is null in the file.
-                        loss=math.nan if line["loss"] is None else line["loss"],
-                        heldout_loss=line.get("heldout_loss"),
-                        **{name: self._step[name] for name in COUNTED},
-                    )
-                )
-        return found
-
-
-def read_records(path: Path) -> list[TrainedStep]:
-    """Return all complete records in a file; none if there is no such file."""
-    return RecordFile(path).new_records()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What one algorithm did to one run: medians over steps, and what process 0 sent, a mean over steps."""
-
-    algorithm: str
-    processes: int
-    heldout_loss: float | None
-    step_seconds: float
-    waiting_seconds: float
-    working_seconds: float
-    message_bytes: float
-    compression_ratio: float
-
-    def implied_step_seconds(self, bits_per_second: float) -> float:
-        """Return the step time on a link of this rate, computed: nothing overlaps, latency is ignored."""
-        return self.working_seconds + 8 * self.message_bytes * ring_share(self.processes) / bits_per_second
-
-
-def summarize(steps: Sequence[TrainedStep]) -> Summary:
-    """Return the figures of one algorithm's steps."""
-    return Summary(
-        algorithm=steps[-1].algorithm,
-        processes=steps[-1].processes,
-        heldout_loss=steps[-1].heldout_loss,
-        step_seconds=median(step.step_seconds for step in steps),
-        waiting_seconds=median(step.waiting_seconds for step in steps),
-        # Of the differences: medians of two numbers do not subtract to the median of their difference.
-        working_seconds=median(step.step_seconds - step.waiting_seconds for step in steps),
-        # The mean, unlike above: some algorithms send much in one step of several, and links carry the sum.
-        message_bytes=fmean(step.message_bytes for step in steps),
-        compression_ratio=compression_ratio(
-            sum(step.gradient_bytes for step in steps), sum(step.message_bytes for step in steps)
-        ),
-    )
-
-
-class JobError(ThinwireError, RuntimeError):
-    """The training job failed; the message says where its log is."""
-
-
-class JobInterruptedError(ThinwireError):
-    """The job was asked to end, by Ctrl-C or another signal, and has ended.
-
-    Attributes:
-        signal_number: The signal.
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        name = signal.Signals(signal_number).name
-        super().__init__(
-            f"stopped by {name}; every process has ended. Its steps are on disk; a demo can't be resumed, "
-            "the same command begins again"
-        )
-        self.signal_number = signal_number
-
-
-def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> None:
-    """Train with every algorithm of `options`, and hand over each step's record soon after the step."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    paths = [options.record_path(name) for name in options.algorithms]
-    for path in paths:
-        # A watch goes on in a file that is there, as after a resume.
-        path.unlink(missing_ok=True)
-    log_path = options.output / "processes.log"
-    files = [RecordFile(path) for path in paths]
-
-    def hand_over() -> None:
-        for file in files:
-            for step in file.new_records():
-                on_record(step)
-
-    command = [*python_module("thinwire.demo.train"), options.to_json()]
-    with log_path.open("wb") as log, LocalJob(command, options.processes, out=log) as job:
-        received = job.run(hand_over)
-    if received is not None:
-        raise JobInterruptedError(received)
-    if job.failure is not None:
-        raise JobError(f"the training job failed: {job.failure}; see {log_path}")
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Return the rate of a step: a linear rise over a tenth of the steps, then half a cosine."""
-    rise = min(1.0, (step + 1) / (0.1 * steps))
-    return PEAK_LEARNING_RATE * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
-
-
-class Trainer:
-    """One model in training with one algorithm: from the seed, not from what was trained before."""
-
-    def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
-        # Before the model: every algorithm starts from the same one.
-        torch.manual_seed(options.seed)
-        self._options, self._train = options, train
-        self.model = GPT(SIZES[options.model_size])
-        self._ddp_model = DistributedDataParallel(self.model)
-        self.sync = thinwire.attach(self._ddp_model, options.algorithm(algorithm))
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
-
-    def step(self, step: int) -> float:
-        """Train on this process's batch of `step`, counted from 0, and return its loss."""
-        inputs, targets = sample_batch(
-            self._train,
-            batch_size=BATCH_SIZE,
-            context_length=self.model.config.context_length,
-            # Each process draws its own batch, and every algorithm sees the same ones.
-            generator=batch_generator(seed=self._options.seed, step=step, process_rank=dist.get_rank()),
-        )
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(step, self._options.steps)
-        self._optimizer.zero_grad()
-        loss = next_byte_loss(self._ddp_model, inputs, targets)
-        torch.autograd.backward(loss)
-        # After the averaging: the means are the same on all processes, and so is what is cut.
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
-        self._optimizer.step()
-        return loss.item()
+def own_batch(model: GPT, text: Text, options: DemoOptions, step: int, process: int) -> tuple[Tensor, Tensor]:
+    """Return a process's batch of a step: each process draws its own, the same ones for every algorithm."""
+    generator = batch_generator(seed=options.seed, step=step, process_rank=process)
+    length = model.config.context_length
+    return sample_batch(text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator)
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     """Train a new model; process 0 records every step, and at the last one the held-out loss."""
-    trainer = Trainer(options, algorithm, text.train)
-    path, is_first = options.record_path(algorithm), dist.get_rank() == 0
+    # Before the model: every algorithm starts from the same one.
+    torch.manual_seed(options.seed)
+    model = GPT(SIZES[options.model_size])
+    ddp_model = DistributedDataParallel(model)
+    sync = thinwire.attach(ddp_model, options.algorithm(algorithm))
+    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
     # One process records: the bytes of all are alike, and a file takes one.
-    watch = thinwire.Watch(trainer.sync, path, name=algorithm) if is_first else None
+    is_first = dist.get_rank() == 0
+    watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if is_first else None
+    since, losses = (0, 0, time.monotonic()), []
     for step in range(options.steps):
-        logged = {"loss": trainer.step(step)}
+        # A linear rise over a tenth of the steps, then half a cosine.
+        rise = min(1.0, (step + 1) / (0.1 * options.steps))
+        fall = 0.1 + 0.9 * (1 + math.cos(math.pi * step / options.steps)) / 2
+        optimizer.param_groups[0]["lr"] = PEAK_LEARNING_RATE * rise * fall
+        optimizer.zero_grad()
+        loss = next_byte_loss(ddp_model, *own_batch(model, text, options, step, dist.get_rank()))
+        torch.autograd.backward(loss)
+        # After the averaging: the means are the same on all processes, and so is what is cut.
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
         if watch is not None:
+            losses.append(loss.item())
+            logged = {"loss": losses[-1]}
+            if (step + 1) % max(1, options.steps // LINES) == 0 or step == options.steps - 1:
+                now = step + 1, sync.stats().message_bytes, time.monotonic()
+                # If nobody reads it, the table at the end meets that as well.
+                with suppress(OSError):
+                    print(progress(options, algorithm, fmean(losses), since, now), flush=True)
+                since, losses = now, []
             if step == options.steps - 1:
-                # All hold the same model, so one measures; the others wait in the next averaging, or for the
-                # end.
-                logged["heldout_loss"] = heldout_loss(trainer.model, text.heldout)
+                # All hold the same model, so one measures; the others wait for it in the next averaging, or
+                # for the end.
+                logged["heldout_loss"] = heldout_loss(model, text.heldout)
             watch.log(**logged)
     if watch is not None:
         watch.close()
 
 
+def progress(
+    options: DemoOptions,
+    algorithm: str,
+    loss: float,
+    since: tuple[int, int, float],
+    now: tuple[int, int, float],
+) -> str:
+    """Return a line that says how training goes; `since` and `now` are steps, bytes sent and seconds."""
+    names, steps = list(options.algorithms), options.steps
+    made, sent_bytes, took = (after - before for before, after in zip(since, now, strict=True))
+    # Of all algorithms: those to come may take longer a step, or less.
+    left = steps * (len(names) - names.index(algorithm)) - now[0]
+    return (
+        f"{algorithm:>{max(map(len, names))}}  step {now[0]:>{len(str(steps))}}/{steps}  loss {loss:.3f}  "
+        f"{made / took:4.1f} steps/s  {sent_bytes / 1e6 / took:4.1f} MB/s sent"
+        f"{f'  {left * took / made:.0f} s left in all' if left else ''}"
+    )
+
+
+def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
+    """Train with whoever is there, and record every step; the first member measures the held-out loss."""
+    # Each from a seed of its own: all start from the first one's model, or from that of those who are there.
+    torch.manual_seed(options.seed + member)
+    model = GPT(SIZES[options.model_size])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=ELASTIC_LEARNING_RATE)
+    # Started with the others, though it joins later: what a process loads first takes longer than they train.
+    # Before its group, which announces it to the others.
+    while member == options.processes and not options.may_join.exists():
+        time.sleep(LOOK_EVERY_SECONDS)
+    group = elastic.TorchftGroup(timeout_seconds=ELASTIC_TIMEOUT_SECONDS, wait_seconds=WAIT_SECONDS)
+    with (
+        elastic.DiLoCo(model, optimizer, every_steps=AVERAGED_EVERY_STEPS, group=group) as local,
+        thinwire.Watch(local, options.record_path(member), name=f"member {member}") as watch,
+    ):
+        while local.steps < options.steps:
+            optimizer.zero_grad()
+            loss = next_byte_loss(model, *own_batch(model, text, options, local.steps, member))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            watch.log(loss=loss.item())
+        with local.averaged():
+            held = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            logged = {"checksum": float(zlib.crc32(held.numpy().tobytes()))}
+            if member == 0:
+                logged["heldout_loss"] = heldout_loss(model, text.heldout)
+            watch.log(**logged)
+
+
 @record
 def main() -> None:
-    """Train with each algorithm in turn, as asked for by the first argument and the job's environment."""
-    options = DemoOptions.from_json(sys.argv[1])
-    # Or each process would start a thread for every core of the machine, and they would fight for them.
+    """Train as the first argument asks, and as the environment says: a process of a job, or a member."""
+    options, text = DemoOptions(**json.loads(sys.argv[1])), load_text()
+    # They share the cores of one machine, and would else start a thread for every core each.
+    if MEMBER in os.environ:
+        torch.set_num_threads(1)
+        train_as_member(options, int(os.environ[MEMBER]), text)
+        return
     torch.set_num_threads(max(1, cores() // options.processes))
     join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
-    text = load_text()
     for algorithm in options.algorithms:
         train(options, algorithm, text)
     leave_group()

@@ -25,7 +25,7 @@ from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.lifeline import LAUNCHER_VARIABLE
+from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
 
 logger = logging.getLogger(__name__)
 

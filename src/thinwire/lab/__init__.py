@@ -1,1 +1,340 @@
-"""A slow network of several machines on one computer, for trying things out: `thinwire lab`."""
+"""A slow network of several machines on one computer: network namespaces, joined by links."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from thinwire.checks import whole_number
+from thinwire.errors import CommunicationError, ConfigError
+from thinwire.lab import link_check, relay
+from thinwire.lab.relay import Delays
+
+__all__ = ["Link", "Network", "check_machine"]
+
+# Addresses end in 1 to 254.
+MAX_MACHINES = 200
+BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+SHARES = {"%": 0.01}
+# What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
+# But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
+MIN_BURST_BYTES = 68 * 2**10
+BURST_SECONDS = 1e-3
+QUEUE_SECONDS = 0.1  # what waits for longer is dropped
+READY = "it stands"
+INTERFACE = "eth0"
+PORT = 29500
+PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
+CHECK_SECONDS, TOLERANCE, MIN_TOLERANCE_SECONDS = 0.8, 0.1, 1e-3
+
+
+def check_machine() -> None:
+    """Refuse a computer that can't have a lab."""
+    if sys.platform != "linux":
+        raise ConfigError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
+    missing = [name for name, tools in PACKAGES.items() if not all(map(shutil.which, tools))]
+    if missing:
+        raise ConfigError(f"the lab needs {' and '.join(missing)}; install it with the system's packages")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A machine's link to the others.
+
+    Attributes:
+        rate: At which the machine sends, such as "100mbit"; None for as fast as here.
+        latency: The round trip between two machines, such as "20ms".
+        jitter: How much longer or shorter a round trip may be.
+        loss: The share of packets that do not arrive, each way, such as "0.1%".
+    """
+
+    rate: str | None = None
+    latency: str = "0ms"
+    jitter: str = "0ms"
+    loss: str = "0%"
+
+    def __post_init__(self) -> None:
+        if self.delays.jitter_seconds > self.delays.seconds:
+            raise ConfigError(f"jitter must be at most the latency {self.latency}, got {self.jitter}")
+        self.shaping()
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The rate as a number."""
+        if self.rate is None:
+            return None
+        known = "a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit"
+        return _number_of(self.rate.lower(), BITS, 1e5, 1e11, known)
+
+    @property
+    def delays(self) -> Delays:
+        """What happens to a packet between two machines. A round trip is two ways."""
+        known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
+        latency, jitter = (_number_of(each, SECONDS, 0, 2, known) for each in (self.latency, self.jitter))
+        loss = _number_of(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
+        return Delays(latency / 2, jitter / 2, loss)
+
+    def shaping(self) -> list[str]:
+        """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate.
+
+        Examples:
+            >>> Link("1.5gbit").shaping()[:3]
+            ['tbf', 'rate', '1500000000bit']
+        """
+        bits = self.bits_per_second
+        if bits is None:
+            return []
+        burst_bytes = max(MIN_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
+        limit = ["burst", str(burst_bytes), "latency", f"{1e3 * QUEUE_SECONDS:g}ms"]
+        return ["tbf", "rate", f"{int(bits)}bit", *limit]
+
+
+def _number_of(text: str, units: Mapping[str, float], least: float, most: float, known: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(\D+)", text)
+    found = float(match[1]) * units.get(match[2], -1.0) if match is not None else -1.0
+    if not least <= found <= most:
+        raise ConfigError(f"{known}; got {text[:40]!r}")
+    return found
+
+
+class Network:
+    """Machines with processes, all behind links of one kind, but for the rates of `slow_machines`.
+
+    While open, the network stands. Each machine is a namespace; the processes on it reach each other by its
+    loopback. What joins the links is in a namespace of the lab's: a bridge, or a relay if packets are to be
+    late or lost.
+    """
+
+    def __init__(
+        self,
+        machines: int,
+        link: Link | None = None,
+        *,
+        processes_per_machine: int = 1,
+        slow_machines: Mapping[int, str] | None = None,
+    ) -> None:
+        self.machines = whole_number("machines", machines, minimum=1)
+        self.processes_per_machine = whole_number("processes_per_machine", processes_per_machine, minimum=1)
+        if machines > MAX_MACHINES:
+            raise ConfigError(f"machines must be at most {MAX_MACHINES}, got {machines}")
+        self.processes = machines * processes_per_machine
+        self.links = [link or Link()] * machines
+        for machine, rate in (slow_machines or {}).items():
+            if not 0 <= machine < machines:
+                raise ConfigError(f"there is no machine {machine}: they are 0 to {machines - 1}")
+            self.links[machine] = replace(self.links[machine], rate=rate)
+        # Packets are late or lost on all alike.
+        self.delays = self.links[0].delays
+        self.has_relay = self.delays != Delays()
+        self._namespaces: list[Namespace] = []
+        self._open = ExitStack()
+        self._checked_bytes = [0] * machines  # sent before the command was started
+
+    def __enter__(self) -> Network:
+        with ExitStack() as opened:
+            self._core = Namespace()
+            # What stands is taken down if a later tool fails; only a whole network is kept open.
+            opened.callback(self._core.close)
+            self._run_in_core("link", "set", "lo", "up")
+            for machine in range(self.machines):
+                # Within the core's user namespace, so that the core may put ends of links into it.
+                self._namespaces.append(Namespace(self._core))
+                opened.callback(self._namespaces[machine].close)
+                self._add_link(machine)
+            self._join_links(opened)
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def address(self, machine: int) -> str:
+        """Return a machine's address in the network."""
+        return f"10.77.0.{machine + 1}"
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """Return what torchrun would set for a process, and which interface to use.
+
+        Examples:
+            >>> Network(machines=2, processes_per_machine=2).environment(3)["LOCAL_RANK"]
+            '1'
+        """
+        machine, place = divmod(rank, self.processes_per_machine)
+        # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
+        backends = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
+        return backends | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.processes),
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(self.processes_per_machine),
+            "GROUP_RANK": str(machine),
+            "GROUP_WORLD_SIZE": str(self.machines),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(PORT),
+        }
+
+    def command_in(self, machine: int, *command: str) -> list[str]:
+        """Return a command line that runs `command`, or what is written behind it, on a machine."""
+        return self._namespaces[machine].command(*command)
+
+    def check_link(self) -> str:
+        """Measure the link from machine 0 to 1, for some seconds; return what was found, as a sentence.
+
+        Refuses a link that misses what was asked for by more than a tenth.
+        """
+        script = [sys.executable, "-S", link_check.__file__]
+        server = _held(self.command_in(1, *script, "serve"), link_check.READY)
+        try:
+            measuring = [*script, "measure", self.address(1), str(CHECK_SECONDS)]
+            found = json.loads(_run(*self.command_in(0, *measuring)))
+        finally:
+            _end(server)
+        # What was on its way arrives; it is not the command's.
+        time.sleep(QUEUE_SECONDS + found["round_trip_seconds"])
+        self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
+        return self._judged(found["round_trip_seconds"], found["bits_per_second"])
+
+    def _judged(self, round_trip_seconds: float, bits_per_second: float) -> str:
+        link, delays = self.links[0], self.links[0].delays
+        found = f"a round trip takes {1e3 * round_trip_seconds:.1f} ms"
+        found += f", and a machine sends {bits_per_second / 1e6:.1f} Mbit/s"
+        allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
+        is_late = abs(round_trip_seconds - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
+        # Senders slow down if something is lost, so the rate can't be seen.
+        asked = None if delays.loss else link.bits_per_second
+        if is_late or (asked is not None and abs(bits_per_second / asked - 1) > TOLERANCE):
+            raise CommunicationError(
+                f"{found}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer is "
+                "busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
+            )
+        return found
+
+    def sent_bytes(self, machine: int) -> int:
+        """Return what a machine has sent, by its interface: with headers and acknowledgements."""
+        return self._counted_bytes(machine) - self._checked_bytes[machine]
+
+    def _counted_bytes(self, machine: int) -> int:
+        show = ["ip", "-json", "-statistics", "link", "show", "dev", INTERFACE]
+        (interface,) = json.loads(_run(*self.command_in(machine, *show)))
+        return int(interface["stats64"]["tx"]["bytes"])
+
+    def _add_link(self, machine: int) -> None:
+        """Make a machine's link, whose other end is not joined to anything yet."""
+        peer = ["peer", "name", INTERFACE, "netns", str(self._namespaces[machine].holder_pid)]
+        self._run_in_core("link", "add", f"machine{machine}", "type", "veth", *peer)
+        self._run_in_core("link", "set", f"machine{machine}", "up")
+        commands = [
+            ["ip", "link", "set", "lo", "up"],
+            # /24: machines find each other without routes; MAX_MACHINES keeps to it.
+            ["ip", "addr", "add", f"{self.address(machine)}/24", "dev", INTERFACE],
+            ["ip", "link", "set", INTERFACE, "up"],
+        ]
+        # Shaped where it is sent, in the machine's own queue: its sockets feel the slow link, as they would
+        # feel a real one's driver.
+        if shaping := self.links[machine].shaping():
+            commands.append(["tc", "qdisc", "add", "dev", INTERFACE, "root", *shaping])
+        if self.delays.loss:
+            # Packets of the length that real links lose, each by itself.
+            commands.append(["ip", "link", "set", INTERFACE, "gso_max_segs", "1"])
+        for command in commands:
+            _run(*self.command_in(machine, *command))
+
+    def _join_links(self, opened: ExitStack) -> None:
+        ends = [f"machine{machine}" for machine in range(self.machines)]
+        if self.has_relay:
+            opened.callback(_end, _held(self._core.command(*self.delays.command(ends)), relay.READY))
+            return
+        self._run_in_core("link", "add", "core", "type", "bridge")
+        self._run_in_core("link", "set", "core", "up")
+        for end in ends:
+            self._run_in_core("link", "set", end, "master", "core")
+
+    def _run_in_core(self, *arguments: str) -> None:
+        _run(*self._core.command("ip", *arguments))
+
+
+class Namespace:
+    """A network namespace, held open by a process that sleeps; the kernel ends that with this process.
+
+    Attributes:
+        holder_pid: The process that holds it open.
+    """
+
+    def __init__(self, outer: Namespace | None = None) -> None:
+        flags = _allowed_flags() if outer is None else ["--net"]
+        # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
+        make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
+        self._holder = _held(make if outer is None else outer.command(*make), READY)
+        self.holder_pid = self._holder.pid
+        # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
+        # it.
+        self._enter_user: list[str] = [] if outer is None else outer._enter_user
+        if "--user" in flags:
+            self._enter_user = [f"--user=/proc/{self.holder_pid}/ns/user", "--preserve-credentials"]
+
+    def command(self, *command: str) -> list[str]:
+        """Return a command line that runs `command` in there."""
+        return ["nsenter", *self._enter_user, f"--net=/proc/{self.holder_pid}/ns/net", "--", *command]
+
+    def close(self) -> None:
+        """Let go of it: it is gone when no process is left in there."""
+        _end(self._holder)
+
+
+def _allowed_flags() -> list[str]:
+    """Return the flags with which this computer lets `unshare` make a first network namespace."""
+    # Tried, not deduced: whether it is allowed hangs on capabilities, sysctls and AppArmor alike.
+    tries = [["--net"], ["--user", "--map-root-user", "--net"]]
+    for flags in tries if os.geteuid() == 0 else tries[1:]:
+        if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
+            return flags
+    raise ConfigError(
+        "the lab can't make a network namespace: run it as root (in a container, with --privileged, or with "
+        "--cap-add SYS_ADMIN --cap-add NET_ADMIN), or allow unprivileged user namespaces (sysctl "
+        "kernel.unprivileged_userns_clone=1; on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)"
+    )
+
+
+def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
+    """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
+    part = subprocess.Popen(
+        # By the kernel, not by an exit handler: it is gone even if this process is killed.
+        ["setpriv", "--pdeathsig", "KILL", "--", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs its parts.
+        start_new_session=True,
+    )
+    assert part.stdout is not None
+    with part.stdout as printed:
+        is_there = printed.readline().strip() == ready
+    if not is_there:
+        _end(part)
+        raise CommunicationError(
+            f"a part of the lab ended at once; see what it has printed: {' '.join(command)}"
+        )
+    return part
+
+
+def _end(part: subprocess.Popen[str]) -> None:
+    part.kill()
+    # Waited for, or a zombie would stay until the lab ends.
+    part.wait()
+
+
+def _run(*command: str) -> str:
+    """Run a tool to its end; return what it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CommunicationError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done.stdout

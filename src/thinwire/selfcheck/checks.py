@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, PowerSGD
-from thinwire.algorithms.registry import REGISTRY
+from thinwire.algorithms.registry import REGISTRY, Variant
 from thinwire.channel import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
 from thinwire.fronts.attach import attach
@@ -29,21 +29,16 @@ Check: TypeAlias = "Callable[[Bench], None]"
 
 
 class Bench:
-    """A process's gradients, what averages them, and what its checks have found.
+    """A process's gradients, what averages them, and in `findings` what is wrong since a check began.
 
     A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
-
-    Attributes:
-        findings: What was wrong on this process since the check began.
-        transport: Over the group.
-        machines: The process's groups inside of its machine and between machines, as `attach` finds them.
-        specs: The parameters.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
         self.device = device
         self.findings: list[str] = []
         self.transport = ProcessGroupTransport(group, device)
+        # Groups inside of the machine and between machines, as `attach` finds them.
         self.machines, _ = machines_of(self.transport)
         self.specs = tuple(
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
@@ -93,10 +88,8 @@ def gives_the_mean(bench: Bench, algorithm: Algorithm, tolerance: float) -> None
     engine = bench.engine(algorithm)
     for step in range(STEPS):
         error = gap(bench.average(engine, bench.gradient(step)), bench.true_mean(step))
-        bench.expect(
-            error < tolerance,
-            f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}",
-        )
+        found = f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}"
+        bench.expect(error < tolerance, found)
 
 
 def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
@@ -128,11 +121,10 @@ def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
             gradient = bench.gradient(99)
             # On one process: the others must learn of it by what they receive.
             gradient[0] = torch.inf if bench.transport.rank == 0 else gradient[0]
-            bench.expect(
-                bool(bench.average(hit, gradient).isnan().all()), "the gradients of that step are not all NaN"
-            )
+            is_skipped = bool(bench.average(hit, gradient).isnan().all())
+            bench.expect(is_skipped, "the gradients of that step are not all NaN")
         a, b = (bench.average(engine, bench.gradient(step)) for engine in (plain, hit))
-        bench.expect(torch.equal(a, b), f"step {step} is another one than without the overflow")
+        bench.expect(torch.equal(a, b), f"step {step} differs from that without the overflow")
     nonfinite_steps = hit.stats().nonfinite_steps
     bench.expect(nonfinite_steps == 1, f"{nonfinite_steps} steps were not finite, expected 1")
 
@@ -182,17 +174,18 @@ def models_stay_the_same(bench: Bench) -> None:
     bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
 
 
+def _of(variant: Variant, *, has_memory: bool) -> tuple[str, Check]:
+    what, check = ("loses nothing", loses_nothing) if has_memory else ("gives the mean", gives_the_mean)
+    return f"{variant.code} {what}", partial(check, algorithm=variant.algorithm, tolerance=variant.tolerance)
+
+
 CHECKS: dict[str, Check] = {
-    **{
-        f"{variant.code} {'loses nothing' if registered.has_memory else 'gives the mean'}": partial(
-            loses_nothing if registered.has_memory else gives_the_mean,
-            algorithm=variant.algorithm,
-            tolerance=variant.tolerance,
-        )
+    **dict(
+        _of(variant, has_memory=registered.has_memory)
         for registered in REGISTRY
         for variant in registered.variants
         if variant.is_checked
-    },
+    ),
     "an overflow on one process is skipped by a GradScaler on all": partial(
         overflow_leaves_no_trace, host_check=True
     ),

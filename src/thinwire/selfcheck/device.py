@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -22,7 +24,6 @@ from thinwire.kernels.dispatch import orthonormal_rows, products, projections, r
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.page import DevicePage, Row
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls
@@ -34,10 +35,12 @@ MATRIX_RANKS = (1, 4, 32)
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
-
 COPY = "a copy"
+NOT_BEGUN, NOT_ENDED = "it was not begun", "it has not ended"
 
 Result = TypeVar("Result")
+Row: TypeAlias = "dict[str, str | float | int | None]"
+"""A line of a table, by column; None where a number is not known."""
 
 ALGORITHMS: dict[str, Algorithm] = {
     "AllReduce()": AllReduce(),
@@ -61,77 +64,51 @@ GPT2_SMALL: Mapping[str, tuple[int, ...]] = {
 """Shapes of its parameters, but for those of its norms."""
 
 
-class _TimeUpError(Exception):
-    """A part was ended between two of its steps."""
-
-
 @dataclass
-class _Parts:
-    """Runs one part of a page after the other: what a part raises is noted, and the next one follows."""
+class DevicePage:
+    """All that was found so far. It is true at any time: what has not ended stands on it as such.
 
-    page: DevicePage
-    transport: Transport
-    end: float
-    tell: Callable[[str], None]
-    share_end: float = 0.0
-    is_alone: bool = False
+    Attributes:
+        setting: Versions, device and group, and what has ended it early.
+        copied_bytes_per_second: Of a copy of the gradients, bytes read and written; None if there was none.
+        kernels: How far the arithmetic of each matrix rank is from that in float64, relative to it.
+        steps: What a step of each algorithm takes, from the first bucket to the last mean.
+        failures: What raised an error on this process, or has not ended, by part, and why.
+        not_run: What was not begun or left out, by part, and why.
+    """
 
-    def run(self, name: str, part: Callable[[], Result]) -> Result | None:
-        """Return what a part returns; None if it raises, or if the time is used up on any process."""
-        page = self.page
-        if self.is_alone:
-            self.leave_out(name, "left out, as the processes have lost each other")
-            return None
-        try:
-            left = self.end - time.monotonic()
-            # One that is slow takes nothing from those behind it.
-            self.share_end = time.monotonic() + left / len(page.to_come)
-            page.to_come.remove(name)
-            page.under_way = name
-            if self.transport.rank == 0:
-                self.tell(f"measuring {name}")
-            # Of all processes: in what only some leave out the others would wait for them.
-            if self._least([left], f"the time for {name}")[0] > 0:
-                return part()
-            self.leave_out(name, "left out, as the time is used up")
-        # Of any kind: a page with a gap says more than none.
-        except Exception as error:
-            why = str(error) if isinstance(error, _TimeUpError) else f"{type(error).__name__}: {error}"
-            page.failures[name] = why.partition("\n")[0]
-            # Each further collective would wait for its timeout.
-            self.is_alone = isinstance(error, CommunicationError)
-            self.tell(f"{name}: {page.failures[name]}")
-        finally:
-            page.under_way = None
-        return None
+    setting: dict[str, str]
+    copied_bytes_per_second: float | None = None
+    kernels: list[Row] = field(default_factory=list)
+    steps: list[Row] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    not_run: dict[str, str] = field(default_factory=dict)
 
-    def leave_out(self, name: str, why: str) -> None:
-        """Note why a part is not run."""
-        self.page.to_come = [each for each in self.page.to_come if each != name]
-        self.page.not_run[name] = why
-        self.tell(f"{name}: {why}")
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts have ended, and well."""
+        return not (self.failures or self.not_run)
 
-    def seconds_of(self, device: torch.device, run: Callable[[], object]) -> tuple[float, int]:
-        """Return the median of some steps, and of how many. Collective."""
-        found: list[float] = []
-        while len(found) < UNTIMED_STEPS + TIMED_STEPS:
-            now = time.monotonic()
-            of_share, of_all = self._least([self.share_end - now, self.end - now], "the time for a step")
-            if of_all <= 0 or (of_share <= 0 and len(found) > UNTIMED_STEPS):
-                break
-            _synchronize(device)
-            start = time.perf_counter()
-            run()
-            _synchronize(device)
-            found.append(time.perf_counter() - start)
-        timed = found[UNTIMED_STEPS:]
-        if not timed:
-            raise _TimeUpError(f"ended after {len(found)} steps, none of them timed: the time is used up")
-        return median(timed), len(timed)
+    def as_markdown(self) -> str:
+        """Return it as a page to paste into an issue."""
+        lines = [f"- {name}: {value}" for name, value in self.setting.items()]
+        if self.copied_bytes_per_second is not None:
+            lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
+        for rows in filter(None, (self.kernels, self.steps)):
+            heads = [name.replace("_", " ") for name in rows[0]]
+            cells = [[_cell(value) for value in row.values()] for row in rows]
+            marks = ["---", *["--:"] * (len(heads) - 1)]
+            lines += ["", *(f"| {' | '.join(line)} |" for line in [heads, marks, *cells])]
+        gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
+        gaps += [f"- **not run**: {name}: {why}" for name, why in self.not_run.items()]
+        return "\n".join([*lines, "", *gaps] if gaps else lines)
 
-    def _least(self, own: list[float], what: str) -> list[float]:
-        """Return the least of all processes' numbers."""
-        return [min(each) for each in zip(*gather_numbers(own, self.transport, what), strict=True)]
+
+def _cell(value: str | float | None) -> str:
+    if isinstance(value, float):
+        # A time in milliseconds or copies, or the error of a kernel.
+        return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"
+    return f"{value:,}" if isinstance(value, int) else value or ""
 
 
 def new_page(device: str) -> DevicePage:
@@ -145,11 +122,44 @@ def new_page(device: str) -> DevicePage:
         "processes": os.environ.get("WORLD_SIZE", "1"),
         "threads": str(torch.get_num_threads()),
     }
-    return DevicePage(setting, to_come=[*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS])
+    parts = [*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS]
+    return DevicePage(setting, not_run=dict.fromkeys(parts, NOT_BEGUN))
 
 
 def _arithmetic(matrix_rank: int) -> str:
     return f"arithmetic at matrix rank {matrix_rank}"
+
+
+@contextmanager
+def printed_once(
+    page: DevicePage, rendered: Callable[[], str], *, within_seconds: float
+) -> Iterator[Callable[[], None]]:
+    """Print a page once: by what is yielded, at the end, or after so long, whatever raises or hangs.
+
+    A process that is killed prints nothing.
+    """
+    lock, is_printed = threading.Lock(), False
+
+    def print_page(ended_by: str = "") -> None:
+        nonlocal is_printed
+        with lock:
+            if not is_printed:
+                is_printed = True
+                page.setting |= {"ended by": ended_by} if ended_by else {}
+                print(rendered(), flush=True)
+
+    # A thread goes on while another waits for a device or a message.
+    timer = threading.Timer(within_seconds, print_page, [f"its time, {within_seconds:.0f} s, was over"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield print_page
+        print_page()
+    except BaseException as error:
+        print_page(str(error).partition("\n")[0] or type(error).__name__)
+        raise
+    finally:
+        timer.cancel()
 
 
 def measure(
@@ -161,33 +171,86 @@ def measure(
     within_seconds: float = 240.0,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
-    """Measure a device, and note what fails. Collective.
-
-    Cost: on an H100 less than a minute is expected, and minutes more for what Triton compiles for the first
-    time; six times the memory of the gradients.
-    """
+    """Measure a device, and note what fails. Collective; takes six times the memory of the gradients."""
     # While the device works: after some errors a process can ask it nothing any more.
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
-    page.setting["device"] = f"{device.type}, {name}"
-    page.setting["processes"] = str(transport.size)
-    parts = _Parts(page, transport, time.monotonic() + within_seconds, tell)
+    page.setting |= {"device": f"{device.type}, {name}", "processes": str(transport.size)}
+    parts = _Parts(page, device, transport, time.monotonic() + within_seconds, tell)
     for matrix_rank in MATRIX_RANKS:
-        error = parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank))
-        if error is not None:
+        if error := parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank)):
             page.kernels.append(error)
-    copied = parts.run(COPY, lambda: _Copied(device, _buckets(shapes), parts))
-    if copied is None:
-        # There is no memory for the gradients, or no such device.
-        for name in ALGORITHMS:
-            parts.leave_out(name, f"left out, as there are no gradients to step with: {COPY} is missing")
-    else:
+    copied = parts.run(COPY, lambda: _Copied(parts, _buckets(shapes)))
+    if copied is not None:
         page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
-        for code, algorithm in ALGORITHMS.items():
-            cost = parts.run(code, partial(_step_cost, code, algorithm, transport, copied, parts))
-            if cost is not None:
-                page.steps.append(cost)
+    for code, algorithm in ALGORITHMS.items():
+        if copied is None:
+            # There is no memory for the gradients, or no such device.
+            parts.leave_out(code, f"left out, as there are no gradients to step with: {COPY} is missing")
+        elif cost := parts.run(code, partial(_step_cost, code, algorithm, copied, parts)):
+            page.steps.append(cost)
     page.setting["slower kernels"] = "; ".join(shortfalls(device)) or "none"
+
+
+@dataclass
+class _Parts:
+    """Runs one part of a page after the other: what a part raises is noted, and the next one follows."""
+
+    page: DevicePage
+    device: torch.device
+    transport: Transport
+    end: float
+    tell: Callable[[str], None]
+    is_alone: bool = False
+
+    def run(self, name: str, part: Callable[[], Result]) -> Result | None:
+        """Return what a part returns; None if it raises, or if the time is used up."""
+        if self.is_alone:
+            self.leave_out(name, "left out, as the processes have lost each other")
+            return None
+        del self.page.not_run[name]
+        self.page.failures[name] = NOT_ENDED
+        try:
+            if self.transport.rank == 0:
+                self.tell(f"measuring {name}")
+            if not self._has_time(name):
+                self.leave_out(name, "left out, as the time is used up")
+                return None
+            found = part()
+        # Of any kind: a page with a gap says more than none.
+        except Exception as error:
+            self.page.failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            # Each further collective would wait for its timeout.
+            self.is_alone = isinstance(error, CommunicationError)
+            self.tell(f"{name}: {self.page.failures[name]}")
+            return None
+        del self.page.failures[name]
+        return found
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Note why a part is not run."""
+        self.page.failures.pop(name, None)
+        self.page.not_run[name] = why
+        self.tell(f"{name}: {why}")
+
+    def seconds_of(self, run: Callable[[], object]) -> tuple[float, int]:
+        """Return the median of some steps, and of how many. Collective."""
+        found: list[float] = []
+        while len(found) < UNTIMED_STEPS + TIMED_STEPS and self._has_time("a step"):
+            _synchronize(self.device)
+            start = time.perf_counter()
+            run()
+            _synchronize(self.device)
+            found.append(time.perf_counter() - start)
+        timed = found[UNTIMED_STEPS:]
+        if not timed:
+            raise TimeoutError(f"ended after {len(found)} steps, none of them timed: the time is used up")
+        return median(timed), len(timed)
+
+    def _has_time(self, what: str) -> bool:
+        # On all processes: in what only some leave out, the others would wait for them.
+        left = gather_numbers([self.end - time.monotonic()], self.transport, f"the time for {what}")
+        return min(left)[0] > 0
 
 
 class _Copied:
@@ -197,16 +260,12 @@ class _Copied:
         seconds: What copying all of them takes, the unit of steps; it is part of what a step is seen to take.
     """
 
-    def __init__(
-        self, device: torch.device, buckets: Sequence[tuple[ParameterSpec, ...]], parts: _Parts
-    ) -> None:
-        self.device, self.buckets = device, buckets
-        self.flats = [
-            torch.randn(sum(spec.numel for spec in bucket), dtype=torch.float32, device=device)
-            for bucket in buckets
-        ]
+    def __init__(self, parts: _Parts, buckets: Sequence[tuple[ParameterSpec, ...]]) -> None:
+        self.buckets = buckets
+        numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
+        self.flats = [torch.randn(numel, dtype=torch.float32, device=parts.device) for numel in numels]
         self.copies = [torch.empty_like(flat) for flat in self.flats]
-        self.seconds, _ = parts.seconds_of(device, self.copy)
+        self.seconds, _ = parts.seconds_of(self.copy)
 
     def copy(self) -> None:
         torch._foreach_copy_(self.copies, self.flats)
@@ -260,26 +319,26 @@ def _gap(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
-def _step_cost(code: str, algorithm: Algorithm, transport: Transport, copied: _Copied, parts: _Parts) -> Row:
+def _step_cost(code: str, algorithm: Algorithm, copied: _Copied, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
-    engine, device = Engine(algorithm, transport), copied.device
+    engine, device = Engine(algorithm, parts.transport), parts.device
 
     def step() -> None:
         copied.copy()
         engine.average(zip(copied.buckets, copied.copies, strict=True))
 
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    before = 0
+    if device.type == "cuda":
         # What an algorithm before this one has left in cycles would be freed on the way, and not be counted.
         gc.collect()
         torch.cuda.reset_peak_memory_stats(device)
-    # Gradients and their copies lie there already, and count in no step.
-    before = torch.cuda.memory_allocated(device) if is_cuda else 0
-    with_copy, timed_steps = parts.seconds_of(device, step)
+        # Gradients and their copies lie there already, and count in no step.
+        before = torch.cuda.memory_allocated(device)
+    with_copy, timed_steps = parts.seconds_of(step)
     seconds = with_copy - copied.seconds
-    peak_bytes = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
-    launches = waits = None
-    if is_cuda:
+    peak_bytes = launches = waits = None
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device) - before
         try:
             launches, waits = _looked_at(step, device)
         except RuntimeError as error:  # the milliseconds stand all the same

@@ -1,12 +1,12 @@
-"""No orphans: a process that Thinwire starts ends when its launcher is gone, whatever it does just then.
+"""A process that Thinwire starts ends when its launcher is gone, whatever it does just then.
 
-This script imports nothing of Thinwire, so it starts at once. `python -I -S lifeline.py COMMAND…` becomes the
-command, and the kernel (Linux's) kills it when the launcher ends. A thread of the command's own would come
-after its imports.
+This script imports nothing of Thinwire, so it starts at once. `python -I -S exit_with_launcher.py COMMAND…`
+becomes the command, and the kernel (Linux's) kills it when the launcher ends. A thread of the command's own
+would come after its imports.
 
-`lifeline.py --keep COMMAND…` stays instead. When the command ends, or the launcher, it ends all that the
-command has started, and nothing else. All of that descends from this process, in other sessions and process
-groups as well, for what loses its parent becomes its child. So none must be known by a number or a variable.
+With `--keep` before the command it stays instead. When the command ends, or the launcher, it ends all that
+the command has started, and nothing else. All of that descends from this process, in other sessions and
+process groups as well, because what loses its parent becomes its child.
 """
 
 from __future__ import annotations
@@ -23,21 +23,19 @@ from types import FrameType
 
 LAUNCHER_VARIABLE = "THINWIRE_LAUNCHER_PID"
 END_ALL = signal.SIGUSR1  # what a keeper is sent by its launcher, and by the kernel when that is gone
-# Of Linux's <sys/prctl.h>.
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux's <sys/prctl.h>
 
 
 class AllMustEndError(Exception):
     """The launcher wants everything here to end, or has itself ended."""
 
 
-def following(command: Sequence[str], *, is_kept: bool = False) -> list[str]:
-    """Return a command that ends with the process in `LAUNCHER_VARIABLE`, which starts it."""
+def exiting_with_this(command: Sequence[str], *, is_kept: bool = False) -> list[str]:
+    """Return a command that ends with the process whose number is in `LAUNCHER_VARIABLE`, its parent."""
     return [sys.executable, "-I", "-S", __file__, *(["--keep"] if is_kept else []), *command]
 
 
-def follow_launcher() -> None:
+def exit_with_launcher() -> None:
     """Let Linux kill this process when its launcher ends; that stays when it becomes another program."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -62,7 +60,12 @@ def keep(command: Sequence[str]) -> int:
         # Should this process be killed outright, it can end nobody.
         end_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         process = subprocess.Popen(command, preexec_fn=end_with_this)  # noqa: PLW1509 - there is one thread
-        code = _wait_for(process.pid)
+        # Whatever else ends on the way is waited for as well: it may have become a child of this process.
+        ended = status = 0
+        while ended != process.pid:
+            ended, status = os.waitpid(-1, 0)
+        code = os.waitstatus_to_exitcode(status)
+        code = 128 - code if code < 0 else code
         # What follows ends all anyway, and must not be cut short.
         signal.signal(END_ALL, _ignore)
     except AllMustEndError:
@@ -76,15 +79,6 @@ def keep(command: Sequence[str]) -> int:
 
 def _launcher_is_there() -> bool:
     return os.getppid() == int(os.environ[LAUNCHER_VARIABLE])
-
-
-def _wait_for(process_id: int) -> int:
-    """Wait for a process, and on the way for all that end; return its exit code, as a shell tells it."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == process_id:
-            code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
 
 
 def _end_descendants() -> None:
@@ -116,12 +110,10 @@ def _descendants() -> list[int]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Go on."""
-    # A function, not SIG_IGN: that would be inherited, and the command would ignore the signal as well.
+    """Go on: a function, because SIG_IGN would be inherited, and the command would ignore the signal too."""
 
 
 def _end_all(number: int, frame: FrameType | None) -> None:
-    """Break off what `keep` does."""
     # A second one must not break off the ending.
     signal.signal(number, _ignore)
     raise AllMustEndError
@@ -130,5 +122,5 @@ def _end_all(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "--keep":
         sys.exit(keep(sys.argv[2:]))
-    follow_launcher()
+    exit_with_launcher()
     os.execvp(sys.argv[1], sys.argv[1:])
