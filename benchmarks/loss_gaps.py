@@ -25,7 +25,7 @@ from known_methods import LOCAL, PER_STEP
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
 from thinwire.algorithms import AllReduce
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from thinwire.localsgd import DiLoCo, LocalSGD
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY_PAGES = (

@@ -236,7 +236,7 @@ def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> Non
         "thinwire.powersgd",
         "thinwire.integrations",
         "thinwire.advice",
-        "thinwire.fronts.local_sgd",
+        "thinwire.localsgd",
     )
     assert [name for name in told["all"] if name.startswith(later)] == []
     # What the docs name without an import is imported then.

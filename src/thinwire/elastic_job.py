@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from typing import IO, Any
 
 from thinwire.checks import number, whole_count
-from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 from thinwire.errors import ConfigError
 from thinwire.launch import Job, Output, Process, loopback_interface
+from thinwire.localsgd.members.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_MS = 60_000

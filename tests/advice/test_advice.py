@@ -39,7 +39,7 @@ from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
 from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from thinwire.probe.result import PairTiming
 from thinwire.sync import Engine, engine_of
 

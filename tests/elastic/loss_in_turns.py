@@ -19,8 +19,8 @@ from elastic.learner import BATCH, EVERY, USUAL, Learner, diloco, heldout_loss
 from thinwire.channel import run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
-from thinwire.elastic.local_sgd import LocalSGD
 from thinwire.errors import CommunicationError
+from thinwire.localsgd.elastic import LocalSGD
 
 STRIKE_EVERY = 13
 DATA = 50  # apart are the members' numbers of two runs on other samples

@@ -31,14 +31,13 @@ from thinwire.elastic import (
     InProcessLighthouse,
     LocalSGD,
     Steps,
-    handing,
-    local_sgd,
-    member,
 )
-from thinwire.elastic.handing import packed, unpacked
-from thinwire.elastic.presence import MembershipStats, Presence, count_changes
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.localsgd import elastic, member
+from thinwire.localsgd.fragment import Fragment
+from thinwire.localsgd.members import handing
+from thinwire.localsgd.members.handing import packed, unpacked
+from thinwire.localsgd.members.presence import MembershipStats, Presence, count_changes
 from thinwire.watch import read_run
 
 EVERY = 2
@@ -245,7 +244,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
-    prepare = local_sgd._Front.prepare
+    prepare = elastic._Front.prepare
 
     def noted(front: Any, scale: float) -> Any:
         local = front._local
@@ -258,7 +257,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
         conclude(group, committed)
         group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
 
-    monkeypatch.setattr(local_sgd._Front, "prepare", noted)
+    monkeypatch.setattr(elastic._Front, "prepare", noted)
     monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
@@ -414,7 +413,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.elastic.membership.PAUSE_SECONDS", 0.0),
+        patch("thinwire.localsgd.members.membership.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):

@@ -24,9 +24,10 @@ from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.channel import pieces
 from thinwire.channel.reconfigurable import ReconfigurableTransport
-from thinwire.elastic import TorchftGroup, torchft_group
+from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE
+from thinwire.localsgd.members import torchft_group
 
 pytest.importorskip("torchft")
 
@@ -104,7 +105,7 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(("found", "is_too_old"), [("0.1.9", True), ("0.2.0", False), ("2026.8.1", False)])
 def test_a_torchft_that_is_too_old_is_refused(found: str, is_too_old: bool) -> None:
-    with patch("thinwire.elastic.torchft_group.version", return_value=found):
+    with patch("thinwire.localsgd.members.torchft_group.version", return_value=found):
         if is_too_old:
             with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
                 TorchftGroup("http://127.0.0.1:1")
@@ -192,7 +193,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 
         with (
             patch.object(group._manager, "start_quorum", no_answer),
-            patch("thinwire.elastic.torchft_group.PAUSE_SECONDS", 0.0),
+            patch("thinwire.localsgd.members.torchft_group.PAUSE_SECONDS", 0.0),
         ):
             group.meet()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.

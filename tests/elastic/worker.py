@@ -17,7 +17,8 @@ from torch import nn
 from thinwire.algorithms import Quantize
 from thinwire.channel import Work
 from thinwire.channel.metered import Wrapped
-from thinwire.elastic import DiLoCo, Steps, TorchftGroup, torchft_group
+from thinwire.elastic import DiLoCo, Steps, TorchftGroup
+from thinwire.localsgd.members import torchft_group
 
 
 def new_model(seed: int, width: int = 16) -> nn.Sequential:

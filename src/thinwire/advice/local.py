@@ -13,7 +13,7 @@ from torch import nn
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.errors import ConfigError, GradientError
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from thinwire.sync import engine_of
 
 

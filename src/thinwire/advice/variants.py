@@ -9,8 +9,8 @@ from typing import Any
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss
 from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming
-from thinwire.fronts.local_sgd.schedule import WHOLE
+from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming
+from thinwire.localsgd.schedule import WHOLE
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'

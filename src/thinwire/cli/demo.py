@@ -124,7 +124,7 @@ def show_elastic(options: DemoOptions, console: Console) -> None:
     """Run the elastic demo, print what happens, and write the page."""
     # torchft is an extra, and the other demo does without.
     from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
-    from thinwire.elastic.torchft_group import torchft_module  # noqa: PLC0415
+    from thinwire.localsgd.members.torchft_group import torchft_module  # noqa: PLC0415
 
     torchft_module("torchft")  # before anything is announced that would not come
     console.print(

@@ -27,9 +27,9 @@ from thinwire.demo.model import (
     sample_batch,
 )
 from thinwire.demo.train import DemoOptions, JobError, JobInterruptedError
-from thinwire.elastic.torchft_group import MEMBER
 from thinwire.elastic_job import ElasticJob
 from thinwire.launch import LOOK_EVERY_SECONDS, python_module
+from thinwire.localsgd.members.torchft_group import MEMBER
 from thinwire.watch import read_run
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record

@@ -23,11 +23,11 @@ from thinwire.channel import Layout
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
+from thinwire.localsgd import LocalSGD
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of

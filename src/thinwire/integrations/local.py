@@ -16,7 +16,7 @@ from thinwire.algorithms.base import no_algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from thinwire.sync import Settings
 from thinwire.sync.settings import OnNonfinite
 

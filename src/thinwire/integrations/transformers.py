@@ -28,8 +28,8 @@ from thinwire.checkpoint import load, save
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
-from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
+from thinwire.localsgd import LocalSGD
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of
