@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,40 +15,34 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from, machines_of_subgroups
+from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
 from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.averaged_twice import averaging_model
 from thinwire.fronts.contributors import Shadow
-from thinwire.localsgd.averagings import Averagings
+from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, Fragments, fragments_of
-from thinwire.localsgd.loop import after_each_step, check_ddp, driven_gradients
+from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
+from thinwire.localsgd.loop import after_each_step, check_ddp
+from thinwire.localsgd.members.fixed import Fixed, Subgroups
 from thinwire.localsgd.model import AveragedModel, replica_of, unwrapped
 from thinwire.localsgd.outer import (
     Outer,
     check_outer,
     described_outer,
-    device_of,
-    new_outer,
     warn_of_momentum,
 )
-from thinwire.localsgd.schedule import WHOLE, Members, Schedule
+from thinwire.localsgd.schedule import WHOLE, Schedule
 from thinwire.localsgd.settings import Streaming, Warmup
 from thinwire.localsgd.state import (
-    DistributedState,
     LoadedState,
     checked_state,
     go_on_from,
     packed_state,
 )
 from thinwire.localsgd.validation import check_gradient_settings, checked_optimizer
-from thinwire.sync import Engine, Settings
-from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
-from thinwire.sync.stats import Stats
 from thinwire.tensors.layout import held_of
 
 if TYPE_CHECKING:
@@ -58,7 +51,7 @@ if TYPE_CHECKING:
 EXACT = AllReduce()
 
 
-class LocalSGD(Joinable):
+class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
     A context manager around the training loop; to be entered on every process of the group alike. The loop,
@@ -154,7 +147,6 @@ class LocalSGD(Joinable):
         subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        super().__init__()
         check_outer(outer)
         module, ddp = unwrapped(model)
         has_ddp, has_subgroup = ddp is not None, subgroup is not None
@@ -163,90 +155,26 @@ class LocalSGD(Joinable):
             raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
         self._schedule = Schedule(every_steps, warmup.steps, has_ddp, has_subgroup, streaming)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
-        self._model = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
         self._make_outer = outer
-        averaged = self._model.tensors()
+        averaged = held.tensors()
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
         check_gradient_settings(self._schedule, grad_scaler, warmup)
-        group, part = self._model.transports(subgroup)
+        group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        specs = [each.spec for each in averaged]
-        # The processes of a subgroup have the same changes, so each sends a part of them.
-        machines, why_flat = None, ""
-        if isinstance(group, ProcessGroupTransport) and isinstance(part, ProcessGroupTransport):
-            machines, why_flat = machines_of_subgroups(group, part)
-        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-        settings = Settings(together=replica.shards)
-        self._engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
-        if why_flat:
-            self._engine.shortfalls[why_flat] = None
-        # What else averages over the same group counts with it; a subgroup's network is another, fast one.
-        counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
-        counts["machines"] = machines
-        settings = Settings(on_nonfinite=warmup.on_nonfinite, together=replica.shards)
-        self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
-        if part is not None:
-            self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
-        # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
-        # averages when the warm-up ends.
-        self._warmup = self._exact["group"]
-        if warmup.algorithm is not None:
-            self._warmup = Engine(warmup.algorithm, group, specs, settings, **counts)
-        self.sync = replica.sync_of(self._engine)
-        self._averagings = Averagings(self._schedule, self._engine, self._exact)
+        settings = (group, held, self._schedule, algorithm, warmup, averaged, parts)
+        self._averagings = Fixed(*settings) if within is None else Subgroups(within, *settings)
+        engine = self._averagings.engine
+        super().__init__(held, engine, replica.sync_of(engine))
         self._loaded: LoadedState | None = None  # until entry
-        self._attached = ExitStack()
-        self._is_inside = False
-        self._steps_here = 0
-        self.observers: list[Callable[[bool], None]] = []
-
-    def __reduce__(self) -> NoReturn:
-        raise not_copied(f"a {type(self).__name__}")
-
-    @property
-    def module(self) -> nn.Module:
-        """The model, without what is around it."""
-        return self._model.module
-
-    @property
-    def outer(self) -> torch.optim.Optimizer | None:
-        """The outer optimizer, from entry on; for a learning-rate schedule, say."""
-        return self._averagings.outer
-
-    def stats(self) -> Stats:
-        """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
-
-        `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
-        them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
-        sent within the subgroup is not in it, nor the time spent waiting for processes that are slower.
-        """
-        return self._compared(self.sync.stats())
-
-    def counts(self) -> Stats:
-        """Return `stats()` without errors; see `Engine.counts`."""
-        return self._compared(self._engine.counts())
-
-    def _compared(self, stats: Stats) -> Stats:
-        # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
-        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
-        return replace(stats, steps=self.steps, gradient_bytes=self._steps_here * step_bytes)
-
-    @property
-    def _num_members(self) -> int:
-        """Members that train on their own: processes of the group, or its subgroups."""
-        subgroup = self._exact.get("subgroup")
-        return self._engine.transport.size // (1 if subgroup is None else subgroup.transport.size)
 
     @property
     def steps(self) -> int:
         """Attempted steps."""
         return self._averagings.step
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
@@ -255,7 +183,7 @@ class LocalSGD(Joinable):
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
-        schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
+        loaded, group = self._loaded, self._engine.transport
         replica, averaged = self._model.replica, self._model.tensors()
         # The models first: those of other shapes could not even be divided alike.
         alike_on_all_shards(
@@ -265,15 +193,7 @@ class LocalSGD(Joinable):
             lambda: self._engine.agree(averaged[0].value.device),
         )
         self._check_as_made(averaged)
-        parts = fragments_of(averaged, schedule.num_fragments)
-        fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
-        outer = new_outer(
-            self._make_outer,
-            fragments.outer_parameters(averaged),
-            self._num_members,
-            schedule.every_steps,
-            self.sync.algorithm,
-        )
+        fragments, outer = self._divided(averaged, self._averagings.num_members)
         # All know before the first message whether the others start anew, which is collective, or go on.
         self._agree_on(self._described(outer))
         flights: list[Flight] = []
@@ -286,29 +206,19 @@ class LocalSGD(Joinable):
         else:
             flights = go_on_from(loaded, fragments, outer, replica)
         warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
-        self._attached.enter_context(self._in_loop())
+        with ExitStack() as attached:
+            # Where the latter refuses, the former is taken off.
+            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
+            attached.enter_context(self._averagings.gradients(self))
+            self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.
-        self._averagings.fragments, self._averagings.outer = fragments, outer
+        self._averagings.fragments = self._fragments = fragments
+        self._averagings.outer = self._outer = outer
         self._averagings.flights = flights
         self._model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        self._end_warmup()
+        self._averagings.end_warmup()
         return self
-
-    @contextmanager
-    def _in_loop(self) -> Iterator[None]:
-        """Count the steps of the user's optimizer, and direct a DDP model's gradients, while this is open."""
-        # One inside the other: where a later one refuses, those before it are taken off.
-        with after_each_step(self._optimizer, self._grad_scaler, self._after_own_step):
-            if self._model.ddp is None:
-                with averaging_model(self, self.module, self._engine.transport):
-                    yield
-            else:
-                engines = {**self._exact, "group": self._warmup}
-                with driven_gradients(
-                    self._model.ddp, engines, lambda: self._schedule.gradients_in(self._averagings.step)
-                ):
-                    yield
 
     def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
         """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
@@ -334,7 +244,7 @@ class LocalSGD(Joinable):
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
-            "algorithm of the warm-up": self._warmup.algorithm,
+            "algorithm of the warm-up": self._averagings.warmup.algorithm,
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),
@@ -370,40 +280,6 @@ class LocalSGD(Joinable):
         with self._averaging("average()"):
             self._averagings.average_all()
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
-
-        Between averagings each process's model is its own, and with fragments their last averages are of
-        different steps. Nothing is sent. What the model held comes back afterwards, averaged buffers too.
-        Others, such as BatchNorm's `num_batches_tracked`, are left alone: evaluate with `model.eval()`. Save
-        `model.state_dict()` in it to keep the averaged model alone.
-
-        Cost: a copy of what is averaged.
-
-        Raises:
-            StepError: Outside the `LocalSGD` context; or, from the optimizer's step, if one is taken inside.
-
-        Examples:
-            >>> import thinwire
-            >>> model = nn.Linear(8, 4)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
-            ...     start = model.weight.detach().clone()
-            ...     model(torch.ones(1, 8)).sum().backward()
-            ...     optimizer.step()
-            ...     with local.averaged():
-            ...         print(torch.equal(model.weight, start))
-            True
-        """
-        self._check_inside("averaged()")
-        with self._averagings.fragments.holding_average():
-            try:
-                yield
-            finally:
-                # What was gathered for an evaluation is of the average, and would be used again.
-                self._model.replica.show_shards()
-
     # What happens after a step.
 
     def _after_own_step(self) -> None:
@@ -420,21 +296,14 @@ class LocalSGD(Joinable):
         its own last steps at first, then nothing.
         """
         # Not all of `_check_inside`: it looks at the whole model, which is too much for every step.
-        self._averagings.fragments.check_own("a step")
+        self._fragments.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
-        self._end_warmup()
-        if self._schedule.after(self._averagings.step) is not None or self._averagings.flights:
+        self._averagings.end_warmup()
+        if self._averagings.is_due:
             with self._averaging("a step"):
                 self._averagings.go_on()
-        # A copy: an observer may leave while it is called.
-        for observer in tuple(self.observers):
-            observer(True)
-
-    def _end_warmup(self) -> None:
-        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
-        if self._warmup.algorithm != EXACT and self._averagings.step >= self._schedule.warmup_steps - 1:
-            self._warmup.use(EXACT)
+        self._tell_observers()
 
     @contextmanager
     def _averaging(self, call: str) -> Iterator[None]:
@@ -444,7 +313,7 @@ class LocalSGD(Joinable):
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
             # The step may stand under autocast, which would round the arithmetic on changes.
-            with full_precision(self._averagings.fragments.device):
+            with full_precision(self._fragments.device):
                 yield
         except BaseException:
             self._averagings.abandon()
@@ -453,7 +322,7 @@ class LocalSGD(Joinable):
     def _check_inside(self, call: str) -> None:
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        self._averagings.fragments.check_own(call)
+        self._fragments.check_own(call)
         self._model.check_unchanged()
 
     # Uneven inputs: see thinwire.join.
@@ -498,7 +367,7 @@ class LocalSGD(Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._averagings.fragments.device
+        return self._fragments.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -537,7 +406,7 @@ class LocalSGD(Joinable):
             with self._averaging("state_dict()"):
                 now.finish_all()
         # Once it is over, nothing of it is needed.
-        warmup = self._warmup if self._warmup.algorithm != EXACT else None
+        warmup = now.warmup if now.warmup.algorithm != EXACT else None
         return packed_state(now, self.sync, warmup, self._model.replica)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -563,7 +432,7 @@ class LocalSGD(Joinable):
             state,
             shapes,
             has_outer=self._make_outer is not None,
-            has_warmup=self._warmup is not self._exact["group"],
+            has_warmup=self._averagings.has_warmup,
         )
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
@@ -571,32 +440,11 @@ class LocalSGD(Joinable):
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)
-        warmup = None if loaded.warmup is None else self._warmup.check_state_dict(loaded.warmup)
+        of_warmup = self._averagings.warmup
+        warmup = None if loaded.warmup is None else of_warmup.check_state_dict(loaded.warmup)
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded.sync)
         if warmup is not None:
-            self._warmup.load(warmup)
+            of_warmup.load(warmup)
         self._loaded = loaded
         self._averagings.step = loaded.step
-
-    def distributed_state(self) -> DistributedState:
-        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
-
-        `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
-        processes must save. Their models differ between averagings, so what that module saves of a model that
-        is not sharded is one process's: call `average()` before.
-
-        Cost: as of `state_dict`, and its bytes, on each process.
-
-        Examples:
-            >>> import thinwire, torch
-            >>> model = torch.nn.Linear(64, 32)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> local = thinwire.LocalSGD(model, optimizer, every_steps=10)
-            >>> with local:
-            ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
-            ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
-        """
-        return DistributedState(
-            lambda: self.state_dict() if self._averagings.fragments else None, self.load_state_dict
-        )

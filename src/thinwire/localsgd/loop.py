@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import AttachError
 from thinwire.fronts.ddp import ATTACHED, BucketFront, Switch, switched
 from thinwire.fronts.ddp_model import DetachedFront, check_options, names_of
-from thinwire.localsgd.schedule import Members
+from thinwire.localsgd.schedule import Level
 from thinwire.sync import Engine
 
 
@@ -55,7 +55,7 @@ def after_each_step(
 
 @contextmanager
 def driven_gradients(
-    model: DistributedDataParallel, engines: Mapping[Members, Engine], current: Callable[[], Members | None]
+    model: DistributedDataParallel, engines: Mapping[Level, Engine], current: Callable[[], Level | None]
 ) -> Iterator[None]:
     """Average the model's gradients over whom the schedule says; after the context over the group again."""
     names = names_of(model.module, model.parameters_to_ignore)

@@ -11,7 +11,7 @@ from thinwire.checks import shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.localsgd.settings import Streaming
 
-Members: TypeAlias = Literal["group", "subgroup"]
+Level: TypeAlias = Literal["group", "subgroup"]
 
 WHOLE = Streaming()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
@@ -79,7 +79,7 @@ class Schedule:
         """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
         return step <= self.warmup_steps
 
-    def gradients_in(self, step: int) -> Members | None:
+    def gradients_in(self, step: int) -> Level | None:
         """Return over whom the gradients of the step after `step` steps are averaged."""
         if not self.has_ddp:
             return None
@@ -87,7 +87,7 @@ class Schedule:
             return "group"
         return "subgroup" if self.has_subgroup else None
 
-    def after(self, step: int) -> Members | None:
+    def after(self, step: int) -> Level | None:
         """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
         if self.fragments_after(step):
             return "group"

@@ -11,9 +11,9 @@ import torch
 
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
-from thinwire.localsgd.averagings import Averagings
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Fragments
+from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
@@ -52,7 +52,7 @@ class LoadedState(NamedTuple):
 
 
 def packed_state(
-    averagings: Averagings, sync: GradientSync, warmup: Engine | None, replica: Replica
+    averagings: Fixed, sync: GradientSync, warmup: Engine | None, replica: Replica
 ) -> dict[str, Any]:
     """Return the state, as copies on the CPU. Collective."""
     fragments, outer = averagings.fragments, averagings.outer

@@ -1,30 +1,43 @@
-"""What is averaged now, what is in flight, and what is due: the mechanism behind `LocalSGD`."""
+"""Members that stay: the processes of a group, or its subgroups."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any
 
 import torch
 
+from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.channel import Machines, ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.fronts.averaged_twice import averaging_model
 from thinwire.localsgd.consensus import Answer, Consensus, do_agree
 from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
-from thinwire.localsgd.fragment import Fragments
+from thinwire.localsgd.fragment import Averaged, Fragment, Fragments
+from thinwire.localsgd.loop import driven_gradients
+from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import settings_digest
-from thinwire.localsgd.schedule import Members, Schedule
-from thinwire.sync import Engine
+from thinwire.localsgd.schedule import Level, Schedule
+from thinwire.localsgd.settings import Warmup
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
 
 logger = logging.getLogger(__name__)
 
+EXACT = AllReduce()
 
-class Averagings:
-    """The averagings of a model's fragments, at points that the schedule fixes.
+
+class Fixed:
+    """The members of a group that does not change; each is a process, or the processes of an FSDP2 replica.
 
     What is collective raises on all processes alike: `StepError` where they are at different steps or one has
     parameters that are not finite, `CommunicationError` where a collective failed.
 
     Attributes:
+        engine: Averages changes over the group.
+        warmup: Averages what the warm-up does.
         fragments: Of the model; none before entry.
         outer: Steps them; None for the mean itself.
         flights: In the order of their start.
@@ -33,32 +46,79 @@ class Averagings:
         divides_by_contributors: Whether to divide by those alone that had input since then.
     """
 
-    def __init__(self, schedule: Schedule, engine: Engine, exact: Mapping[Members, Engine]) -> None:
+    def __init__(
+        self,
+        group: Transport,
+        model: AveragedModel,
+        schedule: Schedule,
+        algorithm: Algorithm,
+        warmup: Warmup,
+        averaged: Sequence[Averaged],
+        parts: Sequence[Sequence[tuple[ParameterSpec, ...]]],
+        machines: Machines | None = None,
+    ) -> None:
         self.fragments = Fragments()
         self.outer: torch.optim.Optimizer | None = None
         self.flights: list[Flight] = []
         self.step = self.own_pending_steps = 0
         self.divides_by_contributors = False
-        self._schedule, self._engine, self._exact = schedule, engine, exact
+        self._model, self._schedule = model, schedule
+        specs, shards = [each.spec for each in averaged], model.replica.shards
+        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+        settings = Settings(together=shards)
+        self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+        # What else averages over the same group counts with it; a subgroup's network is another, fast one.
+        counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
+        counts["machines"] = machines
+        settings = Settings(on_nonfinite=warmup.on_nonfinite, together=shards)
+        self._exact = Engine(EXACT, group, specs, settings, **counts)
+        # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
+        # averages when the warm-up ends.
+        self.warmup = self._exact
+        if warmup.algorithm is not None:
+            self.warmup = Engine(warmup.algorithm, group, specs, settings, **counts)
         # The processes of a machine have the same changes, so they need not ask each other.
-        self._together = engine.settings.together if engine.places is None else None
+        self._together = self.engine.settings.together if self.engine.places is None else None
         # And not read yet, in the order in which they were asked.
         self._asked: list[Consensus] = []
+
+    @property
+    def num_members(self) -> int:
+        """Members that train on their own: processes of the group, or its subgroups."""
+        return self.engine.transport.size
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the warm-up has an engine with memory of its own."""
+        return self.warmup is not self._exact
+
+    def gradients(self, owner: object) -> AbstractContextManager[None]:
+        """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
+        if self._model.ddp is None:
+            return averaging_model(owner, self._model.module, self.engine.transport)
+        return driven_gradients(
+            self._model.ddp, self._gradient_engines(), lambda: self._schedule.gradients_in(self.step)
+        )
+
+    def _gradient_engines(self) -> dict[Level, Engine]:
+        return {"group": self.warmup}
+
+    def end_warmup(self) -> None:
+        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
+        if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup_steps - 1:
+            self.warmup.use(EXACT)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is to be sent or waited for after this step."""
+        return self._schedule.after(self.step) is not None or bool(self.flights)
 
     def go_on(self) -> None:
         """Average within the subgroup, advance what is in flight, and start what is due. Collective."""
         schedule, step = self._schedule, self.step
         sent = [self.fragments[number] for number in schedule.fragments_after(step)]
         is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
-        if schedule.meets_in_subgroups:
-            changes: Changes = {each: each.changes() for each in self.fragments}
-            self._agree_within(changes)
-            # What the group averages at once needs no mean of the subgroup before.
-            within = {each: flats for each, flats in changes.items() if is_delayed or each not in sent}
-            if within:
-                Flight(within, self._exact["subgroup"]).land()
-                for fragment, means in within.items():
-                    fragment.write(means)
+        self._average_within(() if is_delayed else sent)
         # A fragment that is still in flight lands before its next change is taken.
         for flight in tuple(self.flights):
             self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
@@ -71,17 +131,16 @@ class Averagings:
             self._average_now(changes, self._read(asked))
             return
         # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
-        if not self._engine.has_agreed:
+        if not self.engine.has_agreed:
             self._read(asked)
-        self.flights.append(Flight(changes, self._engine, asked))
+        self.flights.append(Flight(changes, self.engine, asked))
         for fragment in sent:
             fragment.sent_after = step
 
     def average_all(self) -> None:
         """Apply what is in flight, then average what has changed since each fragment was sent. Collective."""
         changes = {each: each.changes() for each in self.fragments}
-        if self._schedule.meets_in_subgroups:
-            self._agree_within(changes)
+        self._agree_within(changes)
         # An optimizer that steps after the one whose steps count, or in its place, leaves models that differ.
         in_flight = {each for flight in self.flights for each in flight.changes}
         quiet = [each for each in self.fragments if self.step == each.sent_after and each not in in_flight]
@@ -136,7 +195,7 @@ class Averagings:
                 flat.mul_(len(answers) / num_contributors)
         # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
         is_exact = self._schedule.is_warm_up(self.step)
-        engine = self._exact["group"] if is_exact else self._engine
+        engine = self._exact if is_exact else self.engine
         # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
         with engine.clock.inside(engine.traffic):
             Flight(changes, engine).land()
@@ -170,27 +229,22 @@ class Averagings:
         flight.finish(self._read, asked)
         # Only then: what has raised above is still to be abandoned.
         self.flights.remove(flight)
-        local_weight = self._schedule.local_weight(self._engine.algorithm)
+        local_weight = self._schedule.local_weight(self.engine.algorithm)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing of one's own to keep.
             fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     # What members ask each other.
 
-    def _agree_within(self, changes: Changes) -> None:
-        """Check consistency before averaging, so that all members raise together. Collective; blocks.
+    def _average_within(self, sent: Sequence[Fragment]) -> None:
+        """Average inside of a member what is not sent now; here a member is one process."""
 
-        The subgroup is asked first each time, so that members at different steps meet there, and not in
-        different groups. If they disagree, they ask the group at once, where the others, the next time that
-        they ask it, refuse with them.
-        """
-        own = self._answer(changes)
-        if not do_agree(Consensus(own, self._exact["subgroup"].transport).answers()):
-            Consensus(own, self._engine.transport).checked()
+    def _agree_within(self, changes: Changes) -> None:
+        """Check inside of a member that its processes may average."""
 
     def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
-        asked = Consensus(self._answer(changes, has_changed=has_changed), self._engine.transport)
+        asked = Consensus(self._answer(changes, has_changed=has_changed), self.engine.transport)
         self._asked.append(asked)
         return asked
 
@@ -207,3 +261,50 @@ class Averagings:
             # In the order of asking, the same everywhere: so all refuse at the same question.
             answers = self._asked.pop(0).checked()
         return answers
+
+
+class Subgroups(Fixed):
+    """Fixed members that are subgroups of processes, which average inside at every step, exactly."""
+
+    def __init__(self, within: Transport, group: Transport, *settings: Any) -> None:
+        # The processes of a subgroup have the same changes, so each sends a part of them.
+        machines, why_flat = None, ""
+        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+            machines, why_flat = machines_of_subgroups(group, within)
+        super().__init__(group, *settings, machines)
+        if why_flat:
+            self.engine.shortfalls[why_flat] = None
+        self._within = Engine(EXACT, within, self.engine.specs, self._exact.settings)
+
+    @property
+    def num_members(self) -> int:
+        """As `Fixed.num_members`."""
+        return super().num_members // self._within.transport.size
+
+    def _gradient_engines(self) -> dict[Level, Engine]:
+        return {**super()._gradient_engines(), "subgroup": self._within}
+
+    def _average_within(self, sent: Sequence[Fragment]) -> None:
+        if not self._schedule.meets_in_subgroups:
+            return
+        changes: Changes = {each: each.changes() for each in self.fragments}
+        self._agree_within(changes)
+        # What the group averages at once needs no mean of the subgroup before.
+        within = {each: flats for each, flats in changes.items() if each not in sent}
+        if within:
+            Flight(within, self._within).land()
+            for fragment, means in within.items():
+                fragment.write(means)
+
+    def _agree_within(self, changes: Changes) -> None:
+        """Check consistency before averaging, so that all members raise together. Collective; blocks.
+
+        The subgroup is asked first each time, so that members at different steps meet there, and not in
+        different groups. If they disagree, they ask the group at once, where the others, the next time that
+        they ask it, refuse with them.
+        """
+        own = self._answer(changes)
+        if self._schedule.meets_in_subgroups and not do_agree(
+            Consensus(own, self._within.transport).answers()
+        ):
+            Consensus(own, self.engine.transport).checked()
