@@ -33,7 +33,7 @@ from thinwire.elastic import (
     Steps,
 )
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.localsgd import elastic, member
+from thinwire.localsgd import member
 from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.members import handing
 from thinwire.localsgd.members.handing import packed, unpacked
@@ -244,12 +244,11 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
-    prepare = elastic._Front.prepare
+    start = LocalSGD._start
 
-    def noted(front: Any, scale: float) -> Any:
-        local = front._local
+    def noted(local: Any, scale: float, step: int) -> Any:
         scales[local._turns, local._group.transport.rank] = scale
-        return prepare(front, scale)
+        return start(local, scale, step)
 
     conclude = InProcessGroup.conclude
 
@@ -257,7 +256,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
         conclude(group, committed)
         group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
 
-    monkeypatch.setattr(elastic._Front, "prepare", noted)
+    monkeypatch.setattr(LocalSGD, "_start", noted)
     monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
@@ -413,7 +412,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.localsgd.members.membership.PAUSE_SECONDS", 0.0),
+        patch("thinwire.localsgd.members.elastic.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):
@@ -531,13 +530,13 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert fronts[0].steps == 3
-        fronts[1]._front.adopt(unpacked(packed(groups[0].provide())))
+        fronts[1]._adopt(unpacked(packed(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
             assert held.keys() == (sent.keys() if is_sent else set())
             assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
-        assert fronts[0]._front.described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
+        assert fronts[0]._described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
 
 
 def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
@@ -604,14 +603,14 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
     change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(front, opened), entered(front, opened)
-        sent = unpacked(packed(first._front.state()))
-        held = unpacked(packed(second._front.state()))
+        sent = unpacked(packed(first._state()))
+        held = unpacked(packed(second._state()))
         assert held["checksum"] != sent["checksum"]
         with pytest.raises(StateError, match=told):
-            second._front.adopt(sent | change(sent) | {"checksum": None})
-        assert second._front.state()["checksum"] == held["checksum"]
-        second._front.adopt(sent)  # nothing stands in its way
-        assert second._front.state()["optimizers"][1]["state"]
+            second._adopt(sent | change(sent) | {"checksum": None})
+        assert second._state()["checksum"] == held["checksum"]
+        second._adopt(sent)  # nothing stands in its way
+        assert second._state()["optimizers"][1]["state"]
 
 
 class Harmful:
@@ -709,11 +708,11 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             reference.step()
             assert torch.equal(weight, last.bfloat16().expand(4, 4))
         assert last.bfloat16() != 1
-        members[1]._front.adopt(unpacked(packed(members[0]._front.state())))
+        members[1]._adopt(unpacked(packed(members[0]._state())))
         assert torch.equal(others, weight)
         for front in members:
             assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)
-            assert front._front.state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+            assert front._state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -743,8 +742,8 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    with pytest.raises(ConfigError, match="delay_steps must be 0 where members come and go, got 2"):
-        DiLoCo(model, optimizer, group=group, streaming=Streaming(delay_steps=2))
+    with pytest.raises(ConfigError, match=r"less than every_steps / fragments .* got 2 with 4 / 2"):
+        DiLoCo(model, optimizer, every_steps=4, group=group, streaming=Streaming(fragments=2, delay_steps=2))
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
     one = torch.optim.SGD([model.weight], lr=0.1)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from thinwire.algorithms import Algorithm
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
 from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import Outer, device_of, new_outer
@@ -112,11 +113,8 @@ class ModelAverager(Averager):
 
     _schedule: Schedule
     _make_outer: Outer | None
-
-    def __init__(self, model: AveragedModel, engine: Engine, sync: GradientSync) -> None:
-        super().__init__(model, engine, sync)
-        self._fragments = Fragments()
-        self._outer: torch.optim.Optimizer | None = None
+    _fragments = Fragments()  # none before entry
+    _outer: torch.optim.Optimizer | None = None
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -127,13 +125,13 @@ class ModelAverager(Averager):
         return self._outer
 
     def _divided(
-        self, averaged: Sequence[Averaged], num_members: int
+        self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm
     ) -> tuple[Fragments, torch.optim.Optimizer | None]:
         """Return new fragments of the model, and the outer optimizer that steps them."""
         parts = fragments_of(averaged, self._schedule.num_fragments)
         fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
         parameters = fragments.outer_parameters(averaged)
-        every_steps, algorithm = self._schedule.every_steps, self._engine.algorithm
+        every_steps = self._schedule.every_steps
         return fragments, new_outer(self._make_outer, parameters, num_members, every_steps, algorithm)
 
     @abstractmethod

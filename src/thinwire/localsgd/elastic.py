@@ -1,9 +1,11 @@
-"""`elastic.LocalSGD`: what users enter around a training loop whose other members may come and go."""
+"""`elastic.LocalSGD` and `elastic.DiLoCo`: what users enter around a loop whose other members come and go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -12,29 +14,23 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, AllReduce, Quantize
 from thinwire.channel import Description
-from thinwire.checks import checked_scaler, number, true_or_false
+from thinwire.checks import checked_scaler, number, shown, true_or_false
 from thinwire.errors import ConfigError, LeftError, StepError
+from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight, are_finite
-from thinwire.localsgd.fragment import Fragment, Fragments, fragments_of
+from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.loop import after_each_step
-from thinwire.localsgd.member import Member, MemberFront
-from thinwire.localsgd.members.front import Prepared
+from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
-from thinwire.localsgd.outer import (
-    Outer,
-    check_outer,
-    described_outer,
-    device_of,
-    new_outer,
-    warn_of_momentum,
-)
+from thinwire.localsgd.outer import Outer, check_outer, described_outer, warn_of_momentum
 from thinwire.localsgd.schedule import WHOLE, Schedule
-from thinwire.localsgd.settings import Nesterov, Streaming
+from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
+from thinwire.localsgd.validation import check_gradient_settings
 
 EXACT = AllReduce()
 
 
-class LocalSGD(Member):
+class LocalSGD(ModelAverager, Member):
     """Train each process on its own for some steps, then average with whoever is there.
 
     As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
@@ -61,8 +57,12 @@ class LocalSGD(Member):
         algorithm: How the changes become their mean over the group.
         outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
             by the number of members.
-        streaming: As of `thinwire.LocalSGD`, without a delay: an averaging can be repeated without the member
-            that was lost as long as nobody has gone on from it.
+        streaming: As of `thinwire.LocalSGD`; one fragment is in flight at a time, so a delay is shorter than
+            `every_steps` over the number of fragments. An averaging that has lost a member on its way is done
+            again when it is due, with all that the others have learnt until then.
+        warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
+            Its `algorithm` averages their changes in them, and what it has not transmitted goes,
+            uncompressed, with the last of these steps.
         grad_scaler: The `GradScaler`, if there is one.
         weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
         send_optimizer: Whether a member that joins gets the state and settings of all of `optimizer` as one
@@ -70,7 +70,7 @@ class LocalSGD(Member):
             own.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    88 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    96 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
     `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 
@@ -91,42 +91,46 @@ class LocalSGD(Member):
         algorithm: Algorithm = EXACT,
         outer: Outer | None = None,
         streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
         grad_scaler: GradScaler | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
         send_optimizer: bool = True,
     ) -> None:
-        self._schedule = Schedule(every_steps, streaming=streaming)
-        if streaming.delay_steps:
+        self._warmup = Warmup(0) if warmup is None else warmup
+        if not isinstance(self._warmup, Warmup):
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
+        self._schedule = schedule = Schedule(every_steps, self._warmup.steps, streaming=streaming)
+        if streaming.delay_steps >= every_steps // streaming.fragments:
             raise ConfigError(
-                f"delay_steps must be 0 where members come and go, got {streaming.delay_steps}: an averaging "
-                "in which a member is lost is repeated with what the others have learnt until then, so they "
-                "wait for its end; take a larger every_steps, or fragments, to send less at a time"
+                "delay_steps must be less than every_steps / fragments where members come and go, got "
+                f"{streaming.delay_steps} with {every_steps} / {streaming.fragments}: a change of members "
+                "breaks off what is in flight, so that is one fragment at a time; take a shorter delay"
             )
         check_outer(outer)
+        check_gradient_settings(schedule, grad_scaler, replace(self._warmup, algorithm=None))
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
-        self._weigh_by, self._make_outer = weigh_by, outer
+        self._weigh_by, self._make_outer, self._algorithm = weigh_by, outer, algorithm
         self._grad_scaler = checked_scaler(grad_scaler)
         super().__init__(
             model,
             optimizer,
             algorithm,
             group,
-            _Front(self),
             average_buffers=streaming.average_buffers,
             send_optimizer=true_or_false("send_optimizer", send_optimizer),
             fragments=streaming.fragments,
         )
-        self._fragments = Fragments()
         self._work: list[float] = []  # of this member since each fragment's last averaging
-
-    @property
-    def outer(self) -> torch.optim.Optimizer | None:
-        """The outer optimizer, from entry on."""
-        return self._outer
+        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
+        # Of what is in flight: by fragment the work that it is of, and the steps that were pending then.
+        self._sent_work: dict[int, float] = {}
+        self._sent_steps = 0
+        self._is_warming_up = self._warmup.steps > 0
+        self._follow(0)
 
     def __str__(self) -> str:
-        return f"elastic.{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
+        return f"elastic.{super().__str__()}"
 
     def count_work(self, amount: float) -> None:
         """Add to what this member's change weighs in the next averaging, with `weigh_by="work"`.
@@ -147,17 +151,12 @@ class LocalSGD(Member):
     # The context.
 
     def _begin(self) -> None:
-        averaged = self._averaged.tensors()
-        parts = fragments_of(averaged, self._schedule.num_fragments)
-        self._fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
+        # The learning rate that goes by the number of members is chosen at every averaging.
+        self._fragments, self._outer = self._divided(self._model.tensors(), 1, self._algorithm)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        # The learning rate that goes by the number of members is chosen at every averaging.
-        parameters = self._fragments.outer_parameters(averaged)
-        every_steps, algorithm = self._schedule.every_steps, self._engine.algorithm
-        self._outer = new_outer(self._make_outer, parameters, 1, every_steps, algorithm)
-        warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=3)
+        warn_of_momentum(self._outer, self._algorithm, stacklevel=3)
 
     def _in_loop(self) -> AbstractContextManager[None]:
         return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
@@ -167,21 +166,34 @@ class LocalSGD(Member):
         with self._attached:
             # Inside: the end of this block leaves the group, and the last averaging must come before.
             if kind is None and self._pending_steps and not self.has_left:
-                self.leave()
                 with suppress(LeftError):
-                    self._average()
+                    self._land()
+                    self.leave()
+                    self._transact(self._membership.average)
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the model hold the last averages, the same on all members, while this is open: to evaluate.
+    def average(self) -> None:
+        """Average now with whoever is there: what is in flight, then each fragment. Collective.
+
+        With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
+        does not call it takes part at its next averaging, one fragment at a time.
 
         Raises:
-            StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
+            StepError: Outside the context, or this member's parameters are not finite, and it has left.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
         """
-        self._check_inside("averaged()")
-        with self._fragments.holding_average():
-            yield
+        self._check_inside("average()")
+        self._average_pending()
+
+    def _average_pending(self) -> None:
+        self._land()
+        for _ in range(1 if self._is_warm_up(self._steps) else len(self._fragments)):
+            self._transact(self._membership.average)
+
+    def _land(self) -> None:
+        if self._membership.is_open:
+            self._transact(self._membership.finish)
 
     # What happens after a step.
 
@@ -192,21 +204,118 @@ class LocalSGD(Member):
         self._pending_steps += 1
         if self._weigh_by == "steps":
             self._work = [work + 1 for work in self._work]
+        schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
+        if self._membership.is_open:
+            if self._pending_steps - self._sent_steps >= schedule.delay_steps:
+                self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
-        every_steps, num_fragments = self._schedule.every_steps, self._schedule.num_fragments
-        ends = [-(-place * every_steps // num_fragments) for place in (self._due, self._due + 1)]
-        if self._pending_steps >= ends[1] - ends[0]:
-            self._average()
-        for observer in tuple(self.observers):  # a copy: one may leave while it is called
-            observer(True)
+        elif is_warm_up or self._pending_steps >= schedule.gap(self._turns):
+            self._transact(self._membership.start)
+            if is_warm_up or not schedule.delay_steps:
+                self._land()
+        self._tell_observers()
+
+    def _check_inside(self, call: str) -> None:
+        super()._check_inside(call)
+        self._fragments.check_own(call)
+
+    # What the members see of it.
 
     @property
     def _due(self) -> int:
         return self._turns % self._schedule.num_fragments
 
-    def _check_inside(self, call: str) -> None:
-        super()._check_inside(call)
-        self._fragments.check_own(call)
+    def _place(self, turns_ahead: int) -> int:
+        return (self._turns + turns_ahead) % len(self._fragments)
+
+    def _weight(self, turns_ahead: int = 0) -> float:
+        place = self._place(turns_ahead)
+        # What the averaging in doubt has taken is no part of the next one.
+        return self._work[place] - (self._sent_work.get(place, 0.0) if turns_ahead else 0.0)
+
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        fragments = [self._fragments[self._place(turns_ahead)]]
+        if self._is_warm_up(self._steps):
+            fragments = list(self._fragments)
+        self._changes = {fragment: fragment.changes() for fragment in fragments}
+        return are_finite(self._changes, None)
+
+    def _described(self) -> Description:
+        # Who joins is to use what the others do, however far they are.
+        step = (self._group.received or {}).get("step")
+        self._follow(step if isinstance(step, int) else self._steps)
+        return {
+            **super()._described(),
+            "every_steps": str(self._schedule.every_steps),
+            "streaming": str(self._schedule.streaming),
+            "warmup": str(self._warmup),
+            "weigh_by": self._weigh_by,
+            "outer optimizer": described_outer(self._outer),
+        }
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {each.name: last for each, last in self._fragments.lasts}
+
+    def _adopted(self) -> None:
+        for each, last in self._fragments.lasts:
+            each.value.copy_(last)
+        self._work = [0.0] * len(self._fragments)
+        self._changes, self._sent_work, self._sent_steps = {}, {}, 0
+        self._follow(self._steps)
+
+    def _start(self, scale: float, step: int) -> Flight[Fragment]:
+        is_exact = self._is_warm_up(step)
+        places = range(len(self._fragments)) if is_exact else [self._due]
+        fragments = [self._fragments[place] for place in places]
+        changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
+        # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
+        for flat in chain(*changes.values()):
+            flat.mul_(scale)
+        self._sent_work = {place: self._work[place] for place in places}
+        self._sent_steps = self._pending_steps
+        is_delayed = self._schedule.delay_steps > 0 and not is_exact
+        return Flight(changes, self._engine, is_delayed=is_delayed)
+
+    def _committed(
+        self, flight: Flight[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        self._changes = {}
+        if flight is None:
+            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            if self._pending_steps and not may_be_empty:
+                raise StepError(
+                    "no member has counted any work since the last averaging, so nothing was averaged: call "
+                    "count_work() before optimizer.step()"
+                )
+            return
+        is_exact = self._is_warm_up(step)
+        if self._outer is not None and isinstance(self._make_outer, Nesterov):
+            for group in self._outer.param_groups:
+                group["lr"] = self._make_outer.lr_for(num_members, self._engine.algorithm)
+        made = self._pending_steps - self._sent_steps  # while it was in flight
+        weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
+        for fragment, means in flight.changes.items():
+            fragment.move(means, None if is_exact else self._outer, weight)
+        for place, work in self._sent_work.items():
+            self._work[place] -= work
+        self._steps, self._pending_steps = step + made, made
+        self._sent_work, self._sent_steps = {}, 0
+        self._turns += not is_exact
+        self._follow(step)
+
+    def _follow(self, step: int) -> None:
+        """Use the algorithm of the warm-up until its last step, which sends what that has kept."""
+        if not self._is_warming_up:
+            return
+        wanted = EXACT if self._warmup.algorithm is None else self._warmup.algorithm
+        if step >= self._warmup.steps - 1:
+            wanted = EXACT if step < self._warmup.steps else self._algorithm
+        self._is_warming_up = step < self._warmup.steps
+        if self._engine.algorithm != wanted:
+            self._engine.use(wanted)
+
+    def _is_warm_up(self, step: int) -> bool:
+        return 0 < step <= self._warmup.steps
 
 
 class DiLoCo(LocalSGD):
@@ -241,89 +350,3 @@ class DiLoCo(LocalSGD):
         super().__init__(
             model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
         )
-
-
-class _Front(MemberFront):
-    """What `Membership` sees of a `LocalSGD`."""
-
-    def __init__(self, local: LocalSGD) -> None:
-        super().__init__(local, "an averaging")
-        self._local = local
-        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
-
-    def weight(self, turns_ahead: int = 0) -> float:
-        """As `Front.weight`."""
-        # Of one fragment the averaging in doubt has taken all that there was.
-        is_taken = turns_ahead > 0 and len(self._local._fragments) == 1
-        return 0.0 if is_taken else self._local._work[self._turn(turns_ahead)]
-
-    def is_finite(self, turns_ahead: int = 0) -> bool:
-        """As `Front.is_finite`."""
-        fragment = self._local._fragments[self._turn(turns_ahead)]
-        self._changes = {fragment: fragment.changes()}
-        return are_finite(self._changes, None)
-
-    def _turn(self, turns_ahead: int) -> int:
-        return (self._local._turns + turns_ahead) % len(self._local._fragments)
-
-    def described(self) -> Description:
-        """As `Front.described`."""
-        local = self._local
-        return {
-            **super().described(),
-            "every_steps": str(local._schedule.every_steps),
-            "streaming": str(local._schedule.streaming),
-            "weigh_by": local._weigh_by,
-            "outer optimizer": described_outer(local._outer),
-        }
-
-    def held(self) -> dict[str, torch.Tensor]:
-        """As `MemberFront.held`."""
-        return {each.name: last for each, last in self._local._fragments.lasts}
-
-    def adopted(self) -> None:
-        """As `MemberFront.adopted`."""
-        self._changes = {}
-        for each, last in self._local._fragments.lasts:
-            each.value.copy_(last)
-        self._local._work = [0.0] * len(self._local._fragments)
-
-    def prepare(self, scale: float) -> Prepared:
-        """As `Front.prepare`."""
-        local = self._local
-        fragment = local._fragments[local._due]
-        changes = self._changes.pop(fragment, None) or fragment.changes()
-        # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
-        for flat in changes:
-            flat.mul_(scale)
-        flight = Flight({fragment: changes}, local._engine)
-        with local._engine.clock.inside(local._engine.traffic):
-            flight.send()
-        num_members = local._group.transport.size
-        return Prepared(lambda: self._commit(flight, num_members), flight.abandon)
-
-    def _commit(self, flight: Flight, num_members: int) -> None:
-        local = self._local
-        # Whatever can raise comes first: if a mean is not finite, nothing has moved.
-        flight.land()
-        if local._outer is not None and isinstance(local._make_outer, Nesterov):
-            for group in local._outer.param_groups:
-                group["lr"] = local._make_outer.lr_for(num_members, local._engine.algorithm)
-        for fragment, means in flight.changes.items():
-            fragment.move(means, local._outer)
-
-    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
-        """As `Front.committed`."""
-        local = self._local
-        self._changes = {}
-        if not was_averaged:
-            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
-            if local._pending_steps and not has_newcomers:
-                raise StepError(
-                    "no member has counted any work since the last averaging, so nothing was averaged: call "
-                    "count_work() before optimizer.step()"
-                )
-            return
-        local._work[local._due] = 0.0
-        local._steps, local._pending_steps = step, 0
-        local._turns += 1

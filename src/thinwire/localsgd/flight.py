@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -13,15 +13,17 @@ from thinwire.algorithms import all_finite
 from thinwire.channel import Transport, true_for_all
 from thinwire.errors import StepError
 from thinwire.localsgd.consensus import Consensus
-from thinwire.localsgd.fragment import Fragment
+from thinwire.localsgd.fragment import Buckets, Fragment
 from thinwire.sync import Engine
 from thinwire.sync.step import Step
+
+Part = TypeVar("Part", bound=Buckets)
 
 Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 """By fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
 
 
-class Flight:
+class Flight(Generic[Part]):
     """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
 
     Attributes:
@@ -30,8 +32,16 @@ class Flight:
         num_rounds: Rounds that were sent so far.
     """
 
-    def __init__(self, changes: Changes, engine: Engine | None, consensus: Consensus | None = None) -> None:
-        self.changes, self.consensus = changes, consensus
+    def __init__(
+        self,
+        changes: Mapping[Part, list[torch.Tensor]],
+        engine: Engine | None,
+        consensus: Consensus | None = None,
+        *,
+        is_delayed: bool = False,
+        what: str = "change of the parameters",
+    ) -> None:
+        self.changes, self.consensus, self._what = changes, consensus, what
         self.num_rounds = 1
         self._engine = engine
         self._step: Step | None = None
@@ -45,7 +55,7 @@ class Flight:
         # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree(buckets[0][1].device)
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
-        self._step = engine.start(buckets, pipelined=consensus is None, is_agreed=True)
+        self._step = engine.start(buckets, pipelined=not is_delayed, is_agreed=True)
 
     @property
     def has_landed(self) -> bool:
@@ -88,8 +98,9 @@ class Flight:
         together = self._engine.settings.together if self._engine.places is None else None
         if not committed or not are_finite(self.changes, together):
             raise StepError(
-                "the mean change of the parameters is not finite though that of each process is: it has left "
-                "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
+                f"the mean {self._what} is not finite though that of each process is: it has left the range "
+                "of the type it travels in, on all alike. Nothing was averaged; average more often, or in "
+                "another type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None
@@ -100,7 +111,7 @@ class Flight:
             self._step.abandon()
 
 
-def are_finite(changes: Changes, together: Transport | None) -> bool:
+def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport | None) -> bool:
     """Return whether changes are finite, on all shards of a replica.
 
     Cost: one host synchronisation, however many types and devices there are.

@@ -50,7 +50,10 @@ class Buckets:
 
     Attributes:
         layout: The parameters of each bucket.
+        num_rounds: That its last averaging over the group took.
     """
+
+    num_rounds = 1
 
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
@@ -92,12 +95,11 @@ class Fragment(Buckets):
         last: The copy, flat, by bucket; in fp32 of what has 16 bits.
         lasts: Each tensor with its part of it, always the same tensors.
         sent_after: Steps so far when its change was last sent, or the copy taken.
-        num_rounds: That its last averaging over the group took.
     """
 
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
-        self.sent_after, self.num_rounds = 0, 1
+        self.sent_after = 0
         self.last = self.empty(device, is_kept=True)
         self.lasts = self.parts(self.last)
 

@@ -23,7 +23,7 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.contributors import Shadow
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
+from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, fragments_of
 from thinwire.localsgd.loop import after_each_step, check_ddp
 from thinwire.localsgd.members.fixed import Fixed, Subgroups
 from thinwire.localsgd.model import AveragedModel, replica_of, unwrapped
@@ -165,8 +165,9 @@ class LocalSGD(ModelAverager, Joinable):
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        settings = (group, held, self._schedule, algorithm, warmup, averaged, parts)
-        self._averagings = Fixed(*settings) if within is None else Subgroups(within, *settings)
+        given: dict[str, Any] = {"model": held, "schedule": self._schedule, "algorithm": algorithm}
+        given |= {"warmup": warmup, "averaged": averaged, "parts": parts}
+        self._averagings = Fixed(group, **given) if within is None else Subgroups(within, group, **given)
         engine = self._averagings.engine
         super().__init__(held, engine, replica.sync_of(engine))
         self._loaded: LoadedState | None = None  # until entry
@@ -193,10 +194,11 @@ class LocalSGD(ModelAverager, Joinable):
             lambda: self._engine.agree(averaged[0].value.device),
         )
         self._check_as_made(averaged)
-        fragments, outer = self._divided(averaged, self._averagings.num_members)
+        num_members, algorithm = self._averagings.num_members, self._engine.algorithm
+        fragments, outer = self._divided(averaged, num_members, algorithm)
         # All know before the first message whether the others start anew, which is collective, or go on.
         self._agree_on(self._described(outer))
-        flights: list[Flight] = []
+        flights: list[Flight[Fragment]] = []
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())

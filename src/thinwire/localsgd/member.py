@@ -1,7 +1,8 @@
-"""What fronts of members that come and go have in common: who they are, how they join, leave and count."""
+"""Members that come and go, to their user: how they join, leave, count, and are saved."""
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 from abc import abstractmethod
@@ -21,11 +22,11 @@ from thinwire.channel import Description
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
+from thinwire.localsgd.core import Averager
 from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
-from thinwire.localsgd.members.front import Front
+from thinwire.localsgd.members.elastic import Elastic, Front
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
-from thinwire.localsgd.members.membership import Membership
 from thinwire.localsgd.members.presence import MembershipStats
 from thinwire.localsgd.model import AveragedModel, unwrapped
 from thinwire.localsgd.outer import held_by
@@ -33,24 +34,21 @@ from thinwire.localsgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
 from thinwire.sync.precision import full_precision
-from thinwire.sync.state import LoadedState
-from thinwire.sync.stats import Stats
+from thinwire.sync.state import in_memory_order
 
 Entered = TypeVar("Entered", bound="Member")
-STATE_VERSION = 4
+STATE_VERSION = 5
+COUNTS = ("lineage", "commits", "step", "turns")
 KEYS = {
-    "version", "lineage", "step", "turns", "averaged", "not_averaged", "sync", "residual_of", "outer",
-    "optimizers", "checksum",
+    *COUNTS, "version", "last_average", "not_averaged", "sync", "residual_of", "outer", "optimizers",
+    "checksum",
 }  # fmt: skip
 
 
-class Member:
-    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
+class Member(Averager, Front):
+    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
 
-    Attributes:
-        module: The model, without what is around it.
-        observers: Are called after every step, with True; see `thinwire.Watch`.
-    """
+    _outer: torch.optim.Optimizer | None = None
 
     def __init__(
         self,
@@ -58,36 +56,26 @@ class Member:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         group: Group | None,
-        front: Front,
         *,
         average_buffers: bool,
         send_optimizer: bool,
         fragments: int = 1,
     ) -> None:
         module = _plain_module(model)
-        self._averaged, self._front = AveragedModel(module, buffers=average_buffers), front
-        averaged = self._averaged.tensors()
+        held = AveragedModel(module, buffers=average_buffers)
+        averaged = held.tensors()
         # If there are several optimizers, the one that steps last is enough to count steps.
         self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=send_optimizer)
         self._sent_optimizers = self._optimizers if send_optimizer else ()
         parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
         self._group = _group_of_environment() if group is None else group
         specs = [each.spec for each in averaged]
-        self._engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
-        self.module = module
-        self.observers: list[Callable[[bool], None]] = []
-        self._sync = GradientSync(self._engine)
+        engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
+        super().__init__(held, engine, GradientSync(engine))
         self._device = averaged[0].tensor.device
-        self._membership = Membership(self._group, self._engine, front, self._device)
-        self._attached = ExitStack()
-        self._outer: torch.optim.Optimizer | None = None
-        self._is_inside = False
-        self._steps = self._steps_here = self._turns = self._pending_steps = 0
-
-    @property
-    def sync(self) -> GradientSync:
-        """What averages: its plan and its figures."""
-        return self._sync
+        self._membership = Elastic(self._group, engine, self, self._device)
+        self._steps = self._turns = self._pending_steps = 0
+        self._loaded: Mapping[str, Any] | None = None  # until entry
 
     @property
     def steps(self) -> int:
@@ -112,18 +100,6 @@ class Member:
         """Return `membership()` by name, as a `thinwire.Watch` logs it."""
         return {name: float(value) for name, value in vars(self._membership.stats).items()}
 
-    def stats(self) -> Stats:
-        """Return what was sent, and how much less that is than exact data-parallel training."""
-        return self._compared(self._sync.stats())
-
-    def counts(self) -> Stats:
-        """Return `stats()` without errors; see `Engine.counts`."""
-        return self._compared(self._engine.counts())
-
-    def _compared(self, stats: Stats) -> Stats:
-        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
-        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * step_bytes)
-
     def leave(self) -> None:
         """Leave after the next averaging, handing over what this member has not transmitted."""
         self._membership.is_leaving = True
@@ -131,9 +107,10 @@ class Member:
     def __enter__(self: Entered) -> Entered:
         """Join: wait until the others, and enough of them, are there, and start from what they hold.
 
-        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing.
+        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing. After
+        `load_state_dict` it starts from the state, with all that have loaded it.
         """
-        if self._averaged.entered:
+        if self._model.entered:
             raise StepError("this context has been entered before; make a new one")
         self._begin()
         with ExitStack() as attached:
@@ -152,11 +129,15 @@ class Member:
     @contextmanager
     def _joined(self) -> Iterator[None]:
         """Join, and leave at the end of the context. Collective."""
-        self._averaged.enter(self._averaged.tensors())
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
+            if self._loaded is not None:
+                self._adopt(self._loaded)
+                self._membership.resume(self._loaded["lineage"], self._loaded["commits"])
+                self._loaded = None
+            self._model.enter(self._model.tensors())
             # Now, where the user sees it; else the first newcomer would stop all others.
-            plain(self._front.state())
+            plain(self._state())
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
@@ -164,110 +145,129 @@ class Member:
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError):
-                self._average()
+                self._transact(self._membership.average)
             self._is_inside = True
             yield
 
-    def _average(self) -> None:
+    def _transact(self, average: Callable[[], Any]) -> Any:
+        """Average, or a part of it. Collective."""
         if self._membership.stats.averagings == 1:
-            plain(self._front.state())  # again: optimizers have their state only since the first step
+            plain(self._state())  # again: optimizers have their state only since the first step
         with full_precision(self._device):  # the step may stand under autocast
-            self._membership.average()
+            return average()
 
     def _check_inside(self, call: str) -> None:
         if self.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        self._averaged.check_unchanged()
+        self._model.check_unchanged()
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
         # By identity: a compiled block's names are not those it is averaged under.
-        averaged = {id(each.tensor) for each in self._averaged.tensors()}
+        averaged = {id(each.tensor) for each in self._model.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
         return {plain_name(name): tensor.detach() for name, tensor in held if id(tensor) not in averaged}
 
-    def _residual_of(self) -> tuple[str, ...]:
-        return tuple(sorted(self._engine.memory[ERROR]))
-
-    def _load(self, loaded: LoadedState, residual_of: tuple[str, ...]) -> None:
-        """Go on from the others' common state, without a residual."""
-        self._engine.load(loaded)
-        for spec in self._engine.specs:
-            # A residual of zeros: on which parameters there is one decides what messages look like.
-            if spec.name in residual_of:
-                zeros = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=self._device)
-                self._engine.put_error(spec.name, zeros)
-
-
-class MemberFront(Front):
-    """What is averaged of a member, and what a newcomer starts from."""
-
-    def __init__(self, member: Member, purpose: str) -> None:
-        self._member, self._purpose = member, purpose
-
-    @property
-    def step(self) -> int:
-        """As `Front.step`."""
-        return self._member._steps
-
-    def described(self) -> Description:
-        """As `Front.described`."""
-        member = self._member
-        sent = ", ".join(type(each).__name__ for each in member._sent_optimizers)
-        return {
-            **member._engine.described(self._purpose, member._device),
-            "torch": torch.__version__.partition("+")[0],
-            "group": member._group.kind,
-            "kind": type(member).__name__,
-            "optimizer": sent or "each its own",
-        }
-
-    def state(self) -> Mapping[str, Any]:
-        """As `Front.state`."""
-        member = self._member
-        return with_checksum(
-            {
-                "version": STATE_VERSION,
-                "lineage": member._membership.lineage,
-                # As of the last averaging, which is what a newcomer gets: later steps are in no model but
-                # this one's.
-                "step": member._steps - member._pending_steps,
-                "turns": member._turns,
-                "averaged": self.held(),
-                "not_averaged": member._not_averaged(),
-                "sync": member._engine.common_state(),
-                "residual_of": member._residual_of(),
-                "outer": None if member._outer is None else member._outer.state_dict(),
-                "optimizers": [each.state_dict() for each in member._sent_optimizers],
-            }
-        )
-
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        """As `Front.adopt`."""
-        member = self._member
-        _check_received(state)
-        averaged, others = self.held(), member._not_averaged()
-        _check_like("averaged", state["averaged"], averaged)
-        _check_like("not_averaged", state["not_averaged"], others)
-        loaded = member._engine.check_state_dict(state["sync"])
-        outers = [] if member._outer is None else [member._outer]
-        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
-        _load_optimizers([*outers, *member._sent_optimizers], sent)
-        member._load(loaded, state["residual_of"])
-        for name, tensor in (averaged | others).items():
-            tensor.copy_((state["averaged"] | state["not_averaged"])[name])
-        member._steps, member._turns, member._pending_steps = int(state["step"]), int(state["turns"]), 0
-        self.adopted()
-
     @abstractmethod
-    def held(self) -> dict[str, torch.Tensor]:
+    def _held(self) -> dict[str, torch.Tensor]:
         """Return by name what is the same on all members after an averaging, the tensors themselves."""
 
     @abstractmethod
-    def adopted(self) -> None:
+    def _adopted(self) -> None:
         """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
+
+    # What all members must have alike, and what one starts from.
+
+    def _described(self) -> Description:
+        sent = ", ".join(type(each).__name__ for each in self._sent_optimizers)
+        return {
+            **self._engine.described("an averaging", self._device),
+            "torch": torch.__version__.partition("+")[0],
+            "group": self._group.kind,
+            "kind": type(self).__name__,
+            "optimizer": sent or "each its own",
+        }
+
+    def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        return with_checksum(
+            {
+                "version": STATE_VERSION,
+                "lineage": self._membership.lineage,
+                "commits": self._membership.commits,
+                # As of the last averaging, which is what a newcomer gets: later steps are in no model but
+                # this one's.
+                "step": self._steps - self._pending_steps,
+                "turns": self._turns,
+                "last_average": self._held(),
+                "not_averaged": self._not_averaged(),
+                "sync": self._engine.common_state() if sync is None else sync,
+                "residual_of": tuple(sorted(self._engine.memory[ERROR])),
+                "outer": None if self._outer is None else self._outer.state_dict(),
+                "optimizers": [each.state_dict() for each in self._sent_optimizers],
+            }
+        )
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        _check_kind(state)
+        averaged, others = self._held(), self._not_averaged()
+        _check_like("last_average", state["last_average"], averaged)
+        _check_like("not_averaged", state["not_averaged"], others)
+        loaded = self._engine.check_state_dict(state["sync"])
+        outers = [] if self._outer is None else [self._outer]
+        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
+        _load_optimizers([*outers, *self._sent_optimizers], sent)
+        errors = loaded.slots.get(ERROR, {})
+        common = {slot: tensors for slot, tensors in loaded.slots.items() if not slot.is_local}
+        self._engine.load(loaded._replace(slots=common))
+        for spec in self._engine.specs:
+            # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
+            if spec.name in errors or spec.name in state["residual_of"]:
+                error = errors.get(spec.name, torch.zeros(spec.shape))
+                self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
+        for name, tensor in (averaged | others).items():
+            tensor.copy_((state["last_average"] | state["not_averaged"])[name])
+        self._steps, self._turns, self._pending_steps = int(state["step"]), int(state["turns"]), 0
+        self._adopted()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
+
+        What is pending is averaged first, so the model is the last average. All members that are there take
+        part, those that do not call this at their next averaging; the residual becomes its mean over them,
+        here and in the state. So the states of all members that call it are the same but for the optimizers
+        inside, of which each has its own. Any number of members may resume from one.
+
+        Raises:
+            StepError: Outside the context.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+        """
+        self._check_inside("state_dict()")
+        self._transact(self._average_pending)
+        state = self._state(self._transact(self._membership.save))
+        copied: dict[str, Any] = plain(state)
+        return copy.deepcopy(copied)
+
+    def _average_pending(self) -> None:
+        """Average what has not been averaged yet. Collective."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; before entering.
+
+        Members that have loaded it start from it together; those that have not take it over from them. The
+        model and (with `send_optimizer`) the optimizers become those of the state, on entry.
+
+        Raises:
+            StateError: It is not such a state; or, on entry, it is of another model.
+            StepError: The context was entered already.
+        """
+        if self._model.entered:
+            raise StepError("load the state before the context is entered")
+        _check_kind(state)
+        self._loaded = copy.deepcopy(dict(state))
 
 
 def _plain_module(model: object) -> nn.Module:
@@ -336,7 +336,7 @@ def _group_of_environment() -> Group:
 
 
 def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what the group has sent, if it is of other tensors than this member's."""
+    """Refuse a state that is of other tensors than this member's."""
     if (
         not isinstance(tensors, Mapping)
         or tensors.keys() != own.keys()
@@ -346,37 +346,38 @@ def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> N
         )
     ):
         raise StateError(
-            f"the group's {key} is of other tensors than this member's model; start the same script as the "
-            "others"
+            f"the state's {key} is of other tensors than this member's model; start the same script as the "
+            "others, or load the state of the same model"
         )
 
 
-def _check_received(state: Mapping[str, Any]) -> None:
-    """Refuse what the group has sent to start from, if it is damaged or not of this member's kind."""
+def _check_kind(state: Mapping[str, Any]) -> None:
+    """Refuse what the group has sent to start from, or was loaded, if it is damaged or of another kind."""
     check_readable(state)
-    if state.keys() != KEYS or type(state["version"]) is not int or state["version"] != STATE_VERSION:
-        got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
+    if not isinstance(state, Mapping) or state.keys() != KEYS or repr(state["version"]) != str(STATE_VERSION):
+        shown = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        got = f"version {state.get('version')!r} with {shown}" if isinstance(state, Mapping) else shown
         raise StateError(
-            f"what the group has sent to start from is of {got[:400]}, expected version {STATE_VERSION} of "
-            "Thinwire's states; install the same Thinwire on all members"
+            f"what this member is to start from is of {got[:400]}, expected version {STATE_VERSION} of an "
+            "elastic member's state; install the same Thinwire on all members"
         )
     check_undamaged(state)
-    for key in ("step", "turns"):
+    for key in COUNTS:
         whole_number(key, state[key], minimum=0, error=StateError)
     for key, kind in ("residual_of", str), ("optimizers", Mapping):
         listed = state[key]
         if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
             raise StateError(
-                f"the group's {key} must be a list of {kind.__name__}, got a {type(listed).__name__}"
+                f"the state's {key} must be a list of {kind.__name__}, got a {type(listed).__name__}"
             )
 
 
 def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Let optimizers go on from what the group has sent: all of them, or none."""
+    """Let optimizers go on from a state: all of them, or none."""
     if len(states) != len(optimizers):
         raise StateError(
-            f"the group has sent the states of {len(states)} optimizers, expected {len(optimizers)}; start "
-            "the same script as the others"
+            f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
+            "the others"
         )
     before = [(each.state, each.param_groups) for each in optimizers]
     for optimizer, its_state in zip(optimizers, states, strict=True):
@@ -389,5 +390,5 @@ def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
             for each, (state, groups) in zip(optimizers, before, strict=True):
                 each.state, each.param_groups = state, groups
             raise StateError(
-                f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
+                f"the state is of another {type(optimizer).__name__} than this member's: {error}"
             ) from error

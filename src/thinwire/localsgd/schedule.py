@@ -108,6 +108,12 @@ class Schedule:
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
         return (turn - 1,) if turn and rest < self.num_fragments else ()
 
+    def gap(self, turn: int) -> int:
+        """Return how many steps lie between two turns of fragments, counted from the earlier one."""
+        place, num_fragments = turn % self.num_fragments, self.num_fragments
+        first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
+        return second - first
+
     def rounds_sent(self, age: int, num_rounds: int) -> int:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
 

@@ -12,7 +12,7 @@ import torch
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Fragments
+from thinwire.localsgd.fragment import Fragment, Fragments
 from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
@@ -77,7 +77,7 @@ def packed_state(
 
 def go_on_from(
     loaded: LoadedState, fragments: Fragments, outer: torch.optim.Optimizer | None, replica: Replica
-) -> list[Flight]:
+) -> list[Flight[Fragment]]:
     """Let fragments go on from a state; return what had landed and is still to be applied."""
     if outer is not None and loaded.outer is not None:
         _load_outer(outer, fragments, replica, loaded)

@@ -10,11 +10,10 @@ from torch import nn
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import LeftError, StepError
+from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
-from thinwire.localsgd.member import Member, MemberFront
-from thinwire.localsgd.members.front import Prepared
+from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
-from thinwire.sync.step import Step
 
 
 class Steps(Member):
@@ -39,7 +38,7 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 88 bytes from each member before it and
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 96 bytes from each member before it and
     8 bytes behind it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
@@ -70,11 +69,10 @@ class Steps(Member):
         group: Group | None = None,
     ) -> None:
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
-        super().__init__(
-            model, optimizer, algorithm, group, _Front(self), average_buffers=False, send_optimizer=True
-        )
-        self._buckets = Buckets(self._averaged.tensors())
+        super().__init__(model, optimizer, algorithm, group, average_buffers=False, send_optimizer=True)
+        self._buckets = Buckets(self._model.tensors())
         self._work = 0.0  # that this member's gradients are of; 0 once they are applied
+        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -102,9 +100,8 @@ class Steps(Member):
         """
         self._check_inside("step()")
         self._work = float(number("work", work, minimum=0))
-        self._average()
-        for observer in tuple(self.observers):  # a copy: one may leave while it is called
-            observer(True)
+        self._transact(self._membership.average)
+        self._tell_observers()
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros where there is none."""
@@ -119,73 +116,44 @@ class Steps(Member):
         for each, part in self._buckets.parts(flats):
             yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
 
+    # What the members see of it.
 
-class _Front(MemberFront):
-    """What `Membership` sees of `Steps`."""
+    def _weight(self, turns_ahead: int = 0) -> float:
+        return 0.0 if turns_ahead else self._work
 
-    def __init__(self, steps: Steps) -> None:
-        super().__init__(steps, "a step")
-        self._steps = steps
-        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
-
-    def weight(self, turns_ahead: int = 0) -> float:
-        """As `Front.weight`."""
-        return 0.0 if turns_ahead else self._steps._work
-
-    def is_finite(self, turns_ahead: int = 0) -> bool:
-        """As `Front.is_finite`."""
-        self._flats = self._steps._gradients()
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        self._flats = self._gradients()
         return bool(all_finite(*self._flats))
 
-    def held(self) -> dict[str, torch.Tensor]:
-        """As `MemberFront.held`."""
-        return {each.name: each.tensor.detach() for each in self._steps._buckets}
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {each.name: each.tensor.detach() for each in self._buckets}
 
-    def adopted(self) -> None:
-        """As `MemberFront.adopted`."""
-        self._flats, self._steps._work = [], 0.0
+    def _adopted(self) -> None:
+        self._flats, self._work = [], 0.0
 
-    def prepare(self, scale: float) -> Prepared:
-        """As `Front.prepare`."""
-        steps = self._steps
-        engine, flats = steps._engine, self._flats or steps._gradients()
-        self._flats = []
+    def _start(self, scale: float, step: int) -> Flight[Buckets]:
+        flats, self._flats = self._flats or self._gradients(), []
         for flat in flats:
             flat.mul_(scale)
-        engine.agree(steps._device)
-        buckets = zip(steps._buckets.layout, flats, strict=True)
-        step = engine.start(buckets, pipelined=True, is_agreed=True)
-        with engine.clock.inside(engine.traffic):
-            while step.advance():
-                pass
-        return Prepared(lambda: self._commit(step, flats), step.abandon)
+        return Flight({self._buckets: flats}, self._engine, what="gradient")
 
-    def _commit(self, step: Step, flats: list[torch.Tensor]) -> None:
-        committed = step.finish()
-        # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not all_finite(*flats):
-            raise StepError(
-                "the mean gradient is not finite though that of each member is: it has left the range of the "
-                "type it travels in, on all members alike, and no step was taken. Average in another one"
-            )
-        for each, mean in self._steps._parts(flats):
-            each.tensor.grad = mean
-
-    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
-        """As `Front.committed`."""
-        steps = self._steps
+    def _committed(
+        self, flight: Flight[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
         self._flats = []
-        if not was_averaged:
+        if flight is None:
             # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
-            if steps._is_inside and not has_newcomers:
+            if self._is_inside and not may_be_empty:
                 raise StepError(
                     "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
                     "and no step was taken; give the work that they are of, or leave the step out on all"
                 )
             return
+        for each, mean in self._parts(flight.changes[self._buckets]):
+            each.tensor.grad = mean
         # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
-        for optimizer in steps._optimizers:
+        for optimizer in self._optimizers:
             optimizer.step()
-        steps._work = 0.0
-        steps._steps = step + 1
-        steps._steps_here += 1
+        self._work = 0.0
+        self._steps = step + 1
+        self._steps_here += 1

@@ -59,7 +59,7 @@ class Fixed:
     ) -> None:
         self.fragments = Fragments()
         self.outer: torch.optim.Optimizer | None = None
-        self.flights: list[Flight] = []
+        self.flights: list[Flight[Fragment]] = []
         self.step = self.own_pending_steps = 0
         self.divides_by_contributors = False
         self._model, self._schedule = model, schedule
@@ -133,7 +133,7 @@ class Fixed:
         # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
         if not self.engine.has_agreed:
             self._read(asked)
-        self.flights.append(Flight(changes, self.engine, asked))
+        self.flights.append(Flight(changes, self.engine, asked, is_delayed=True))
         for fragment in sent:
             fragment.sent_after = step
 
@@ -207,7 +207,7 @@ class Fixed:
 
     # What is in flight.
 
-    def _advance(self, flight: Flight, *, is_sent_again: bool) -> None:
+    def _advance(self, flight: Flight[Fragment], *, is_sent_again: bool) -> None:
         """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
 
         Whatever may be sent, a question goes before it. So a process that has left the common course, and
@@ -224,7 +224,7 @@ class Fixed:
         if flight.num_rounds < num_rounds and not flight.has_landed:
             flight.send(num_rounds, self._read, self._ask({}))
 
-    def _land(self, flight: Flight, asked: Consensus | None) -> None:
+    def _land(self, flight: Flight[Fragment], asked: Consensus | None) -> None:
         """Wait until a flight's changes are their means, and move its fragment by them."""
         flight.finish(self._read, asked)
         # Only then: what has raised above is still to be abandoned.
@@ -266,12 +266,12 @@ class Fixed:
 class Subgroups(Fixed):
     """Fixed members that are subgroups of processes, which average inside at every step, exactly."""
 
-    def __init__(self, within: Transport, group: Transport, *settings: Any) -> None:
+    def __init__(self, within: Transport, group: Transport, **settings: Any) -> None:
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines, why_flat = None, ""
         if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
             machines, why_flat = machines_of_subgroups(group, within)
-        super().__init__(group, *settings, machines)
+        super().__init__(group, **settings, machines=machines)
         if why_flat:
             self.engine.shortfalls[why_flat] = None
         self._within = Engine(EXACT, within, self.engine.specs, self._exact.settings)

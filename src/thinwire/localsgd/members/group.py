@@ -65,8 +65,8 @@ class Group(ABC):
         """Say how the averaging has ended. What was not committed breaks the messages of all others off."""
 
     @abstractmethod
-    def start_over(self) -> None:
-        """Forget how far this member is: the next `meet` brings what the others hold."""
+    def start_over(self, commits: int = 0) -> None:
+        """Stand where so many averagings have led; at 0, the next `meet` brings what the others hold."""
 
     @abstractmethod
     def leave(self) -> None:

@@ -118,9 +118,9 @@ class InProcessGroup(Group):
             self.transport.transport.abort()
         self.commits += committed
 
-    def start_over(self) -> None:
+    def start_over(self, commits: int = 0) -> None:
         """As `Group.start_over`."""
-        self.commits = 0
+        self.commits = commits
 
     def leave(self) -> None:
         """As `Group.leave`."""

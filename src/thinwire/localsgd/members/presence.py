@@ -26,6 +26,7 @@ class Presence(NamedTuple):
         is_finite: Whether what it would put in is.
         is_leaving: Whether it leaves after this averaging.
         is_new: Whether it starts from the others' state.
+        is_saving: Whether it saves behind this averaging.
     """
 
     member: int
@@ -39,6 +40,7 @@ class Presence(NamedTuple):
     is_finite: bool
     is_leaving: bool
     is_new: bool
+    is_saving: bool = False
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
@@ -46,8 +48,7 @@ class Presence(NamedTuple):
         member, lineage, doubt, step, min_members = map(int, row[:5])
         weight, weight_behind_doubt, error_norm, *flags = row[5:]
         whole = member, lineage, doubt, step, min_members
-        is_finite, is_leaving, is_new = map(bool, flags)
-        return cls(*whole, weight, weight_behind_doubt, error_norm, is_finite, is_leaving, is_new)
+        return cls(*whole, weight, weight_behind_doubt, error_norm, *map(bool, flags))
 
 
 @dataclass

@@ -221,11 +221,11 @@ class TorchftGroup(Group):
         if self._manager.current_step() != counted:
             # The members' own last message has decided, and torchft only counts: with another count than the
             # others' this member would be sent a model that it holds, or send them one.
-            self._manager.load_state_dict({"step": counted, "batches_committed": counted})
+            self.start_over(counted)
 
-    def start_over(self) -> None:
+    def start_over(self, commits: int = 0) -> None:
         """As `Group.start_over`."""
-        self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+        self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
     def leave(self) -> None:
         """As `Group.leave`."""

@@ -1,4 +1,4 @@
-"""Averagings as transactions among whoever is there: who takes part, all or nothing, who has gone."""
+"""Members that come and go: who takes part in an averaging, which all commit or none, and who has gone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import json
 import logging
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import gather_bytes, gather_numbers
+from thinwire.channel import Description, gather_bytes, gather_numbers
 from thinwire.channel.agreement import check_same
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
-from thinwire.localsgd.members.front import Front, Prepared
+from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
 from thinwire.localsgd.members.presence import MembershipStats, Presence, count_changes, kept_lineage
@@ -30,13 +31,57 @@ NUMBER_BITS = 52  # a float64 holds every such number
 PAUSE_SECONDS = 0.5
 
 
-@dataclass
-class _Doubt:
-    """An averaging that was prepared, when the last message, which says that all have prepared it, failed."""
+class Front(ABC):
+    """What is averaged of a member: a model's changes, or its gradients."""
 
-    prepared: Prepared | None
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps so far, of those who have been here longest."""
+
+    @abstractmethod
+    def _weight(self, turns_ahead: int = 0) -> float:
+        """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
+
+    @abstractmethod
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        """Return whether what this member would put in is finite."""
+
+    @abstractmethod
+    def _described(self) -> Description:
+        """Return what must be the same on all members, by subject."""
+
+    @abstractmethod
+    def _state(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from: tensors and plain values."""
+
+    @abstractmethod
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Start from such a state. All is checked before anything is changed."""
+
+    @abstractmethod
+    def _start(self, scale: float, step: int) -> Flight[Any]:
+        """Send the first messages of an averaging. Collective."""
+
+    @abstractmethod
+    def _committed(
+        self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        """Take the means of a committed averaging; None where nobody had anything to average."""
+
+
+@dataclass
+class _Averaging:
+    """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
+
+    flight: Flight[Any] | None
     lineage: int
     present: tuple[Presence, ...]
+
+    def abandon(self) -> None:
+        """Forget it; nothing has changed."""
+        if self.flight is not None:
+            self.flight.abandon()
 
 
 class _TryAgainError(Exception):
@@ -47,7 +92,7 @@ class _TooFewError(_TryAgainError):
     """Others are waited for."""
 
 
-class Membership:
+class Elastic:
     """Lets a front average with whoever is there, as often as it takes; keeps track of the members.
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
@@ -63,31 +108,83 @@ class Membership:
             set.
         has_left: Whether it has left.
         lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
+        commits: How many these were.
     """
 
     def __init__(self, group: Group, engine: Engine, front: Front, device: torch.device) -> None:
         self.stats = MembershipStats()
         self.is_leaving = self.has_left = False
-        self.lineage = 0
+        self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = _drawn()
         self._present: tuple[Presence, ...] = ()  # at the last committed averaging
-        self._error_members = 1  # over whose mean this member's residual counts
+        # Over whose mean this member's residual counts; 0 for those who resume together.
+        self._error_members = 1
         self._agreed_changes = 0
-        self._doubt: _Doubt | None = None
+        self._open: _Averaging | None = None
+        self._doubt: _Averaging | None = None
+        self._is_saving = False
+        self._saved: dict[str, Any] | None = None
         group.provide = self._provided
         group.is_leaving = lambda: self.is_leaving
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an averaging was started, and not finished."""
+        return self._open is not None
+
     def average(self) -> None:
         """Average once with whoever is there, however often that must be tried. Collective."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Meet, and send the first messages of an averaging. Collective."""
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to join anew")
+        self._repeated(self._start)
+
+    def finish(self) -> None:
+        """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
+        self._repeated(self._finish)
+        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
+        if self._present[self._group.transport.rank].is_leaving:
+            self.leave()
+            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def save(self) -> dict[str, Any]:
+        """Return what the engine remembers, its residual the mean over all who are there. Collective."""
+        self._is_saving, self._saved = True, None
+        try:
+            while self._saved is None:
+                self.average()
+            return self._saved
+        finally:
+            self._is_saving = False
+
+    def resume(self, lineage: int, commits: int) -> None:
+        """Stand where a saved state does, of which others may be, too."""
+        self.lineage, self.commits, self._error_members = lineage, commits, 0
+        self._group.start_over(commits)
+
+    def leave(self) -> None:
+        """Go at once. What has not been handed over is lost."""
+        if self.has_left:
+            return
+        for each in (self._open, self._doubt):
+            if each is not None:
+                each.abandon()
+        self._open, self.has_left = None, True
+        self._group.leave()
+
+    def _repeated(self, attempt: Callable[[], None]) -> None:
+        """Try until it succeeds, or the group's patience is over."""
         give_up_at: float | None = None
         said = ""
         while True:
             try:
-                present = self._met()
-                self._averaged(present)
+                attempt()
+                return
             except (CommunicationError, _TryAgainError) as error:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
@@ -109,21 +206,51 @@ class Membership:
                         f"{error}. Nothing was averaged; see whether the lighthouse and at least "
                         f"min_members={self._group.min_members} members are there"
                     ) from error
-            else:
-                break
-        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
-        if present[self._group.transport.rank].is_leaving:
-            self.leave()
-            raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
-    def leave(self) -> None:
-        """Go at once. What has not been handed over is lost."""
-        if self.has_left:
-            return
-        if self._doubt is not None and self._doubt.prepared is not None:
-            self._doubt.prepared.abandon()
-        self.has_left = True
-        self._group.leave()
+    def _start(self) -> None:
+        group, present = self._group, self._met()
+        # The same on all of this quorum, and on nobody else: of the past, and of who was there. (The quorum's
+        # number is not enough: a lighthouse that has died and come back counts from the beginning.)
+        members = [each.member for each in present]
+        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
+        lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
+        total = sum(each.weight for each in present)
+        flight = None
+        if total:
+            own = present[group.transport.rank].weight
+            flight = self._front._start(own * len(present) / total, max(each.step for each in present))
+        self._open = _Averaging(flight, lineage, present)
+
+    def _finish(self) -> None:
+        if self._open is None:
+            self._start()
+        assert self._open is not None
+        opened, self._open = self._open, None
+        try:
+            if opened.flight is not None:
+                with self._engine.clock.inside(self._engine.traffic):
+                    opened.flight.send()
+            purpose = "whether all have received everything"
+            try:
+                gather_numbers([1.0], self._group.transport, purpose)
+            except CommunicationError:
+                # Not abandoned: another member may have got this message, and committed.
+                self._doubt = opened
+                raise
+        except BaseException:
+            if self._doubt is None:
+                opened.abandon()
+            raise
+        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
+        # failure takes nothing back.
+        self._group.conclude(True)
+        self._commit(opened)
+        self._hand_over(opened.present)
+        # Those who leave have handed over what they owed, and would count it again.
+        if any(each.is_saving for each in opened.present) and not any(
+            each.is_leaving for each in opened.present
+        ):
+            self._saved = self._engine.state_dict()
 
     def _met(self) -> tuple[Presence, ...]:
         """Return who takes part in the next averaging, all of one lineage and configured alike."""
@@ -137,19 +264,20 @@ class Membership:
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
-        is_new, in_doubt = group.received is not None, self._doubt is not None
+        is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
         own = Presence(
             member=self._member,
             lineage=self.lineage if group.received is None else int(group.received["lineage"]),
             doubt=0 if self._doubt is None else self._doubt.lineage,
-            step=0 if is_new else self._front.step,
+            step=0 if is_new else front.steps,
             min_members=group.min_members,
-            weight=0.0 if is_new else self._front.weight(),
-            weight_behind_doubt=self._front.weight(1) if in_doubt else 0.0,
+            weight=0.0 if is_new else front._weight(),
+            weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
             error_norm=self._engine.error_norm(),
-            is_finite=self._front.is_finite() and (not in_doubt or self._front.is_finite(1)),
+            is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
             is_leaving=self.is_leaving,
             is_new=is_new,
+            is_saving=self._is_saving,
         )
         rows = gather_numbers(
             [float(each) for each in own], group.transport, "who takes part in an averaging"
@@ -165,8 +293,9 @@ class Membership:
             # fails: the next change of members starts from this number.
             self._agree(present)
             self._adopt()
-            scale = group.transport.size / self._error_members
-            self._engine.regroup(scale)
+            # Those who resume from one state have its mean each; who joins them has nothing.
+            before = self._error_members or sum(not each.is_new for each in present)
+            self._engine.regroup(group.transport.size / before)
             self._error_members = group.transport.size
             self._agreed_changes = group.num_changes
         return present
@@ -177,7 +306,7 @@ class Membership:
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(self._device)
         # Send what it is about to load: its own model is not shared yet.
-        return self._front.state() if self._group.received is None else self._group.received
+        return self._front._state() if self._group.received is None else self._group.received
 
     def _note_received(self) -> None:
         """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
@@ -224,9 +353,9 @@ class Membership:
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
         if was_committed:
-            self._commit(doubt.prepared, doubt.present, doubt.lineage)
-        elif doubt.prepared is not None:
-            doubt.prepared.abandon()
+            self._commit(doubt)
+        else:
+            doubt.abandon()
 
     def _check_number(self, present: Sequence[Presence]) -> None:
         # First: where some had enough and others had not, some would send, and others meet again.
@@ -267,7 +396,7 @@ class Membership:
     def _agree(self, present: Sequence[Presence]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
         group = self._group
-        described = self._front.described()
+        described = self._front._described()
         purpose = "joining a group"
         everyone: list[dict[str, str]] = [
             json.loads(each)
@@ -296,55 +425,27 @@ class Membership:
         if received is None:
             return
         lost = self._engine.error_norm()
-        if self.lineage:
+        # What a run that resumes owed, those who went on before this member have.
+        if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away: it starts from the others%s", owed)
             self.stats.lost_error += lost
-        self._front.adopt(received)
-        self.lineage = int(received["lineage"])
+        self._front._adopt(received)
+        self.lineage, self.commits = int(received["lineage"]), int(received["commits"])
         self._error_members = self._group.transport.size
         self._present = ()
         self._group.received = None
 
-    def _averaged(self, present: tuple[Presence, ...]) -> None:
-        """Send, and commit once everybody has received everything."""
-        group = self._group
-        # The same on all of this quorum, and on nobody else: of the past, and of who was there. (The quorum's
-        # number is not enough: a lighthouse that has died and come back counts from the beginning.)
-        members = [each.member for each in present]
-        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
-        lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
-        total = sum(each.weight for each in present)
-        prepared: Prepared | None = None
-        if total:
-            own = present[group.transport.rank].weight
-            prepared = self._front.prepare(own * len(present) / total)
-        try:
-            gather_numbers([1.0], group.transport, "whether all have received everything")
-        except CommunicationError:
-            # Not abandoned: another member may have got this message, and committed.
-            self._doubt = _Doubt(prepared, lineage, present)
-            raise
-        except BaseException:
-            if prepared is not None:
-                prepared.abandon()
-            raise
-        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
-        # failure takes nothing back.
-        group.conclude(True)
-        self._commit(prepared, present, lineage)
-        self._hand_over(present)
-
-    def _commit(self, prepared: Prepared | None, present: tuple[Presence, ...], lineage: int) -> None:
-        if prepared is not None:
-            prepared.commit()
-        self.lineage = lineage
-        self._front.committed(
-            max(each.step for each in present),
-            was_averaged=prepared is not None,
-            has_newcomers=any(each.is_new for each in present),
-        )
-        self.stats.averagings += prepared is not None
+    def _commit(self, averaging: _Averaging) -> None:
+        flight, present = averaging.flight, averaging.present
+        if flight is not None:
+            flight.land()  # whatever can raise: if a mean is not finite, nothing has moved
+        self.lineage = averaging.lineage
+        self.commits += 1
+        may_be_empty = any(each.is_new or each.is_saving for each in present)
+        step = max(each.step for each in present)
+        self._front._committed(flight, step, len(present), may_be_empty=may_be_empty)
+        self.stats.averagings += flight is not None
         count_changes(self.stats, self._present, present)
         self._present = present
 
