@@ -243,7 +243,7 @@ class LocalSGD(ModelAverager, Member):
     def _described(self) -> Description:
         # Who joins is to use what the others do, however far they are.
         step = (self._group.received or {}).get("step")
-        self._follow(step if isinstance(step, int) else self._steps)
+        self._follow(step if isinstance(step, int) else self._steps - self._pending_steps)
         return {
             **super()._described(),
             "every_steps": str(self._schedule.every_steps),
