@@ -28,6 +28,7 @@ from accelerated import error_of, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import Pool
+from thinwire import elastic
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -401,3 +402,21 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     assert isinstance(callback, ThinwireCallback)
     with pytest.raises(thinwire.AttachError, match="attached already"):
         attach(trainer, ALGORITHM)
+
+
+def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_path: Path) -> None:
+    def trained(folder: Path, checkpoint: str | None = None) -> tuple[list[Tensor], int]:
+        group = elastic.InProcessGroup(elastic.InProcessLighthouse())
+        make = partial(elastic.DiLoCo, every_steps=2, algorithm=ALGORITHM, group=group)
+        trainer = new_trainer(str(folder), gradient_accumulation_steps=2)
+        callback = attach(trainer, make, checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert isinstance(callback.local, elastic.DiLoCo)
+        assert callback.local.stats().compression_ratio > 1
+        return parameters_of(trainer), callback.local.steps
+
+    straight, steps = trained(tmp_path)
+    assert steps == 6
+    resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
+    assert steps == 6
+    assert all(map(torch.equal, straight, resumed))

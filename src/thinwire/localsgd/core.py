@@ -74,6 +74,14 @@ class Averager(ABC):
             observer(True)
 
     @abstractmethod
+    def __enter__(self) -> Any:
+        """Start. Collective."""
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
+        """End: average what is left, unless an exception is under way. Collective."""
+
+    @abstractmethod
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
 
