@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from thinwire.channel import InProcessTransport, run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
 from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.localsgd import elastic
 
 FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
 VOTE = "whether all have received everything"
@@ -305,3 +307,71 @@ def test_what_a_warm_up_does_not_have_is_refused() -> None:
         LocalSGD(model, optimizer, every_steps=2, group=group, warmup=Warmup(2, on_nonfinite="zero"))
     with pytest.raises(ConfigError, match=r"warmup must be a thinwire\.Warmup"):
         LocalSGD(model, optimizer, every_steps=2, group=group, warmup=3)  # type: ignore[arg-type]
+
+
+class Unequal(InTurns[Any]):
+    """Members whose steps take so many seconds each; each has a clock."""
+
+    def __init__(self, step_seconds: list[float], kind: Callable[..., Any], until: float = 300.0) -> None:
+        self.step_seconds, self.kind, self.until = step_seconds, kind, until
+        self.clocks, self.waited = [0.0] * len(step_seconds), [0.0] * len(step_seconds)
+        self.running = 0
+        super().__init__(InProcessLighthouse(1, 60.0), [0] * len(step_seconds), None, None)
+
+    def train(self, member: int) -> str:
+        torch.manual_seed(0)
+        truth = torch.randn(16, 8)
+        model, group = nn.Linear(16, 8, bias=False), self.groups[member]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        meet = group.meet
+
+        def met() -> None:
+            meet()
+            # All stand where the last one has come; who was earlier has waited.
+            self.waited[member] += max(self.clocks) - self.clocks[member]
+            wait_for(Turn())
+            self.clocks[member] = max(self.clocks)
+
+        group.meet = met  # type: ignore[method-assign]
+        with patch.object(elastic, "monotonic", lambda: self.clocks[self.running]):
+            draws = torch.Generator().manual_seed(member)
+            self.running = member
+            front = self.fronts[member] = self.kind(model, optimizer, group=group)
+            with front:
+                while self.clocks[member] < self.until:
+                    inputs = torch.randn(8, 16, generator=draws)
+                    optimizer.zero_grad()
+                    (model(inputs) - inputs @ truth).square().mean().backward()
+                    self.clocks[member] += self.step_seconds[member]
+                    self.running = member
+                    optimizer.step()
+                    wait_for(Turn())
+        return "done"
+
+
+def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_steps() -> None:
+    kind = partial(LocalSGD, every_seconds=20.0, algorithm=AllReduce())
+    run = Unequal([0.5, 1.0], kind)
+    assert run.results == ["done"] * 2, run.errors
+    assert all(waited / run.until <= 0.05 for waited in run.waited)
+    fast, slow = (run.fronts[member]._steps_here for member in range(2))
+    assert fast == pytest.approx(2 * slow, rel=0.05)
+    assert run.fronts[0].steps == run.fronts[1].steps
+    by_steps = Unequal([0.5, 1.0], partial(LocalSGD, every_steps=20, algorithm=AllReduce()))
+    assert by_steps.waited[0] / by_steps.until > 0.4
+
+
+def test_what_the_clock_does_not_go_with_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"group": InProcessGroup(InProcessLighthouse())}
+    for settings, told in (
+        ({}, "every_steps or every_seconds"),
+        ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
+        ({"every_seconds": 0.0}, "above 0"),
+        ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            LocalSGD(model, optimizer, **given, **settings)
+    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, **given))
+    assert "every_steps=30" in str(DiLoCo(model, optimizer, **given))

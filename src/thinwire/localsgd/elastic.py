@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import chain
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 from thinwire.localsgd.validation import check_gradient_settings
 
 EXACT = AllReduce()
+MANY_STEPS = 30
 
 
 class LocalSGD(ModelAverager, Member):
@@ -53,6 +55,8 @@ class LocalSGD(ModelAverager, Member):
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
             steps: the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging of a parameter to the next.
+        every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
+            and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
         group: Who is there; None for `TorchftGroup()`.
         algorithm: How the changes become their mean over the group.
         outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
@@ -86,7 +90,8 @@ class LocalSGD(ModelAverager, Member):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        every_steps: int,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
         group: Group | None = None,
         algorithm: Algorithm = EXACT,
         outer: Outer | None = None,
@@ -99,7 +104,16 @@ class LocalSGD(ModelAverager, Member):
         self._warmup = Warmup(0) if warmup is None else warmup
         if not isinstance(self._warmup, Warmup):
             raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
-        self._schedule = schedule = Schedule(every_steps, self._warmup.steps, streaming=streaming)
+        if (every_steps is None) is (every_seconds is None):
+            raise ConfigError(
+                f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
+                "is due after so many steps of a member, or after so long"
+            )
+        # The least, for what follows from them: the outer momentum.
+        every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
+        self._schedule = schedule = Schedule(
+            every_steps, self._warmup.steps, streaming=streaming, every_seconds=every_seconds
+        )
         if streaming.delay_steps >= every_steps // streaming.fragments:
             raise ConfigError(
                 "delay_steps must be less than every_steps / fragments where members come and go, got "
@@ -126,6 +140,7 @@ class LocalSGD(ModelAverager, Member):
         # Of what is in flight: by fragment the work that it is of, and the steps that were pending then.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
+        self._averaged_at = monotonic()
         self._is_warming_up = self._warmup.steps > 0
         self._follow(0)
 
@@ -209,7 +224,9 @@ class LocalSGD(ModelAverager, Member):
             if self._pending_steps - self._sent_steps >= schedule.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
-        elif is_warm_up or self._pending_steps >= schedule.gap(self._turns):
+        elif is_warm_up or schedule.ends_turn(
+            self._turns, self._pending_steps, monotonic() - self._averaged_at
+        ):
             self._transact(self._membership.start)
             if is_warm_up or not schedule.delay_steps:
                 self._land()
@@ -247,6 +264,7 @@ class LocalSGD(ModelAverager, Member):
         return {
             **super()._described(),
             "every_steps": str(self._schedule.every_steps),
+            "every_seconds": str(self._schedule.every_seconds),
             "streaming": str(self._schedule.streaming),
             "warmup": str(self._warmup),
             "weigh_by": self._weigh_by,
@@ -279,7 +297,7 @@ class LocalSGD(ModelAverager, Member):
     def _committed(
         self, flight: Flight[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        self._changes = {}
+        self._changes, self._averaged_at = {}, monotonic()
         if flight is None:
             # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
             if self._pending_steps and not may_be_empty:
@@ -326,7 +344,7 @@ class DiLoCo(LocalSGD):
     Args:
         model: As of `elastic.LocalSGD`.
         optimizer: Trains the model; or several, as of `elastic.LocalSGD`.
-        every_steps: Steps from one averaging of a parameter to the next.
+        every_steps: Steps from one averaging of a parameter to the next; 30, unless there is `every_seconds`.
         algorithm: How the changes become their mean over the group.
         outer: The outer step; as of `elastic.LocalSGD`.
         settings: All others, as of `elastic.LocalSGD`.
@@ -342,11 +360,13 @@ class DiLoCo(LocalSGD):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        every_steps: int = 30,
+        every_steps: int | None = None,
         algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
         outer: Outer | None = Nesterov(),  # noqa: B008
         **settings: Any,
     ) -> None:
+        if every_steps is None and settings.get("every_seconds") is None:
+            every_steps = MANY_STEPS
         super().__init__(
             model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
         )

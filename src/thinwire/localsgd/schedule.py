@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from thinwire.algorithms import Algorithm
-from thinwire.checks import shown, whole_count
+from thinwire.checks import number, shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.localsgd.settings import Streaming
 
@@ -26,6 +27,7 @@ class Schedule:
     has_ddp: bool = False
     has_subgroup: bool = False
     streaming: Streaming = WHOLE
+    every_seconds: float | None = None
 
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
@@ -36,6 +38,14 @@ class Schedule:
                 "streaming=thinwire.Streaming(fragments=2)"
             )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
+        if self.every_seconds is not None:
+            if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
+                raise ConfigError(f"every_seconds must be above 0 and finite, got {self.every_seconds!r}")
+            if delay_steps:
+                raise ConfigError(
+                    f"delay_steps={delay_steps} counts steps, of which members make different numbers in "
+                    "every_seconds; use fragments for shorter messages"
+                )
         if fragments > every_steps:
             raise ConfigError(
                 f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
@@ -48,7 +58,8 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        settings = [f"every_steps={self.every_steps}"]
+        every_steps = f"every_steps={self.every_steps}"
+        settings = [every_steps if self.every_seconds is None else f"every_seconds={self.every_seconds:g}"]
         settings += [f"streaming={self.streaming}"] * (self.streaming != WHOLE)
         return ", ".join(settings)
 
@@ -107,6 +118,13 @@ class Schedule:
         turn, rest = divmod(place * self.num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
         return (turn - 1,) if turn and rest < self.num_fragments else ()
+
+    def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
+        """Return whether a member averages so many steps, and seconds, after its last averaging."""
+        if self.every_seconds is None:
+            return steps >= self.gap(turn)
+        # At the step that ends next to the time: who is slow is waited for by half of its step.
+        return seconds + seconds / steps / 2 >= self.every_seconds / self.num_fragments
 
     def gap(self, turn: int) -> int:
         """Return how many steps lie between two turns of fragments, counted from the earlier one."""
