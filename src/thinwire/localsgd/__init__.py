@@ -8,8 +8,7 @@ there is one. `loop` is what hangs on the user's optimizer and DDP model, `repli
 it, `state` what is saved.
 """
 
-from thinwire.localsgd.diloco import DiLoCo
-from thinwire.localsgd.local_sgd import LocalSGD
+from thinwire.localsgd.local_sgd import DiLoCo, LocalSGD
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 
 __all__ = ["DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"]

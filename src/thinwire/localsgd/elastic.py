@@ -23,10 +23,10 @@ from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.model import check_gradient_settings
 from thinwire.localsgd.outer import Outer, check_outer, described_outer, warn_of_momentum
 from thinwire.localsgd.schedule import WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
-from thinwire.localsgd.validation import check_gradient_settings
 
 EXACT = AllReduce()
 MANY_STEPS = 30

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
 from thinwire.algorithms import all_finite
 from thinwire.channel import Transport, true_for_all
 from thinwire.errors import StepError
-from thinwire.localsgd.consensus import Consensus
 from thinwire.localsgd.fragment import Buckets, Fragment
 from thinwire.sync import Engine
 from thinwire.sync.step import Step
@@ -36,7 +35,7 @@ class Flight(Generic[Part]):
         self,
         changes: Mapping[Part, list[torch.Tensor]],
         engine: Engine | None,
-        consensus: Consensus | None = None,
+        consensus: Any = None,
         *,
         is_delayed: bool = False,
         what: str = "change of the parameters",
@@ -65,8 +64,8 @@ class Flight(Generic[Part]):
     def send(
         self,
         num_rounds: float = math.inf,
-        read: Callable[[Consensus | None], object] = bool,
-        asked: Consensus | None = None,
+        read: Callable[[Any], object] = bool,
+        asked: Any = None,
     ) -> None:
         """Wait for rounds and send the next ones, until so many were sent or all have come."""
         assert self._step is not None, "sent after it has landed"
@@ -78,7 +77,7 @@ class Flight(Generic[Part]):
             self.num_rounds += 1
             self.consensus = asked
 
-    def finish(self, read: Callable[[Consensus | None], object], asked: Consensus | None) -> None:
+    def finish(self, read: Callable[[Any], object], asked: Any) -> None:
         """Send what is left, as `send`, and land; nothing if it has landed."""
         if self.has_landed:
             return

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import Algorithm, AllReduce, Quantize
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
@@ -26,7 +26,13 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, fragments_of
 from thinwire.localsgd.loop import after_each_step, check_ddp
 from thinwire.localsgd.members.fixed import Fixed, Subgroups
-from thinwire.localsgd.model import AveragedModel, replica_of, unwrapped
+from thinwire.localsgd.model import (
+    AveragedModel,
+    check_gradient_settings,
+    checked_optimizer,
+    replica_of,
+    unwrapped,
+)
 from thinwire.localsgd.outer import (
     Outer,
     check_outer,
@@ -34,14 +40,13 @@ from thinwire.localsgd.outer import (
     warn_of_momentum,
 )
 from thinwire.localsgd.schedule import WHOLE, Schedule
-from thinwire.localsgd.settings import Streaming, Warmup
+from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 from thinwire.localsgd.state import (
     LoadedState,
     checked_state,
     go_on_from,
     packed_state,
 )
-from thinwire.localsgd.validation import check_gradient_settings, checked_optimizer
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.layout import held_of
 
@@ -450,3 +455,77 @@ class LocalSGD(ModelAverager, Joinable):
             of_warmup.load(warmup)
         self._loaded = loaded
         self._averagings.step = loaded.step
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    A context manager around the training loop: `LocalSGD` with other defaults. See there what is averaged,
+    when, and what is refused, and all other settings. The outer optimizer is SGD with Nesterov's momentum on
+    the last averaged parameters; changes travel in four bits a number. With `streaming` it is Streaming
+    DiLoCo: the model is averaged in parts, one at a time, while training goes on.
+
+    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725), for Muon inside.
+
+    Args:
+        model: As of `LocalSGD`.
+        optimizer: Trains the model (AdamW, Muon); of several, the one that steps last.
+        every_steps: Steps from one averaging of a parameter to the next.
+        algorithm: How the changes become their mean over the group.
+        outer: The outer step; as of `LocalSGD`.
+        streaming: As of `LocalSGD`, and all that follow.
+        warmup: As of `LocalSGD`.
+        replicas: As of `LocalSGD`.
+        subgroup: As of `LocalSGD`. A subgroup counts as one member.
+        grad_scaler: As of `LocalSGD`.
+
+    Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
+            a model whose parameters have no values yet, or are all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(64, 32)  # in a process group
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
+        ...     for _ in range(60):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        >>> print(local)
+        DiLoCo(every_steps=30), Quantize(bits=4)
+        >>> local.stats().compression_ratio > 200
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int = 30,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            every_steps=every_steps,
+            algorithm=algorithm,
+            outer=outer,
+            streaming=streaming,
+            warmup=warmup,
+            replicas=replicas,
+            subgroup=subgroup,
+            grad_scaler=grad_scaler,
+        )

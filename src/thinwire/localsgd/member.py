@@ -24,13 +24,11 @@ from thinwire.errors import AttachError, ConfigError, LeftError, StateError, Ste
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.localsgd.core import Averager
 from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
-from thinwire.localsgd.members.elastic import Elastic, Front
+from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
-from thinwire.localsgd.members.presence import MembershipStats
-from thinwire.localsgd.model import AveragedModel, unwrapped
+from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
 from thinwire.localsgd.outer import held_by
-from thinwire.localsgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
 from thinwire.sync.precision import full_precision

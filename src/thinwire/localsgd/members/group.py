@@ -1,14 +1,20 @@
-"""What a group is whose members come and go: who is there, what joins them, and what newcomers are given."""
+"""A group whose members come and go: who is there, and what joins them; and one within a process."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.channel import InProcessTransport
+from thinwire.channel.in_process import Awaited, wait_for
 from thinwire.channel.metered import Wrapped
 from thinwire.checks import number, whole_count
+from thinwire.errors import CommunicationError
+from thinwire.localsgd.members.handing import packed, unpacked
+
+MAX_STANDSTILLS = 8
 
 
 class Group(ABC):
@@ -71,3 +77,119 @@ class Group(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Go; nobody waits for this member any more."""
+
+
+class InProcessLighthouse:
+    """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
+
+    A quorum is formed once all who are there ask for one. Where everybody waits and nobody can go on, those
+    who have not asked count as gone, like processes whose heartbeat stops.
+
+    Args:
+        min_members: As of `Group`, for all its members.
+        wait_seconds: As of `Group`, for all its members.
+    """
+
+    def __init__(self, min_members: int = 1, wait_seconds: float = 5.0) -> None:
+        self.min_members, self.wait_seconds = min_members, wait_seconds
+        self.quorum_id = 0
+        self.members: list[
+            InProcessGroup
+        ] = []  # that ever were; of a quorum those who joined first come first
+        self.there: list[InProcessGroup] = []
+        self.asking: list[InProcessGroup] = []
+
+    def form_if_all_ask(self) -> None:
+        """Make a quorum if all who are there ask for one, and are enough."""
+        if not len(self.there) == len(self.asking) >= self.min_members:
+            return
+        self.quorum_id += 1
+        self.asking.sort(key=self.members.index)
+        furthest = max(member.commits for member in self.asking)
+        source = next(member for member in self.asking if member.commits == furthest)
+        behind = [
+            member
+            for member in self.asking
+            if member is not source and (member.commits < furthest or furthest == 0)
+        ]
+        state = packed(source.provide()) if behind else None
+        members = InProcessTransport.group(len(self.asking))
+        for member, transport in zip(self.asking, members, strict=True):
+            member.transport.transport, member.quorum_id = transport, self.quorum_id
+            member.num_changes += 1
+        for member in behind:
+            assert state is not None
+            member.received, member.commits = unpacked(state), furthest
+        self.there, self.asking = list(self.asking), []
+
+
+@dataclass
+class _Quorum(Awaited):
+    lighthouse: InProcessLighthouse
+    member: InProcessGroup
+    before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before = self.member.quorum_id
+
+    @property
+    def is_complete(self) -> bool:
+        return self.member.quorum_id != self.before
+
+    def who_is_missing(self) -> str:
+        return f"a quorum of {self.lighthouse.min_members} members is waited for"
+
+
+class InProcessGroup(Group):
+    """A member of a group in this process; the others wait for it from now on.
+
+    Args:
+        lighthouse: The same object for all members.
+    """
+
+    def __init__(self, lighthouse: InProcessLighthouse) -> None:
+        super().__init__(lighthouse.min_members, lighthouse.wait_seconds)
+        self.kind = "in one process"
+        self.leaves_on_sigterm = False  # it would be for the process, and nobody knows for which member
+        self.commits = 0
+        self._lighthouse = lighthouse
+        lighthouse.members.append(self)
+        lighthouse.there.append(self)
+
+    def meet(self) -> None:
+        """As `Group.meet`."""
+        lighthouse = self._lighthouse
+        if self not in lighthouse.there:
+            lighthouse.there.append(self)
+        lighthouse.asking.append(self)
+        awaited = _Quorum(lighthouse, self)
+        # When nobody can go on for the first time, those in the middle of an averaging learn of it; when that
+        # happens again, all who are left have come.
+        for standstills in range(MAX_STANDSTILLS):
+            if standstills > 1:
+                lighthouse.there = [each for each in lighthouse.there if each in lighthouse.asking]
+            lighthouse.form_if_all_ask()
+            try:
+                wait_for(awaited)
+                return
+            except CommunicationError:
+                continue
+        lighthouse.there.remove(self)
+        lighthouse.asking.remove(self)
+        raise CommunicationError(awaited.who_is_missing())
+
+    def conclude(self, committed: bool) -> None:
+        """As `Group.conclude`."""
+        if not committed and isinstance(self.transport.transport, InProcessTransport):
+            self.transport.transport.abort()
+        self.commits += committed
+
+    def start_over(self, commits: int = 0) -> None:
+        """As `Group.start_over`."""
+        self.commits = commits
+
+    def leave(self) -> None:
+        """As `Group.leave`."""
+        if self in self._lighthouse.there:
+            self._lighthouse.there.remove(self)
+            self._lighthouse.form_if_all_ask()
