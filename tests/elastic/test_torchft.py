@@ -82,6 +82,30 @@ def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) ->
     assert job.check_equal() > 3
 
 
+@pytest.mark.parametrize("averages_gradients", [False, True], ids=["models", "gradients"])
+def test_a_whole_group_that_was_killed_resumes_and_makes_the_same_models(
+    job: Job, averages_gradients: bool
+) -> None:
+    options: dict[str, Any] = {"min_members": 2, "averages_gradients": averages_gradients}
+    first = [job.start(member, saves_at=10, **options) for member in range(2)]
+    job.wait_for_averagings(0, 8)
+    for process in first:
+        process.kill()
+        process.join()
+    again = [job.start(member, resumes=True, **options) for member in range(2)]
+    job.wait(lambda: len(job.told(event="joined")) == 4)
+    assert {line["step"] for line in job.told(event="joined")[2:]} == {10}
+    job.wait_for_averagings(0, 8)
+    pids = {process.pid for process in again}
+    runs: tuple[dict[int, str], dict[int, str]] = {}, {}
+    for line in job.told(event="averaged", member=0):
+        if line["step"] > 10:
+            runs[line["pid"] in pids][line["step"]] = line["checksum"]
+    both = runs[0].keys() & runs[1].keys()
+    assert len(both) > 3
+    assert all(runs[0][step] == runs[1][step] for step in both)
+
+
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) -> None:
     job.start(0, min_members=2), job.start(1, min_members=2)
     job.wait_for_averagings(0)
