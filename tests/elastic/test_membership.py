@@ -554,8 +554,8 @@ def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
 
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a later version": (lambda state: {"version": 9}, "of version 9 with"),
-    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "of version tensor"),
+    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 5"),
+    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "version must be"),
     "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
     "a long step": (lambda state: {"step": 10**5000}, "16610 bits"),
     "residuals of a number": (

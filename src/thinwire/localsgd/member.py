@@ -30,7 +30,7 @@ from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
 from thinwire.localsgd.outer import held_by
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
+from thinwire.sync.checksum import check_kind, check_undamaged, with_checksum
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import in_memory_order
 
@@ -351,14 +351,7 @@ def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> N
 
 def _check_kind(state: Mapping[str, Any]) -> None:
     """Refuse what the group has sent to start from, or was loaded, if it is damaged or of another kind."""
-    check_readable(state)
-    if not isinstance(state, Mapping) or state.keys() != KEYS or repr(state["version"]) != str(STATE_VERSION):
-        shown = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-        got = f"version {state.get('version')!r} with {shown}" if isinstance(state, Mapping) else shown
-        raise StateError(
-            f"what this member is to start from is of {got[:400]}, expected version {STATE_VERSION} of an "
-            "elastic member's state; install the same Thinwire on all members"
-        )
+    check_kind(state, STATE_VERSION, KEYS, "an elastic member")
     check_undamaged(state)
     for key in COUNTS:
         whole_number(key, state[key], minimum=0, error=StateError)

@@ -17,7 +17,7 @@ from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
+from thinwire.sync.checksum import check_kind, check_undamaged, shown_kind, with_checksum
 from thinwire.sync.state import DTYPES
 
 STATE_VERSION = 4
@@ -123,16 +123,10 @@ def checked_state(
     has_warmup: bool = False,
 ) -> LoadedState:
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
-    check_readable(state)
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise StateError("expected a state made by LocalSGD.state_dict()")
-    if whole_number("version", state["version"], minimum=0, error=StateError) != STATE_VERSION:
-        raise StateError(
-            f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
-            "load it with the Thinwire that saved it"
-        )
+    check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
+    assert isinstance(state, Mapping)
     if state.keys() - {WARMUP_KEY} != KEYS:
-        raise StateError("expected a state made by LocalSGD.state_dict()")
+        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)

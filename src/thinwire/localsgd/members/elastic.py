@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import random
 import time
 from abc import ABC, abstractmethod
@@ -273,8 +274,7 @@ class Elastic:
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
         """Try until it succeeds, or the group's patience is over."""
-        give_up_at: float | None = None
-        said = ""
+        give_up_at, said = math.inf, ""
         while True:
             try:
                 attempt()
@@ -282,17 +282,14 @@ class Elastic:
             except (CommunicationError, _TryAgainError) as error:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
-                give_up_at = now + self._group.wait_seconds if give_up_at is None else give_up_at
+                give_up_at = min(give_up_at, now + self._group.wait_seconds)
                 # First of all: it breaks the others' messages off, which would wait for this member until
                 # they time out.
                 self._group.conclude(False)
                 self.stats.retries += not isinstance(error, _TooFewError)
                 if str(error) != said:  # who waits for others meets the same again and again
-                    said = str(error)
-                    waits = isinstance(error, _TooFewError)
-                    happens = (
-                        "waiting for more members" if waits else "an averaging has failed and is repeated"
-                    )
+                    said, waits = str(error), isinstance(error, _TooFewError)
+                    happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
                 if now >= give_up_at:
                     raise CommunicationError(
@@ -341,9 +338,8 @@ class Elastic:
         self._commit(opened)
         self._hand_over(opened.present)
         # Those who leave have handed over what they owed, and would count it again.
-        if any(each.is_saving for each in opened.present) and not any(
-            each.is_leaving for each in opened.present
-        ):
+        is_anyone_leaving = any(each.is_leaving for each in opened.present)
+        if not is_anyone_leaving and any(each.is_saving for each in opened.present):
             self._saved = self._engine.state_dict()
 
     def _met(self) -> tuple[Presence, ...]:
@@ -453,66 +449,60 @@ class Elastic:
 
     def _check_number(self, present: Sequence[Presence]) -> None:
         # First: where some had enough and others had not, some would send, and others meet again.
+        own = self._group.min_members
         needed = [each.min_members for each in present if not each.is_new]
         usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
-        others = [rank for rank, each in enumerate(present) if each.min_members != usual]
-        if self._group.transport.rank in others:
-            self.leave()
-            raise AgreementError(
-                f"this member has min_members={self._group.min_members}, and those that it has met have "
-                f"min_members={usual}: it was refused, and the others go on; start all with the same one"
-            )
-        if others:
-            raise _TryAgainError(f"members {others} have other min_members, and are refused")
-        if len(present) < self._group.min_members:
+        error = AgreementError(
+            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
+            "refused, and the others go on; start all with the same one"
+        )
+        self._refuse([each.min_members != usual for each in present], "have other min_members", error)
+        if len(present) < own:
             if self.is_leaving:
                 self.leave()
                 raise LeftError(
                     f"this member has left the group, in which too few were left ({len(present)} of "
-                    f"min_members={self._group.min_members}) to hand over to"
+                    f"min_members={own}) to hand over to"
                 )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
             there = "1 member is" if len(present) == 1 else f"{len(present)} members are"
-            raise _TooFewError(f"{there} there, and min_members={self._group.min_members} are needed")
+            raise _TooFewError(f"{there} there, and min_members={own} are needed")
 
     def _check_finite(self, present: Sequence[Presence]) -> None:
-        broken = [rank for rank, each in enumerate(present) if not each.is_finite]
-        if self._group.transport.rank in broken:
+        error = StepError(
+            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
+            "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
+            "a GradScaler); started again, it takes the model of the others"
+        )
+        self._refuse([not each.is_finite for each in present], "are not finite", error)
+
+    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
+        """Let some members leave with an error, and the others try again without them."""
+        if are_refused[self._group.transport.rank]:
+            # Before it is raised: the others meet again at once, and should not wait for this member.
             self.leave()
-            raise StepError(
-                "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); "
-                "nothing was averaged, and it has left the group. Find what diverged (learning rate, loss, "
-                "fp16 without a GradScaler); started again, it takes the model of the others"
-            )
-        if broken:
-            raise _TryAgainError(f"what members {broken} hold is not finite, and they leave")
+            raise error
+        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
+        if ranks:
+            raise _TryAgainError(f"members {ranks} {why}, and are refused")
 
     def _agree(self, present: Sequence[Presence]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
         group = self._group
-        described = self._front._described()
-        purpose = "joining a group"
-        everyone: list[dict[str, str]] = [
-            json.loads(each)
-            for each in gather_bytes(json.dumps(described).encode(), group.transport, purpose)
-        ]
+        described, purpose = self._front._described(), "joining a group"
+        data = gather_bytes(json.dumps(described).encode(), group.transport, purpose)
+        everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(each, sort_keys=True) for each in everyone]
         before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
         counts = Counter(before)
         usual = max(counts, key=lambda text: counts[text])
-        others = [rank for rank, text in enumerate(texts) if text != usual]
-        if not others:
-            return
-        if group.transport.rank not in others:
-            raise _TryAgainError(f"members {others} are configured otherwise, and are refused")
-        # Before it is raised: the others meet again at once, and should not wait for this member.
-        self.leave()
+        refused = AgreementError()
         try:
-            check_same(
-                [everyone[texts.index(usual)], described], f"{purpose}, of which process 0 is a member"
-            )
+            others = [everyone[texts.index(usual)], described]
+            check_same(others, f"{purpose}, of which process 0 is a member")
         except AgreementError as error:
-            raise AgreementError(f"{error}, and this process, 1, was refused; the others go on") from None
+            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
+        self._refuse([text != usual for text in texts], "are configured otherwise", refused)
 
     def _adopt(self) -> None:
         received = self._group.received

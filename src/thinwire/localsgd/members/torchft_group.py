@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -35,16 +36,13 @@ HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
-LOOK_SECONDS = 0.2  # how often one who waits for the lighthouse's answer looks whether it is still there
+LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
 REACH_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
 OLDEST = (0, 2)  # of torchft: its major and minor version
-PRIVATE = (
-    "_client",
-    "_quorum_future",
-    "_quorum_id",
-)  # of its Manager, used here: the next version may lack them
+# Of its Manager, used here: the next version may lack them.
+PRIVATE = ("_client", "_quorum_future", "_quorum_id")
 
 
 class TorchftGroup(Group):
@@ -147,15 +145,8 @@ class TorchftGroup(Group):
     def meet(self) -> None:
         """As `Group.meet`."""
         give_up_at = time.monotonic() + self.wait_seconds
-        said = threading.Timer(
-            PATIENCE_SECONDS,
-            logger.warning,
-            [
-                "has waited %g s for the other members at the lighthouse %s, whose page says who is there",
-                PATIENCE_SECONDS,
-                self._lighthouse,
-            ],
-        )
+        words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
+        said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
         said.daemon = True
         said.start()
         try:
@@ -351,10 +342,9 @@ class _Configured:
         """Return what carries tensors in this configuration."""
         return ReconfigurableTransport(self.inner, self.rank, self.size)
 
-    def errored(self) -> Exception | None:
+    def errored(self) -> Any:
         """Return what has broken it, as torchft's manager asks."""
-        error: Exception | None = self.inner.errored()
-        return error
+        return self.inner.errored()
 
     def abort(self) -> None:
         """Break off all messages."""
@@ -421,18 +411,16 @@ def _checked_version() -> str:
 def _check_launcher() -> None:
     """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None:
-        return
     # What it has started itself ends with it; what stands in between need not have told its own processes.
     try:
-        os.kill(int(launcher), 0)
+        with suppress(PermissionError):  # it is there, as another user's
+            if launcher is not None:
+                os.kill(int(launcher), 0)
     except ProcessLookupError:
         raise CommunicationError(
             f"process {launcher}, which has started this member ({LAUNCHER_VARIABLE}), has ended: so does "
             "this one. Start thinwire run again"
         ) from None
-    except PermissionError:
-        pass  # it is there, as another user's
 
 
 def _says_something(record: logging.LogRecord) -> bool:
