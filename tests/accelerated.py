@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 
+from thinwire.advice import Auto
+
 
 @contextmanager
 def several_processes() -> Iterator[None]:
@@ -37,3 +39,14 @@ def error_of(action: Any) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def assert_chosen_alike(auto: Auto) -> None:
+    """Both processes have come to the same choice, and bf16 has sent half of what exact averaging sends."""
+    exact, cast, *_ = auto.trials
+    assert auto.chosen is not None
+    assert cast.message_bytes == exact.message_bytes / 2
+    told: list[Any] = [None, None]
+    used = auto.chosen.name, str(auto.sync.algorithm), [each.step_seconds for each in auto.trials]
+    dist.all_gather_object(told, used)
+    assert told[0] == told[1]

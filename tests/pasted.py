@@ -10,8 +10,7 @@ from unittest.mock import patch
 
 import thinwire
 from advice.ways import LOCAL, TWO, advice_of
-from thinwire.advice.variants import LocalVariant
-from thinwire.advice.words import lines_to_paste
+from thinwire.advice.variants import LocalVariant, lines_to_paste
 
 
 def lines_for(front: str) -> list[str]:

@@ -6,6 +6,7 @@ After a failure the pool is thrown away, and the next test gets a new one.
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import os
 import pickle
 import shutil
@@ -16,6 +17,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import update_wrapper
+from importlib import import_module
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,29 @@ class Pools:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def each_of(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let every process of a pool run a test's body, with its parameters and fixtures.
+
+    In the processes assertions are plain ones: a failure shows the line, but no values.
+    """
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        def test(pools: Pools, **given: Any) -> None:
+            pools.of(world_size).run(_run_body, body.__module__, body.__name__, given)
+
+        update_wrapper(test, body)
+        parameters = [inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        parameters += inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(**given)
 
 
 def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:

@@ -81,8 +81,6 @@ PUBLIC_MODULES = (
     "elastic",
     "errors",
     "hooks",
-    "hooks.post_local_sgd",
-    "hooks.stateless",
     "integrations.accelerate",
     "integrations.lightning",
     "integrations.transformers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from thinwire.fronts.tensors import Gradients, StepFront
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Aggregator(ABC):
@@ -51,13 +54,23 @@ class Config(NamedTuple):
     start_compressing_after_num_steps: int = 100
 
 
+class Options(TypedDict, total=False):
+    """What aggregators over all of a model's parameters take by name."""
+
+    process_group: dist.ProcessGroup | None
+    grad_scaler: GradScaler | None
+    host_check: bool
+    on_nonfinite: OnNonfinite
+    machines: Layout
+
+
 class _Synchronised(Aggregator):
     """An aggregator over a `StepFront`."""
 
     grad_scaler: GradScaler | None
 
     @abstractmethod
-    def front_for(self, tensors: Gradients) -> StepFront:
+    def _front_for(self, tensors: Gradients) -> StepFront:
         """Return the front for these parameters or gradients."""
 
     @torch.no_grad()
@@ -81,7 +94,7 @@ class _Synchronised(Aggregator):
             GradientError: One is sparse.
             CommunicationError: A collective failed; memory is as it was.
         """
-        front = self.front_for(gradients)
+        front = self._front_for(gradients)
         means, committed = front.average(gradients)
         if not committed:
             front.engine.warn_of_nonfinite()
@@ -111,16 +124,14 @@ class AllReduce(_Synchronised):
     """Averages uncompressed gradients.
 
     Args:
-        process_group: None for the default one; without any, this process is the only worker.
-        grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
-            it.
-        host_check: As of `AlgorithmAggregator`.
-        on_nonfinite: With "zero" or "raise", means that are not finite are zeros, or raise `NonfiniteError`,
-            on all processes; and `optimizer_step` skips the step. With "nan" nobody looks at them.
+        process_group: As of `AlgorithmAggregator`, as are the others.
+        grad_scaler: `optimizer_step` steps through it.
+        host_check: As of `thinwire.attach`.
+        on_nonfinite: With "nan" nobody looks at the means.
         machines: As of `AlgorithmAggregator`.
 
     Raises:
-        ConfigError: `grad_scaler` is none, or `on_nonfinite` is not one of these, or does not go with it.
+        ConfigError: `grad_scaler` is none, or `on_nonfinite` is no choice, or does not go with the scaler.
     """
 
     def __init__(
@@ -146,12 +157,8 @@ class AllReduce(_Synchronised):
         """As `Aggregator.aggregate`; of no gradients no means, and no message."""
         return super().aggregate(gradients) if gradients else []
 
-    def front_for(self, tensors: Gradients) -> StepFront:
-        """Return a new front whenever there are other tensors than before: nothing is remembered.
-
-        Raises:
-            ConfigError: A tensor is None: its shape is not known.
-        """
+    def _front_for(self, tensors: Gradients) -> StepFront:
+        """Return a front; a new one for other tensors than before, since nothing is remembered."""
         given = [tensor for tensor in tensors if tensor is not None]
         if len(given) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
@@ -167,17 +174,18 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         params: The model's parameters, in an order that is the same in every run: saved state knows them by
             their position.
         algorithm: How gradients become their mean over the group.
-        process_group: None for the default one; without any, this process is the only worker.
-        grad_scaler: The `GradScaler` that scales the loss, if there is one. The residual is then kept in
-            unscaled units, and `optimizer_step` steps through the scaler.
-        host_check: As of `thinwire.attach`. Without it `optimizer_step` can't skip a step that is not finite:
-            give a `GradScaler`, which does, or "zero" for the means.
-        on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
-            raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
-            processes; with "nan" only if the algorithm keeps a residual, for else nobody looks at the means
-            (a `GradScaler` does).
-        machines: Which processes share a machine: as of `thinwire.attach`, but by default each process sends
-            by itself, as with the reference. With True, what leaves a machine leaves it once.
+        options: All by name.
+            `process_group`: None for the default one; without any, this process is the only worker.
+            `grad_scaler`: The `GradScaler` that scales the loss, if there is one. The residual is then kept
+            in unscaled units, and `optimizer_step` steps through the scaler.
+            `host_check`: As of `thinwire.attach`. Without it `optimizer_step` can't skip a step that is not
+            finite: give a `GradScaler`, which does, or "zero" for the means.
+            `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); or it
+            raises `NonfiniteError` ("raise"), as `optimizer_step` does. Otherwise `optimizer_step` skips the
+            step, on all processes; with "nan" only if the algorithm keeps a residual, since else nobody looks
+            at the means (a `GradScaler` does).
+            `machines`: Which processes share a machine, as of `thinwire.attach`, but by default each process
+            sends by itself, as with the reference. With True, what leaves a machine leaves it once.
 
     A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
     `error_decay` of `TopK` needs `optimizer_step`.
@@ -204,25 +212,12 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         self,
         params: Iterable[torch.Tensor],
         algorithm: algorithms.Algorithm,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        grad_scaler: GradScaler | None = None,
-        host_check: bool = True,
-        on_nonfinite: OnNonfinite = "nan",
-        machines: Layout = False,
+        **options: Unpack[Options],
     ) -> None:
-        self.grad_scaler = checked_scaler(grad_scaler)
-        super().__init__(
-            params,
-            algorithm,
-            process_group=process_group,
-            grad_scaler=grad_scaler,
-            host_check=host_check,
-            on_nonfinite=on_nonfinite,
-            machines=machines,
-        )
+        self.grad_scaler = checked_scaler(options.get("grad_scaler"))
+        super().__init__(params, algorithm, **options)
 
-    def front_for(self, tensors: Gradients) -> StepFront:
+    def _front_for(self, tensors: Gradients) -> StepFront:
         """Return itself."""
         return self
 
@@ -259,18 +254,12 @@ class PowerSGD(AlgorithmAggregator):
     gradients fp64.
 
     Args:
-        params: As of `AlgorithmAggregator`.
+        params: As of `AlgorithmAggregator`, as are the options.
         config: The settings.
-        process_group: As of `AlgorithmAggregator`.
-        grad_scaler: As of `AlgorithmAggregator`.
-        host_check: As of `AlgorithmAggregator`.
-        on_nonfinite: As of `AlgorithmAggregator`.
-        machines: As of `AlgorithmAggregator`.
+        options: By name.
 
     Raises:
-        ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
-        AttachError: This process is not in the group, or `torchrun` has started several and
-            `torch.distributed` is not initialised.
+        ThinwireError: As of `AlgorithmAggregator`.
 
     Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and see
     `StepFront`.
@@ -287,26 +276,8 @@ class PowerSGD(AlgorithmAggregator):
 
     _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        config: Config,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        grad_scaler: GradScaler | None = None,
-        host_check: bool = True,
-        on_nonfinite: OnNonfinite = "nan",
-        machines: Layout = False,
-    ) -> None:
-        super().__init__(
-            params,
-            _algorithm_of(config),
-            process_group=process_group,
-            grad_scaler=grad_scaler,
-            host_check=host_check,
-            on_nonfinite=on_nonfinite,
-            machines=machines,
-        )
+    def __init__(self, params: Iterable[torch.Tensor], config: Config, **options: Unpack[Options]) -> None:
+        super().__init__(params, _algorithm_of(config), **options)
         self.config = config
 
 
@@ -337,11 +308,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not isinstance(aggregator, _Synchronised):
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
-    front = aggregator.front_for(parameters)
-    _check_same(front, parameters, aggregator)
+    front = aggregator._front_for(parameters)
+    if not isinstance(aggregator, AllReduce):
+        _check_same(parameters, front.parameters)
+        # In the aggregator's order, by which its state knows them.
+        parameters = front.parameters
     _check_scaled(optimizer, aggregator.grad_scaler)
-    # In the aggregator's order, by which its state knows them.
-    parameters = parameters if isinstance(aggregator, AllReduce) else front.parameters
     means, committed = front.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
@@ -371,11 +343,9 @@ def _step_keeping_error(
     return True
 
 
-def _check_same(front: StepFront, parameters: list[torch.Tensor], aggregator: _Synchronised) -> None:
-    if isinstance(aggregator, AllReduce):
-        return
-    here = {id(parameter) for parameter in parameters}
-    there = {id(parameter) for parameter in front.parameters if parameter.requires_grad}
+def _check_same(optimizers: list[torch.Tensor], aggregators: list[torch.Tensor]) -> None:
+    here = {id(parameter) for parameter in optimizers}
+    there = {id(parameter) for parameter in aggregators if parameter.requires_grad}
     if here != there:
         raise ConfigError(
             f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the aggregator "

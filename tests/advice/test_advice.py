@@ -29,14 +29,15 @@ from advice.ways import advice_of, network, way
 from launcher import run_python
 from pool import Pool
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice, notes
+from thinwire.advice import Advice, processors
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
 from thinwire.advice.measure import _link_of
-from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, notes_on, others_share
+from thinwire.advice.processors import ProcessorUse, others_share
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
+from thinwire.advice.words import cost_of_saving, disturbance, notes_on
 from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.localsgd import LocalSGD
@@ -572,7 +573,7 @@ def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: 
     assert others_share([b"a"], [(1.0, math.nan, math.nan)]) is None
     # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
     stat = tmp_path / "stat"
-    monkeypatch.setattr(notes, "PROC_STAT", stat)
+    monkeypatch.setattr(processors, "PROC_STAT", stat)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")

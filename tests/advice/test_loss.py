@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -30,8 +31,7 @@ from advice.ways import (
 )
 from thinwire import Streaming
 from thinwire.advice.automatic import Trial
-from thinwire.advice.bench import Bench
-from thinwire.advice.local import Averaging, LocalBench, local_benches
+from thinwire.advice.bench import Bench, Replicated, Timed, local_seconds
 from thinwire.advice.loss import (
     ExpectedLoss,
     Training,
@@ -42,11 +42,18 @@ from thinwire.advice.loss import (
     optimizer_notes,
     published_gap,
 )
-from thinwire.advice.notes import notes_on
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
-from thinwire.advice.variants import LOCAL_VARIANTS, OVERFLOWING, LocalVariant, expected_losses, priced
-from thinwire.advice.words import SHARDING, lines_to_paste, losses_of, sources, verdict
+from thinwire.advice.variants import (
+    LOCAL_VARIANTS,
+    OVERFLOWING,
+    SHARDING,
+    LocalVariant,
+    expected_losses,
+    lines_to_paste,
+    priced,
+)
+from thinwire.advice.words import losses_of, notes_on, sources, verdict
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
@@ -432,27 +439,23 @@ def test_what_makes_it_less_certain_is_said() -> None:
 )
 def test_what_an_averaging_adds_to_a_step(streaming: Streaming, expected: float) -> None:
     """Half a second of arithmetic, and two of messages: 1 000 bytes at 2 ms each."""
-    timeline = Timeline((Sent(0.4, 600, 0.4), Sent(0.4, 400, 0.4)), 0.5)
-    averaging = Averaging(None, None, None, [timeline])  # type: ignore[arg-type] # what timed it
-    bench = LocalBench(LocalVariant(thinwire.LocalSGD, 10, {"streaming": streaming}), averaging)
+    timed = Timed([Timeline((Sent(0.4, 600, 0.4), Sent(0.4, 400, 0.4)), 0.5)])
+    local = LocalVariant(thinwire.LocalSGD, 10, {"streaming": streaming})
 
     def network(_: Collective, num_bytes: int) -> float:
         return 0.002 * num_bytes
 
-    assert bench.extra_seconds(network, 1.0) == pytest.approx(expected)
-    assert bench.bytes_per_step(2) == (100, 100)
+    assert local_seconds(local, timed, network, (1.0, 1.0, 1.0)) == pytest.approx(3 * (1 + expected,))
 
 
 def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
     """Two ways that differ by a tenth tie if their steps' own quartiles, equally far apart, count."""
-    alone = [Timeline((), 1.0 + 0.01 * number) for number in range(-10, 11)]
     ways = []
     for every_steps, fragments in ((36, 4), (9, 1)):
-        averaging = Averaging(None, None, None, [Timeline((), 0.0125 * 36)])  # type: ignore[arg-type] # likewise
-        way = LocalVariant(thinwire.LocalSGD, every_steps, {"streaming": Streaming(fragments=fragments)})
-        bench = LocalBench(way, averaging)
-        steps = SimpleNamespace(subject=SimpleNamespace(shards=None), without_averaging=alone)
-        ways.append(Bench._predicted_local(steps, bench, lambda kind, handed_bytes: 0.0, 1))  # type: ignore[arg-type] # what it reads
+        local = LocalVariant(thinwire.LocalSGD, every_steps, {"streaming": Streaming(fragments=fragments)})
+        timed = Timed([Timeline((), 0.0125 * 36)])
+        middle, low, high = local_seconds(local, timed, lambda kind, handed_bytes: 0.0, (1.0, 0.95, 1.05))
+        ways.append(way(local.name, 1e3 * low, 1e3 * high, measured(1.0), step_seconds=middle))
     few, often = ways
     assert (few.low_seconds, few.step_seconds, few.high_seconds) == pytest.approx(
         (1.0125 - 0.05 / 3, 1.0125, 1.0125 + 0.05 / 3)
@@ -467,20 +470,20 @@ def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: to
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32, dtype=dtype))
     before = [parameter.clone() for parameter in model.parameters()]
-    benches = local_benches(model, Stopwatch(4))
-    for averaging in {each.averaging for each in benches}:
-        averaging.take_turn(1, 2)
-        assert len(averaging.timelines) == 2
-    found = {each.way.name: each for each in benches}
+    subject = cast(Replicated, SimpleNamespace(module=model, shards=None))
+    bench = Bench(subject, lambda model: None, Stopwatch(4), Training("SGD", 4, 10**4))
+    for alike, timed in bench.averagings.items():
+        bench._local_turn(timed, *alike)
+        assert len(timed.timelines) == 3
+    found = {local.name: timed for local, timed in bench.local}
     assert len(found) == len(LOCAL_VARIANTS) - 1
     assert not any("fragments" in name for name in found)
     plain, few = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
     numel = 64 * 32 + 32
-    assert 1 <= 10 * plain.bytes_per_step(4)[0] / (numel * dtype.itemsize) < 1.1
-    assert 30 * few.bytes_per_step(4)[0] < 4 * numel / 5
+    assert 1 <= plain.timelines[-1].message_bytes(4) / (numel * dtype.itemsize) < 1.1
+    assert few.timelines[-1].message_bytes(4) < 4 * numel / 5
     # In fp32 whatever the parameters are in.
-    assert plain.averaging.memory_bytes == 4 * numel
-    assert few.averaging.memory_bytes == 2 * 4 * numel
-    others = found["DiLoCo(every_steps=30, outer=Nesterov(lr=1.0, momentum=0.5))"]
-    assert others.averaging is few.averaging
+    assert plain.memory_bytes == 4 * numel
+    assert few.memory_bytes == 2 * 4 * numel
+    assert found["DiLoCo(every_steps=30, outer=Nesterov(lr=1.0, momentum=0.5))"] is few
     assert all(map(torch.equal, before, model.parameters()))

@@ -20,11 +20,10 @@ import thinwire
 from advice.ways import network
 from pool import Pool
 from thinwire import ConfigError
-from thinwire.advice import Advice, local, sharded
+from thinwire.advice import Advice, bench, sharded
 from thinwire.advice.measure import Link
 from thinwire.advice.timeline import Sent, Timeline
-from thinwire.advice.variants import LOCAL_VARIANTS, priced
-from thinwire.advice.words import SHARDING, lines_to_paste
+from thinwire.advice.variants import LOCAL_VARIANTS, SHARDING, lines_to_paste, priced
 from thinwire.errors import AttachError
 from thinwire.fronts.sharded.model import local_of
 from thinwire.probe import Probe, probe
@@ -84,9 +83,9 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
     few = {code: variant for code, variant in priced().items() if code in FEW}
     advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
     with (
-        patch.object(sharded, "priced", lambda: few),
+        patch.object(bench, "priced", lambda: few),
         patch.object(
-            local, "LOCAL_VARIANTS", [e for e in LOCAL_VARIANTS if e.name == "DiLoCo(every_steps=30)"]
+            bench, "LOCAL_VARIANTS", [e for e in LOCAL_VARIANTS if e.name == "DiLoCo(every_steps=30)"]
         ),
         patch.object(sharded, "measure_network", _hardly_probed),
     ):

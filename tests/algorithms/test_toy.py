@@ -24,9 +24,9 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.fronts.tensors import StepFront
 from thinwire.probe.result import Probe, Timing
-from thinwire.report.page import report_page
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
+from thinwire.watch.report import report_page
 from toy import TREND, AroundTrend
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import pytest
-import torch.distributed as dist
 
-from pool import Pool
 from thinwire.channel import (
     CALL,
     Description,
     InProcessTransport,
-    ProcessGroupTransport,
     Recording,
     agree,
     agreement,
@@ -139,30 +135,3 @@ def test_a_member_that_never_comes_is_an_error_for_the_others() -> None:
 
     with pytest.raises(CommunicationError, match=r"comparison of what .* members \[1\] of 2 have not"):
         run_members(2, body)
-
-
-def test_real_processes_agree_and_are_told(pool2: Pool) -> None:
-    for process_id, world_size, told in pool2.run(_agree_on_a_rank_and_then_differ):
-        assert process_id != os.getpid()
-        assert world_size == 2
-        assert "step 4: process 0 has matrix_rank 2, process 1 has matrix_rank 3." in told
-
-
-def _agree_on_a_rank_and_then_differ() -> tuple[int, int, str]:
-    transport = ProcessGroupTransport()
-    agree(transport, SAME, "step 3")
-    with pytest.raises(AgreementError) as caught:
-        agree(transport, SAME | {"matrix_rank": str(2 + dist.get_rank())}, "step 4")
-    agree(transport, SAME, "step 5")  # and they may go on
-    return os.getpid(), transport.size, str(caught.value)
-
-
-def test_four_processes_are_counted_by_what_they_have(pool4: Pool) -> None:
-    for told in pool4.run(_differ_by_parity):
-        assert "processes 0, 2 have matrix_rank 0, processes 1, 3 have matrix_rank 1" in told
-
-
-def _differ_by_parity() -> str:
-    with pytest.raises(AgreementError) as caught:
-        agree(ProcessGroupTransport(), {"matrix_rank": str(dist.get_rank() % 2)}, "a test")
-    return str(caught.value)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from pool import Pool
-from thinwire.channel import ProcessGroupTransport, checked_group, pieces, process_group
+from thinwire.channel import ProcessGroupTransport, checked_group, process_group
 from thinwire.channel.process_group import ProcessGroupWork, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -39,7 +39,7 @@ def test_between_two_processes_long_messages_travel_in_pieces(pool2: Pool) -> No
 
 def _in_pieces() -> tuple[int, bool, int, int]:
     """Pieces of two bytes carry what whole messages do, and make one future."""
-    with patch.object(pieces, "PIECE_BYTES", 2):
+    with patch.object(process_group, "PIECE_BYTES", 2):
         _, world_size = _every_collective()
         transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
         rows = torch.empty(2, 9, dtype=torch.int64)

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
-from thinwire.channel import pieces
+from thinwire.channel import process_group
 from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
@@ -299,7 +299,7 @@ def test_between_two_members_long_messages_travel_in_pieces() -> None:
         group.abort()
         return gathered.flatten().tolist(), swapped.flatten().tolist(), started.call_count
 
-    with patch.object(pieces, "PIECE_BYTES", 4), ThreadPoolExecutor() as threads:
+    with patch.object(process_group, "PIECE_BYTES", 4), ThreadPoolExecutor() as threads:
         assert list(threads.map(exchanged, range(2))) == [
             ([0, 1, 2, 10, 11, 12], [0, 1, 2, 10, 11, 12], 6),
             ([0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], 6),

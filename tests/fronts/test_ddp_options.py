@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from hooks.test_hooks import error_of
 from pool import Pool
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.channel.agreement import check_same
@@ -31,6 +30,15 @@ from thinwire.sync import engine_of
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
 SMALL_BUCKETS_MB = 0.001
+
+
+def error_of(action: Callable[[], Any]) -> tuple[str, str]:
+    """The error an action raises, PyTorch's too: its type and message."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 class TwoTypes(nn.Module):

@@ -31,13 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import thinwire
+from accelerated import assert_chosen_alike
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
-from pool import Pool
+from pool import Pool, each_of
 from thinwire import ConfigError, PowerSGD, elastic, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
 from thinwire.sync import engine_of
-from training import agreed as agreed_on
+from training import agreed, flat, gathered
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles functions with torch.jit as it is imported
@@ -109,15 +110,6 @@ def new_trainer(folder: Path, *, plugins: Sequence[Any] = (), **options: Any) ->
     )
 
 
-def parameters_of(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
-    for mine, theirs in zip(one, other, strict=True):
-        assert torch.equal(mine, theirs)
-
-
 def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> None:
     straight = run_processes(EXAMPLES / "lightning_ddp.py", str(tmp_path / "one"))
     assert_compressed_and_agreed(straight)
@@ -130,25 +122,15 @@ def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> N
     assert "thinwire/compression_ratio" in metrics
 
 
-@pytest.mark.parametrize("kind", ["ours", "made without Thinwire"])
-def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path, kind: str) -> None:
-    results = pool2.run(_resumed, tmp_path, kind)
-    for straight, resumed, steps, ratio in results:
-        assert steps == (12 if kind == "ours" else 6)
-        assert ratio > 2
-        if kind == "ours":
-            assert_same(straight, resumed)
-        assert_same(resumed, results[0][1])
+def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(_resumed, tmp_path, "ours")
 
 
-def save(folder: Path) -> None:
-    """By hand, after one epoch."""
-    trainer, _ = fit(ThinwireStrategy(POWER), folder, epochs=1, callbacks=[ThinwireCallback()])
-    with lightning_environment():
-        trainer.save_checkpoint(folder / "checkpoint.ckpt")
+def test_a_checkpoint_made_without_thinwire_is_resumed(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(_resumed, tmp_path, "made without Thinwire")
 
 
-def _resumed(folder: Path, kind: str) -> tuple[list[Tensor], list[Tensor], int, float]:
+def _resumed(folder: Path, kind: str) -> None:
     saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     callbacks = [ThinwireCallback(), saving]
     _, straight = fit(ThinwireStrategy(POWER), folder, callbacks=callbacks, enable_checkpointing=True)
@@ -160,69 +142,57 @@ def _resumed(folder: Path, kind: str) -> tuple[list[Tensor], list[Tensor], int, 
     dist.barrier()
     resuming = ThinwireStrategy(POWER)
     _, resumed = fit(resuming, folder, resume=file, callbacks=[ThinwireCallback()])
-    stats = resuming.sync.stats()
-    return parameters_of(straight), parameters_of(resumed), stats.steps, stats.compression_ratio
+    if kind == "ours":
+        assert torch.equal(flat(straight), flat(resumed))
+    assert agreed(resumed)
+    assert resuming.sync.stats().steps == (12 if kind == "ours" else 6)
+    assert resuming.sync.stats().compression_ratio > 2
 
 
-def test_resume_on_another_number_of_processes(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
-    pool2.run(save, tmp_path)
-    for steps, owed in pool4.run(_resume_on_four, tmp_path):
-        assert steps > 6
-        assert owed > 0
+def test_resume_on_a_different_number_of_processes(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    pool2.run(_save, tmp_path)
+    pool4.run(_resume_on_four, tmp_path)
 
 
-def _resume_on_four(folder: Path) -> tuple[int, float]:
+def _save(folder: Path) -> None:
+    """By hand, after one epoch."""
+    trainer, _ = fit(ThinwireStrategy(POWER), folder, epochs=1, callbacks=[ThinwireCallback()])
+    with lightning_environment():
+        trainer.save_checkpoint(folder / "checkpoint.ckpt")
+
+
+def _resume_on_four(folder: Path) -> None:
     strategy = ThinwireStrategy(POWER)
     fit(strategy, folder, resume=str(folder / "checkpoint.ckpt"), callbacks=[ThinwireCallback()])
-    error = dict(strategy.sync.state_dict()["error"])
-    return strategy.sync.stats().steps, sum(float(each.norm()) for each in error.values())
+    assert strategy.sync.stats().steps > 6
+    assert error_of(strategy.sync) > 0
 
 
-def test_facts_16_hooks_work_on_the_cpu(pool2: Pool, tmp_path: Path) -> None:
+def error_of(sync: thinwire.GradientSync) -> float:
+    return sum(float(each.norm()) for each in dict(sync.state_dict()["error"]).values())
+
+
+@each_of(2)
+def test_facts_16_hooks_work_on_the_cpu(tmp_path: Path) -> None:
     """Lightning's own strategy ignores them there."""
-    for ratio, agreed in pool2.run(_hooked, tmp_path):
-        assert ratio > 4
-        assert agreed
-
-
-def _hooked(folder: Path) -> tuple[float, bool]:
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
     strategy = ThinwireStrategy(
         ddp_comm_state=state,
         ddp_comm_hook=hooks.powerSGD_hook,
         ddp_comm_wrapper=hooks.fp16_compress_wrapper,
     )
-    _, model = fit(strategy, folder, epochs=1, callbacks=[ThinwireCallback()])
-    mine = torch.cat([p.view(-1) for p in parameters_of(model)])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return state.stats().compression_ratio, torch.equal(everyone[0], everyone[1])
+    _, model = fit(strategy, tmp_path, epochs=1, callbacks=[ThinwireCallback()])
+    assert state.stats().compression_ratio > 4
+    assert agreed(model)
 
 
-def test_accumulation_and_clipping(pool2: Pool, tmp_path: Path) -> None:
-    results = pool2.run(_accumulated, tmp_path)
-    for steps, ratio, parameters in results:
-        assert steps == 3
-        assert ratio > 2
-        assert_same(parameters, results[0][2])
-
-
-def _accumulated(folder: Path) -> tuple[int, float, list[Tensor]]:
+@each_of(2)
+def test_accumulation_and_clipping(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(PowerSGD(matrix_rank=2))
-    _, model = fit(strategy, folder, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    stats = strategy.sync.stats()
-    return stats.steps, stats.compression_ratio, parameters_of(model)
-
-
-def test_16_bit_mixed_precision_tells_the_loss_scale(pool2: Pool, tmp_path: Path) -> None:
-    """An overflow on one process: one step skipped on all, the scale halves, and training goes on."""
-    results = pool2.run(_mixed, tmp_path)
-    for steps, skipped, scale, error, parameters in results:
-        assert (steps, skipped) == (6, 1)
-        assert scale == 2.0**9
-        assert 0 < error < 100  # in scaled units it would be hundreds of times as much
-        assert_same(parameters, results[0][4])
-        assert all(parameter.isfinite().all() for parameter in parameters)
+    _, model = fit(strategy, tmp_path, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    assert strategy.sync.stats().steps == 3
+    assert strategy.sync.stats().compression_ratio > 2
+    assert agreed(model)
 
 
 class Overflowing(Regression):
@@ -233,210 +203,156 @@ class Overflowing(Regression):
         return loss * torch.inf if self.global_rank == 1 and self.trainer.global_step == 2 else loss
 
 
-def _mixed(folder: Path) -> tuple[int, int, float, float, list[Tensor]]:
+@each_of(2)
+def test_16_bit_mixed_precision_tells_the_loss_scale(tmp_path: Path) -> None:
+    """An overflow on one process: one step skipped on all, the scale halves, and training goes on."""
     strategy, scaler = ThinwireStrategy(PowerSGD(matrix_rank=2)), GradScaler("cpu", init_scale=2.0**10)
     with lightning_environment():
         precision = MixedPrecision("16-mixed", "cpu", scaler)
-    _, model = fit(strategy, folder, epochs=1, plugins=[precision], model=Overflowing)
+    _, model = fit(strategy, tmp_path, epochs=1, plugins=[precision], model=Overflowing)
     stats = strategy.sync.stats()
-    error = sum(float(each.norm()) for each in dict(strategy.sync.state_dict()["error"]).values())
-    return stats.steps, stats.nonfinite_steps, scaler.get_scale(), error, parameters_of(model)
+    assert (stats.steps, stats.nonfinite_steps) == (6, 1)
+    assert scaler.get_scale() == 2.0**9
+    assert 0 < error_of(strategy.sync) < 100  # in scaled units it would be hundreds of times as much
+    assert agreed(model)
+    assert flat(model).isfinite().all()
 
 
-def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool, tmp_path: Path) -> None:
-    for steps, nonfinite_steps, parameters in pool2.run(_zeros, tmp_path):
-        assert (steps, nonfinite_steps) == (6, 1)
-        assert all(parameter.isfinite().all() for parameter in parameters)
-
-
-def _zeros(folder: Path) -> tuple[int, int, list[Tensor]]:
+@each_of(2)
+def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(PowerSGD(matrix_rank=2), on_nonfinite="zero", host_check=False)
-    _, model = fit(strategy, folder, epochs=1, model=Overflowing)
+    _, model = fit(strategy, tmp_path, epochs=1, model=Overflowing)
     assert not engine_of(strategy.sync).settings.host_check
     stats = strategy.sync.stats()
-    return stats.steps, stats.nonfinite_steps, parameters_of(model)
+    assert (stats.steps, stats.nonfinite_steps) == (6, 1)
+    assert flat(model).isfinite().all()
 
 
-def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path) -> None:
-    results = pool2.run(_logged, tmp_path)
-    for steps, _, is_gone in results:
-        assert steps == [6, 12, 6]  # of another model anew
-        assert is_gone  # the memory of the first fit, in the second
-    lines = results[0][1].splitlines()
-    assert "thinwire/compression_ratio" in lines[0]
-    assert "thinwire/total_message_bytes" in lines[0]
-    assert "thinwire/message_bytes" not in lines[0]  # of a record, in MetricsWriter
-    assert len(lines) == 1 + 3
-
-
-def _logged(folder: Path) -> tuple[list[int], str, bool]:
+@each_of(2)
+def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
     strategy = ThinwireStrategy(POWER)
-    logger = CSVLogger(folder, version="one")
-    trainer, model = fit(strategy, folder, epochs=1, callbacks=[ThinwireCallback(2)], logger=logger)
-    steps, before = [strategy.sync.stats().steps], ref(strategy.sync)
+    logger = CSVLogger(tmp_path, version="one")
+    trainer, model = fit(strategy, tmp_path, epochs=1, callbacks=[ThinwireCallback(2)], logger=logger)
+    assert strategy.sync.stats().steps == 6
+    before = ref(strategy.sync)
     logger.save()
-    file = folder / "lightning_logs" / "one" / "metrics.csv"
-    text = file.read_text() if dist.get_rank() == 0 else ""
+    if dist.get_rank() == 0:
+        header, *rows = (tmp_path / "lightning_logs" / "one" / "metrics.csv").read_text().splitlines()
+        assert "thinwire/compression_ratio" in header
+        assert "thinwire/total_message_bytes" in header
+        assert "thinwire/message_bytes" not in header  # of a record, in MetricsWriter
+        assert len(rows) == 3
     with lightning_environment():
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, batches())
-        steps.append(strategy.sync.stats().steps)
+        assert strategy.sync.stats().steps == 12
         gc.collect()
-        is_gone = before() is None
+        assert before() is None  # the memory of the first fit
         trainer.fit_loop.max_epochs = 3
         trainer.fit(Regression(), batches())
-        steps.append(strategy.sync.stats().steps)
-    return steps, text, is_gone
+        assert strategy.sync.stats().steps == 6  # of a different model, from the start
 
 
-def test_the_run_chooses_its_algorithm(pool2: Pool, tmp_path: Path) -> None:
-    first, second = pool2.run(_chosen, tmp_path)
-    assert first["world"] == 2
-    assert first["used"] == second["used"]
-    exact_bytes, cast_bytes = first["bytes"][:2]
-    assert cast_bytes == exact_bytes / 2
-    # A second fit of the same module goes on, and chooses anew.
-    assert first["again"] == (30, True, True)
-
-
-def _chosen(folder: Path) -> dict[str, Any]:
+@each_of(2)
+def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     # All are tried, for messages are waited for; what is chosen then, the machine has to say.
     strategy = ThinwireStrategy(
         partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0), find_unused_parameters=False
     )
-    trainer, model = fit(strategy, folder, epochs=4, callbacks=[ThinwireCallback(2)])
+    trainer, model = fit(strategy, tmp_path, epochs=4, callbacks=[ThinwireCallback(2)])
     assert strategy.auto is not None
-    first, sync = strategy.auto, strategy.sync
-    assert first.chosen is not None
+    first = strategy.auto
+    assert_chosen_alike(first)
+    # A second fit of the same module goes on, and chooses again.
     with lightning_environment():
         trainer.fit_loop.max_epochs = 5
         trainer.fit(model, batches())
     assert strategy.auto is not None
-    return {
-        "world": dist.get_world_size(),
-        "used": (
-            first.chosen.name,
-            str(sync.algorithm),
-            [each.step_seconds for each in first.trials],
-        ),
-        "bytes": [each.message_bytes for each in first.trials],
-        "again": (strategy.sync.stats().steps, strategy.auto.is_choosing, strategy.auto is not first),
-    }
+    assert strategy.auto is not first
+    assert strategy.auto.is_choosing
+    assert strategy.sync.stats().steps == 30
 
 
-def test_by_name(pool2: Pool, tmp_path: Path) -> None:
-    for ratio, algorithm in pool2.run(_by_name, tmp_path):
-        assert ratio > 1.5
-        assert algorithm == PowerSGD()
-
-
-def _by_name(folder: Path) -> tuple[float, Any]:
-    trainer, _ = fit("thinwire", folder, epochs=1)
+@each_of(2)
+def test_by_name(tmp_path: Path) -> None:
+    trainer, _ = fit("thinwire", tmp_path, epochs=1)
     assert isinstance(trainer.strategy, ThinwireStrategy)
-    return trainer.strategy.sync.stats().compression_ratio, trainer.strategy.algorithm
+    assert trainer.strategy.sync.stats().compression_ratio > 1.5
+    assert trainer.strategy.algorithm == PowerSGD()
 
 
-def test_register_ddp_comm_hook(pool2: Pool) -> None:
-    for ratio, twice in pool2.run(_registered):
-        assert ratio > 4
-        assert "one only" in twice
-
-
-def _registered() -> tuple[float, str]:
+@each_of(2)
+def test_register_ddp_comm_hook() -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
     register_ddp_comm_hook(model, state, hooks.powerSGD_hook, hooks.bf16_compress_wrapper)
     torch.autograd.backward(model(torch.ones(2, 64)).sum())
+    assert state.stats().compression_ratio > 4
     register_ddp_comm_hook(model)
-    with pytest.raises(thinwire.AttachError) as raised:
+    with pytest.raises(thinwire.AttachError, match="one only"):
         register_ddp_comm_hook(model, None, hooks.allreduce_hook)
-    return state.stats().compression_ratio, str(raised.value)
 
 
-def test_the_documents_third_example(pool2: Pool) -> None:
-    for iters, equal in pool2.run(_third_example):
-        assert iters == 2
-        assert equal == [True, True, False]
+@each_of(2)
+def test_a_hook_without_memory_takes_machines() -> None:
+    model, state = DistributedDataParallel(nn.Linear(64, 64)), hooks.MachinesState(machines=[[0, 1]])
+    register_ddp_comm_hook(model, state, hooks.allreduce_hook, hooks.bf16_compress_wrapper)
+    torch.autograd.backward(model(torch.ones(2, 64)).sum())
+    assert state.sync.algorithm == thinwire.Cast("bf16")
+    assert state.sync.steps == 1
 
 
-def _third_example() -> tuple[int, list[bool]]:
+@each_of(2)
+def test_the_documents_third_example() -> None:
     model = DistributedDataParallel(nn.Linear(64, 64))
     alone = [dist.new_group([process_rank]) for process_rank in range(2)][dist.get_rank()]
     state = hooks.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
     register_ddp_comm_hook(model, state, hooks.post_localSGD_hook)
-    equal = []
-    for _ in range(3):
+    for is_same in (True, True, False):
         model.zero_grad()
         torch.autograd.backward(model(torch.ones(2, 64) * (dist.get_rank() + 1)).sum())
         assert model.module.weight.grad is not None
-        equal.append(all_same(model.module.weight.grad))
-    return state.iter, equal
+        assert torch.equal(*gathered(model.module.weight.grad)) == is_same
+    assert state.iter == 2
 
 
-def all_same(tensor: Tensor) -> bool:
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
-    return torch.equal(everyone[0], everyone[1])
-
-
-def test_models_are_averaged_with_the_local_hook(pool2: Pool, tmp_path: Path) -> None:
+@each_of(2)
+def test_models_are_averaged_with_the_local_hook(tmp_path: Path) -> None:
     """Every second step after two: after the third and the fifth; and at once in a second fit."""
-    assert pool2.run(_averaged, tmp_path) == [(True, False, True)] * 2
 
-
-def _averaged(folder: Path) -> tuple[bool, bool, bool]:
     def new_strategy() -> ThinwireStrategy:
         state = hooks.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
         return ThinwireStrategy(
             ddp_comm_state=state, ddp_comm_hook=hooks.post_localSGD_hook, model_averaging_period=2
         )
 
-    _, five = fit(new_strategy(), folder, epochs=1, limit_train_batches=5)
-    trainer, six = fit(new_strategy(), folder, epochs=1)
-    after = [all_same(torch.cat([p.view(-1) for p in parameters_of(model)])) for model in (five, six)]
+    _, five = fit(new_strategy(), tmp_path, epochs=1, limit_train_batches=5)
+    trainer, six = fit(new_strategy(), tmp_path, epochs=1)
+    assert agreed(five)
+    assert not agreed(six)
     with lightning_environment():
         trainer.fit_loop.max_epochs = 2
         trainer.fit_loop.epoch_loop.max_steps = 7
         trainer.fit(six, batches())
-    return after[0], after[1], all_same(torch.cat([p.view(-1) for p in parameters_of(six)]))
+    assert agreed(six)
 
 
-def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
-    """By DiLoCo every four steps, and before validation and checkpoints, which are of one model."""
-    results = pool2.run(_averaged_models, tmp_path)
-    assert len(results) == 2
-    for same, validated, (straight, steps, ratio), (resumed, resumed_steps), message in results:
-        assert same == [step % 4 == 0 for step in range(1, 13)]
-        assert validated == [True, True, True]  # before training, and after each epoch of 6 steps
-        assert steps == resumed_steps == 12
-        assert ratio > 5
-        assert_same(straight, results[0][2][0])
-        assert_same(resumed, results[0][3][0])
-        assert message.startswith("expected a module with one optimizer, whose steps are counted, got 2")
-
-
-def test_the_lines_of_advice_run_as_they_are(pool2: Pool, tmp_path: Path) -> None:
-    for world_size, ratios in pool2.run(_pasted, lines_for("Lightning"), tmp_path):
-        assert world_size == 2
-        assert len(ratios) == 2
-        assert min(ratios) > 5
-
-
-def _pasted(lines: list[str], folder: Path) -> tuple[int, list[float]]:
-    ratios = []
+@each_of(2)
+def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
+    lines = lines_for("Lightning")
+    assert len(lines) == 2
     for text in lines:
         names: dict[str, Any] = {}
         # As in the user's script, besides what a test needs.
-        names["Trainer"] = partial(new_trainer, folder, max_steps=4)
+        names["Trainer"] = partial(new_trainer, tmp_path, max_steps=4)
         names["loop"] = lambda names=names: names["trainer"].fit(Regression(), batches())
         with lightning_environment():
             run(text, names)
-        ratios.append(names["trainer"].strategy.sync.stats().compression_ratio)
-    return dist.get_world_size(), ratios
+        assert names["trainer"].strategy.sync.stats().compression_ratio > 5
 
 
 class Looking(Regression):
-    """Has a buffer, which DDP would send, and notes where the processes hold one model."""
+    """Has a buffer, which DDP would send, and notes when the processes hold one model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -445,11 +361,11 @@ class Looking(Regression):
         self.validated: list[bool] = []
 
     def on_train_batch_end(self, *unused: Any) -> None:
-        self.same.append(agreed_on(self))
+        self.same.append(agreed(self))
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         if index == 0:
-            self.validated.append(agreed_on(self))
+            self.validated.append(agreed(self))
 
 
 class TwoOptimizers(Regression):
@@ -459,40 +375,33 @@ class TwoOptimizers(Regression):
         return [torch.optim.SGD([each], lr=0.1) for each in self.layers.parameters()][:2]
 
 
-def _averaged_models(folder: Path) -> tuple[Any, ...]:
+@each_of(2)
+def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
+    """By DiLoCo every four steps, and before validation and checkpoints, which are of one model."""
     averaging = partial(thinwire.DiLoCo, every_steps=4)
 
-    def trained(epochs: int, resume: Path | None = None) -> tuple[Trainer, Any]:
-        return fit(
-            ThinwireStrategy(averaging),
-            folder,
-            epochs=epochs,
-            resume=None if resume is None else str(resume),
-            model=Looking,
-            callbacks=[ThinwireCallback()],
-            validation=batches(1),
+    def trained(epochs: int, resume: str | None = None) -> tuple[Trainer, Any, Any]:
+        strategy = ThinwireStrategy(averaging)
+        options: dict[str, Any] = {"model": Looking, "callbacks": [ThinwireCallback()]}
+        trainer, module = fit(
+            strategy, tmp_path, epochs=epochs, resume=resume, validation=batches(1), **options
         )
+        return trainer, module, strategy.local
 
-    straight, module = trained(2)
-    local: Any = straight.strategy.local  # type: ignore[attr-defined]
-    stats = local.stats()
-    first, _ = trained(1)
+    _, module, local = trained(2)
+    assert module.same == [step % 4 == 0 for step in range(1, 13)]
+    assert module.validated == [True, True, True]  # before training, and after each epoch of 6 steps
+    assert local.stats().compression_ratio > 5
+    first, *_ = trained(1)
     with lightning_environment():
-        first.save_checkpoint(folder / "local.ckpt")
-    again, resumed = trained(2, folder / "local.ckpt")
-    steps = again.strategy.local.steps  # type: ignore[attr-defined]
-    with pytest.raises(thinwire.ConfigError) as refused:
-        fit(ThinwireStrategy(averaging), folder, model=TwoOptimizers)
-    whole = parameters_of(module), stats.steps, stats.compression_ratio
-    return module.same, module.validated, whole, (parameters_of(resumed), steps), str(refused.value)
-
-
-def test_an_exception_saves_a_process_s_own_model(pool2: Pool, tmp_path: Path) -> None:
-    """Nothing is sent: the other processes might be anywhere."""
-    for message, averagings, saved in pool2.run(_ended, tmp_path):
-        assert message == "no more"
-        assert averagings == 0
-        assert saved
+        first.save_checkpoint(tmp_path / "local.ckpt")
+    _, resumed, again = trained(2, str(tmp_path / "local.ckpt"))
+    assert local.steps == again.steps == 12
+    assert agreed(module)
+    assert agreed(resumed)
+    told = "^expected a module with one optimizer, whose steps are counted, got 2"
+    with pytest.raises(thinwire.ConfigError, match=told):
+        fit(ThinwireStrategy(averaging), tmp_path, model=TwoOptimizers)
 
 
 class Ending(Regression):
@@ -501,14 +410,17 @@ class Ending(Regression):
             raise RuntimeError("no more")
 
 
-def _ended(folder: Path) -> tuple[str, int, bool]:
+@each_of(2)
+def test_an_exception_saves_a_process_s_own_model(tmp_path: Path) -> None:
+    """Nothing is sent: the other processes might be anywhere."""
     strategy = ThinwireStrategy(partial(thinwire.LocalSGD, every_steps=4))
-    kept = OnExceptionCheckpoint(folder)
-    with pytest.raises(RuntimeError) as raised, patch.object(kept, "teardown"):  # which removes it
-        fit(strategy, folder, model=Ending, callbacks=[kept], enable_checkpointing=True)
+    kept = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="no more"), patch.object(kept, "teardown"):  # which removes it
+        fit(strategy, tmp_path, model=Ending, callbacks=[kept], enable_checkpointing=True)
     dist.barrier()
-    local: Any = strategy.local
-    return str(raised.value), local.sync.steps, Path(kept.ckpt_path).exists()
+    assert strategy.local is not None
+    assert strategy.local.sync.steps == 0
+    assert Path(kept.ckpt_path).exists()
 
 
 def test_positional_arguments_are_the_stock_strategys() -> None:
@@ -552,58 +464,46 @@ dist.destroy_process_group()
     assert float(ended.stdout.split()[-1]) > 4
 
 
+def with_hook(hook: Any, state: Any = None, **options: Any) -> Callable[[], ThinwireStrategy]:
+    return lambda: ThinwireStrategy(ddp_comm_hook=hook, ddp_comm_state=state, **options)
+
+
+NO_PERIOD = hooks.PostLocalSGDState(None, None, 3)
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper without a hook": (
-        lambda: ThinwireStrategy(ddp_comm_wrapper=hooks.fp16_compress_wrapper),
+        with_hook(None, ddp_comm_wrapper=hooks.fp16_compress_wrapper),
         "need a ddp_comm_hook",
     ),
-    "a state without a hook": (
-        lambda: ThinwireStrategy(ddp_comm_state=hooks.PowerSGDState(None)),
-        "need a ddp_comm_hook",
-    ),
+    "a state without a hook": (with_hook(None, hooks.PowerSGDState(None)), "need a ddp_comm_hook"),
     "a wrapper around no hook": (
-        lambda: ThinwireStrategy(
-            ddp_comm_hook=stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper
-        ),
+        with_hook(stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper),
         "use torch's own wrapper",
     ),
-    "a wrapper that is none": (
-        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, ddp_comm_wrapper="fp16"),
-        "'fp16'",
-    ),
-    "a hook that is none": (lambda: ThinwireStrategy(ddp_comm_hook="powersgd"), "'powersgd'"),
-    "no state": (lambda: ThinwireStrategy(ddp_comm_hook=hooks.powerSGD_hook), "PowerSGDState"),
-    "torch's state": (
-        lambda: ThinwireStrategy(
-            ddp_comm_state=stock_power.PowerSGDState(None),
-            ddp_comm_hook=hooks.powerSGD_hook,
-        ),
-        "torch.distributed",
-    ),
+    "a wrapper that is none": (with_hook(hooks.allreduce_hook, ddp_comm_wrapper="fp16"), "'fp16'"),
+    "a hook that is none": (with_hook("powersgd"), "'powersgd'"),
+    "no state": (with_hook(hooks.powerSGD_hook), "PowerSGDState"),
+    "torch's state": (with_hook(hooks.powerSGD_hook, stock_power.PowerSGDState(None)), "torch.distributed"),
     "a state for a hook without": (
-        lambda: ThinwireStrategy(
-            ddp_comm_state=hooks.PowerSGDState(None), ddp_comm_hook=hooks.fp16_compress_hook
-        ),
+        with_hook(hooks.fp16_compress_hook, hooks.PowerSGDState(None)),
+        "process group, a thinwire.hooks.MachinesState or None",
+    ),
+    "machines for 8 bits": (
+        with_hook(hooks.quantization_pertensor_hook, hooks.MachinesState()),
         "process group or None",
     ),
     "a local hook without its state": (
-        lambda: ThinwireStrategy(ddp_comm_hook=hooks.post_localSGD_hook, model_averaging_period=2),
+        with_hook(hooks.post_localSGD_hook, model_averaging_period=2),
         "needs a thinwire.hooks.PostLocalSGDState",
     ),
     "a local hook without averaging": (
-        lambda: ThinwireStrategy(
-            ddp_comm_state=hooks.PostLocalSGDState(None, None, 3), ddp_comm_hook=hooks.post_localSGD_hook
-        ),
+        with_hook(hooks.post_localSGD_hook, NO_PERIOD),
         "model_averaging_period=",
     ),
     "averaging without a local hook": (
         lambda: ThinwireStrategy(POWER, model_averaging_period=2),
         "would have no effect",
     ),
-    "an algorithm and a hook": (
-        lambda: ThinwireStrategy(POWER, ddp_comm_hook=hooks.allreduce_hook),
-        "not both",
-    ),
+    "an algorithm and a hook": (with_hook(hooks.allreduce_hook, algorithm=POWER), "not both"),
     "what auto takes itself": (
         lambda: ThinwireStrategy(thinwire.auto, on_nonfinite="zero"),
         "functools.partial",
@@ -613,7 +513,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         'on_nonfinite must be "nan", "zero" or "raise", got',
     ),
     "a hook, which has its state's choice for what is not finite": (
-        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, on_nonfinite="zero"),
+        with_hook(hooks.allreduce_hook, on_nonfinite="zero"),
         "on_nonfinite would have no effect here; give it to the hook's state",
     ),
     "an algorithm's setting": (
@@ -642,15 +542,10 @@ def test_mistakes_are_refused_at_once(name: str) -> None:
         call()
 
 
-def test_the_callback_refuses_a_strategy_with_nothing_to_log(pool2: Pool, tmp_path: Path) -> None:
-    for message in pool2.run(_wrong_strategy, tmp_path):
-        assert "got DDPStrategy" in message
-
-
-def _wrong_strategy(folder: Path) -> str:
-    with pytest.raises(thinwire.ConfigError) as raised:
-        fit(DDPStrategy(), folder, callbacks=[ThinwireCallback()])
-    return str(raised.value)
+@each_of(2)
+def test_the_callback_refuses_a_strategy_with_nothing_to_log(tmp_path: Path) -> None:
+    with pytest.raises(thinwire.ConfigError, match="got DDPStrategy"):
+        fit(DDPStrategy(), tmp_path, callbacks=[ThinwireCallback()])
 
 
 def member(**settings: Any) -> Any:
@@ -696,6 +591,6 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     assert again.global_step == 12
     assert trainer.model is not None
     assert again.model is not None
-    assert_same(parameters_of(trainer.model), parameters_of(again.model))
+    assert torch.equal(flat(trainer.model), flat(again.model))
     with pytest.raises(ConfigError, match="elastic must make a member"):
         ThinwireCallback(elastic=partial(thinwire.DiLoCo, every_steps=2))

@@ -22,9 +22,9 @@ import pytest
 import thinwire
 from launcher import Running, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import ConfigError
+from thinwire import CommunicationError, ConfigError
 from thinwire.lab.layout import Layout, bits_per_second
-from thinwire.lab.network import check_machine
+from thinwire.lab.network import Network, check_machine
 
 Measured = TypeVar("Measured")
 
@@ -194,6 +194,91 @@ def test_links_without_a_rate_and_within_a_machine_are_fast(options: list[str]) 
     assert took < 60  # on a busy machine too; over a link of 1 Mbit/s it would be 120
 
 
+WAYS = """
+import os, socket, sys, time
+rank, count = int(os.environ["RANK"]), 400
+if rank == 0:
+    receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    receiver.bind(("", 29500))
+    receiver.settimeout(3)
+    got = []
+    try:
+        while len(got) < count:
+            data, sender = receiver.recvfrom(64)
+            got.append(int(data))
+            receiver.sendto(data, sender)
+    except TimeoutError:
+        pass
+    print(f"got {len(got)}, in order {got == sorted(got)}", flush=True)
+else:
+    time.sleep(0.3)
+    peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    peer.connect((os.environ["MASTER_ADDR"], 29500))
+    peer.settimeout(0.5)
+    took = []
+    for number in range(count):
+        start = time.monotonic()
+        peer.send(str(number).encode())
+        if number % 40 == 0:
+            try:
+                while int(peer.recv(64)) != number:
+                    pass
+                took.append(time.monotonic() - start)
+            except (TimeoutError, ConnectionError):
+                pass
+    print(f"fastest round trip {min(took)}, sent {count}", flush=True)
+"""
+
+
+@real
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("options", "seconds", "most"),
+    [
+        (["--latency=60ms"], 0.06, 400),
+        (["--latency=60ms", "--jitter=10ms"], 0.05, 400),
+        (["--latency=60ms", "--loss=30%"], 0.06, 360),
+    ],
+    ids=["latency", "jitter", "loss"],
+)
+def test_packets_are_late_and_lost_and_keep_their_order(
+    options: list[str], seconds: float, most: int
+) -> None:
+    """Late by what was asked for at least, on a busy machine too; the lab itself refuses what is too late."""
+    done = undisturbed(
+        lambda: run_lab("--machines=2", *options, code=WAYS), lambda done: done.returncode == 0
+    )
+    assert done.returncode == 0, done.stderr
+    got = int(re.search(r"got (\d+), in order True", done.stdout)[1])  # type: ignore[index]
+    fastest = float(re.search(r"fastest round trip ([\d.]+)", done.stdout)[1])  # type: ignore[index]
+    assert fastest >= seconds
+    assert 160 <= got <= most
+    measured = re.search(r"a round trip takes ([\d.]+) ms, and a machine sends [\d.]+ Mbit/s", done.stderr)
+    assert measured is not None
+    # What the lab sent to measure its link is not the command's.
+    sent = [float(each) for each in re.findall(r"machine \d sent ([\d.]+) MB", done.stderr)]
+    assert max(sent) < 1
+
+
+@real
+@pytest.mark.alone
+def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
+    with Network(Layout(machines=2, latency="60ms", rate="10mbit")) as network:
+        network.check_link()
+        object.__setattr__(network.layout, "latency", "90ms")
+        with pytest.raises(CommunicationError, match="but 90ms and 10mbit were asked for: this computer is"):
+            network.check_link()
+
+
+@real
+def test_one_machine_may_be_slower() -> None:
+    """Machine 1 sends 0.5 MB at 2 Mbit/s where the others' links have no rate."""
+    done = run_lab("--machines=2", "--slow-machine=1:2mbit", code=MEASURE, arguments=("1", "0.5"))
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took > 0.8 * 0.5 * 8 / 2
+
+
 @real
 def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
@@ -292,11 +377,13 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
 
 
 @real
-def test_killed_outright_it_leaves_nothing() -> None:
+@pytest.mark.parametrize("options", [[], ["--latency=500ms"]], ids=["bridge", "relay"])
+def test_killed_outright_it_leaves_nothing(options: list[str]) -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
-    with started_lab("--machines=2", code=code) as (lab, mark):
-        wait_for_commands(mark, {**OF_TWO_MACHINES, b"sleep\x0060\0": 2})
+    with started_lab("--machines=2", *options, code=code) as (lab, mark):
+        commands = {HOLDER: 3, PYTHON: 4 + len(options)}  # the relay is one
+        wait_for_commands(mark, {**commands, b"sleep\x0060\0": 2})
         lab.kill()
         lab.wait()
         wait_until_gone(mark)
@@ -427,9 +514,15 @@ def test_what_is_no_rate_is_refused(rate: str) -> None:
         ({"machines": 0}, "machines must be a whole number of at least 1"),
         ({"machines": 201}, "at most 200"),
         ({"machines": 2, "processes_per_machine": 0}, "processes_per_machine must be a whole number"),
+        ({"machines": 2, "latency": "20"}, "a duration is like 20ms"),
+        ({"machines": 2, "latency": "3s"}, "up to 2s; got '3s'"),
+        ({"machines": 2, "jitter": "2ms"}, "jitter must be at most the latency 0ms, got 2ms"),
+        ({"machines": 2, "loss": "60%"}, "a percentage such as 0.1%, up to 50%"),
+        ({"machines": 2, "slow_machines": {2: "1mbit"}}, "there is no machine 2: they are 0 to 1"),
+        ({"machines": 2, "slow_machines": {1: "fast"}}, "a rate is like 100mbit"),
     ],
 )
-def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
+def test_layouts_that_are_none(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout(**settings)  # type: ignore[arg-type]
 
@@ -445,8 +538,12 @@ def test_the_environment_is_torchruns() -> None:
     assert (grouped["GROUP_RANK"], grouped["MASTER_ADDR"]) == ("1", "10.77.0.1")
 
 
-def test_a_mistake_on_the_command_line_is_one_line() -> None:
-    done = run_lab("--machines=2", "--rate=fast", code="pass")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("--rate=fast", "a rate is like 100mbit"), ("--slow-machine=1", "--slow-machine is like 2:10mbit")],
+)
+def test_a_mistake_on_the_command_line_is_one_line(option: str, message: str) -> None:
+    done = run_lab("--machines=2", option, code="pass")
     assert done.returncode == 2
-    assert done.stderr.startswith("thinwire: a rate is like 100mbit")
+    assert done.stderr.startswith(f"thinwire: {message}")
     assert done.stderr.count("\n") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from threading import Barrier, Event
 from typing import Any
@@ -18,9 +17,7 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Recording, Transport, Work, run_members
-from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Collective
+from thinwire.channel import InProcessTransport, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import lanes
@@ -73,49 +70,32 @@ RIGHT = 2 * (32 + 32 + 54)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "events"),
+    ("algorithm", "rounds"),
     [
-        (AllReduce(), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
-        (Cast("bf16"), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
-        (
-            PowerSGD(matrix_rank=2),
-            [f"send 0: {LEFT[0]}", f"send 1: {LEFT[1]}", "wait 0", "wait 1", f"send 2: {RIGHT}", "wait 2"],
-        ),
+        (AllReduce(), [WHOLE]),
+        (Cast("bf16"), [WHOLE]),
+        (PowerSGD(matrix_rank=2), [LEFT, [RIGHT]]),
         (
             PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1),
-            [
-                f"send 0: {LEFT[0]}",
-                f"send 1: {LEFT[1]}",
-                "wait 0",
-                "wait 1",
-                f"send 2: {RIGHT}",
-                "wait 2",
-                f"send 3: {2 * (64 + 64 + 40)}",
-                "wait 3",
-                f"send 4: {RIGHT}",
-                "wait 4",
-            ],
+            [LEFT, [RIGHT], [2 * (64 + 64 + 40)], [RIGHT]],
         ),
-        (
-            PowerSGD(matrix_rank=2, alternating=True),
-            [
-                f"send 0: {2 * (32 + 32) + 64 + 1}",
-                f"send 1: {2 * 54 + 6}",
-                "wait 0",
-                "wait 1",
-            ],
-        ),
-        (BatchedPowerSGD(), ["send 0: 65", "send 1: 47", "wait 0", "wait 1", "send 2: 112", "wait 2"]),
+        (PowerSGD(matrix_rank=2, alternating=True), [[2 * (32 + 32) + 64 + 1, 2 * 54 + 6]]),
+        (BatchedPowerSGD(), [[65, 47], [112]]),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_number_order_and_size_of_messages(algorithm: Algorithm, events: list[str]) -> None:
+def test_number_order_and_size_of_messages(algorithm: Algorithm, rounds: list[list[int]]) -> None:
     """First rounds are sent as buckets come; second rounds of all buckets travel as one."""
-    transport = noting()
+    transport, events, num_sent = noting(), list[str](), 0
+    for sizes in rounds:
+        numbers = range(num_sent, num_sent + len(sizes))
+        events += [f"send {number}: {size}" for number, size in zip(numbers, sizes, strict=True)]
+        events += [f"wait {number}" for number in numbers]
+        num_sent += len(sizes)
     engine = Engine(algorithm, transport, [each for bucket in buckets() for each in bucket])
     step(engine)
     assert transport.events == events
-    assert engine.stats().messages == sum("send" in event for event in events)
+    assert engine.stats().messages == num_sent
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
@@ -134,8 +114,10 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
 
 def test_steps_over_other_lanes_are_in_flight_side_by_side() -> None:
     """The second starts before the first ends; both are advanced in turn, and give what they give alone."""
-    engines = [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
-    alone = [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
+    engines, alone = (
+        [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
+        for _ in range(2)
+    )
 
     def body(rank: int) -> list[torch.Tensor]:
         engine, flats = engines[rank], random_gradients(buckets(), num_workers=2, seed=0)[rank]
@@ -203,21 +185,10 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
     assert run(AroundTrend(), pipelined=True)[0][1] == plain
 
 
-class Watched(Wrapped):
-    """Calls something whenever a message is waited for."""
+@dataclass
+class Watched:
+    """A work that calls something when it is waited for."""
 
-    def __init__(self, transport: Transport, look: Callable[[], object]) -> None:
-        super().__init__(transport)
-        self.look = look
-
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        return WatchedWork(start(), self.look)
-
-
-@dataclass(frozen=True)
-class WatchedWork:
     work: Work
     look: Callable[[], object]
 
@@ -230,7 +201,7 @@ class WatchedWork:
     ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
 )
 def test_without_memory_means_are_written_while_the_last_messages_travel(
-    algorithm: Algorithm, is_early: bool
+    algorithm: Algorithm, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     specs = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
     flats = [flat.clone() for flat in random_gradients(specs, num_workers=1, seed=0)[0]]
@@ -240,8 +211,8 @@ def test_without_memory_means_are_written_while_the_last_messages_travel(
     def look() -> None:
         written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
 
-    (transport,) = InProcessTransport.group(1)
-    engine = Engine(algorithm, Watched(transport, look), [each for bucket in specs for each in bucket])
+    engine = Engine(algorithm, InProcessTransport.group(1)[0], [each for bucket in specs for each in bucket])
+    monkeypatch.setattr(engine.metered, "send", lambda *message: Watched(message[-1](), look))
     one = engine.begin(pipelined=True)
     for bucket, flat in zip(specs, flats, strict=True):
         one.start(engine.open(bucket, flat.device), flat)
@@ -250,7 +221,7 @@ def test_without_memory_means_are_written_while_the_last_messages_travel(
     assert not written[-1][0]
     assert one.finish()
     assert written[-1] == [is_early, is_early, False]
-    assert engine.stats().compression_ratio > 3
+    assert engine.plan.compression_ratio > 3
 
 
 def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
@@ -268,31 +239,20 @@ def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
     assert engine.stats().steps == 2
 
 
-def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next() -> None:
-    """The message may be the gradients themselves, to which the backend still writes."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bool) -> None:
+    """The message may be the gradients themselves, to which the backend still writes. It may have failed."""
     transport = noting()
     engine = Engine(AllReduce(), transport)
     step(engine)
     transport.events.clear()
-    flats = random_gradients(buckets(), num_workers=1, seed=0)[0]
-    one = engine.begin()
-    one.start(engine.open(buckets()[0], flats[0].device), flats[0])
-    engine.abandon()
-    assert [event.split()[0] for event in transport.events] == ["send"]
-    step(engine)
-    assert [event.split()[0] for event in transport.events][:3] == ["send", "wait", "send"]
-    assert engine.stats().steps == 2
-
-
-def test_of_an_abandoned_step_what_failed_does_not_matter() -> None:
-    transport = noting()
-    engine = Engine(AllReduce(), transport)
-    step(engine)
-    transport.fail_at = transport.sent
+    transport.fail_at = transport.sent if fails else -1
     flats = random_gradients(buckets(), num_workers=1, seed=0)[0]
     engine.begin().start(engine.open(buckets()[0], flats[0].device), flats[0])
     engine.abandon()
+    assert [event.split()[0] for event in transport.events] == ["send"]
     step(engine)
+    assert [event.split()[0] for event in transport.events][1] == ("send" if fails else "wait")
     assert engine.stats().steps == 2
 
 
@@ -373,21 +333,33 @@ def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry) -> None
                 assert not b.requires_grad
 
 
+class Looking(Noting):
+    """Notes what `look` returns when a mean is sent."""
+
+    look: Callable[[], Any]
+    seen: list[Any]
+
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        self.seen.append(self.look())
+        return super().mean(tensor, purpose)
+
+
+def seen_inside(look: Callable[[], Any]) -> list[Any]:
+    """What `look` returns at each mean of a step."""
+    (transport,) = Looking.group(1)
+    assert isinstance(transport, Looking)
+    transport.seen, transport.look = [], look
+    step(Engine(PowerSGD(matrix_rank=2), transport))
+    return transport.seen
+
+
 @pytest.mark.parametrize("precision", ["high", "medium"])
 def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
     """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs."""
-
-    inside: list[str] = []
-
-    class Looking(Noting):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-            inside.append(_of_products())
-            return super().mean(tensor, purpose)
-
     torch.set_float32_matmul_precision(precision)
     try:
         outside = _of_products()
-        step(Engine(PowerSGD(matrix_rank=2), Looking.group(1)[0]))
+        inside = seen_inside(_of_products)
         assert torch.get_float32_matmul_precision() == precision
         assert _of_products() == outside == "tf32"
     finally:
@@ -428,20 +400,16 @@ def _own_settings() -> dict[tuple[str, str], str]:
 )
 def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
     """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
-    inside: list[tuple[str, str]] = []
 
-    class Looking(Noting):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-            inside.append(
-                (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
-            )
-            return super().mean(tensor, purpose)
+    def precisions() -> list[str]:
+        backends: list[Any] = [torch.backends.cuda, torch.backends.mkldnn]
+        return [str(backend.matmul.fp32_precision) for backend in backends]
 
     _own_settings()
     for level, precision in settings.items():
         torch._C._set_fp32_precision_setter(*level, precision)
     try:
-        step(Engine(PowerSGD(matrix_rank=2), Looking.group(1)[0]))
+        inside = seen_inside(precisions)
     finally:
         left = _own_settings()
     assert left == {level: settings.get(level, "none") for level in left}
@@ -523,8 +491,7 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
         residuals = [each.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for each in engines]
         gradients = random_gradients([layout], num_workers=2, seed=seed)
         steps = [[(layout, flat.clone().mul_(scale or 1.0))] for (flat,) in gradients]
-        average = [partial(engine.average, step) for engine, step in zip(engines, steps, strict=True)]
-        assert all(run_members(2, lambda rank: average[rank]()))  # noqa: B023 - called at once
+        assert all(run_members(2, lambda rank: engines[rank].average(steps[rank])))  # noqa: B023 - at once
     for engine, before, (flat,) in zip(engines, residuals, gradients, strict=True):
         (told,) = engine.stats().relative_error.values()
         expected = engine.memory[ERROR]["weight"].norm() / (flat + before).norm()

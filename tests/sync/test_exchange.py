@@ -260,7 +260,7 @@ def unknown_beside_known() -> Requests:
 REFUSED: list[tuple[Callable[[], Requests], str]] = [
     (
         lambda: mean_of(torch.zeros(2, dtype=torch.int64)),
-        r"mean of torch\.int64, expected a floating type",
+        r"Mean of torch\.int64, expected a floating type",
     ),
     (
         lambda: mean_of(torch.zeros(2, 3)),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -126,85 +126,59 @@ def loss_of(model: nn.Module, step: int, *, overflows: bool = False) -> Tensor:
     return loss * torch.inf if overflows and dist.get_rank() == 1 else loss
 
 
-def by_attach(on_nonfinite: Any, algorithm: Algorithm = POWER) -> tuple[nn.Module, Callable[[], None]]:
+Front = tuple[nn.Module, Callable[[], object], LocalSGD | None]
+
+
+def attached(on_nonfinite: Any, algorithm: Algorithm = POWER) -> Front:
     model = new_ddp_model()
     thinwire.attach(model, algorithm, on_nonfinite=on_nonfinite)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
+    return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
-def by_attach_exactly(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
-    return by_attach(on_nonfinite, AllReduce())
-
-
-def by_attach_in_fp16(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
-    return by_attach(on_nonfinite, Cast("fp16"))
-
-
-def by_attach_in_the_warm_up(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
-    return by_attach(on_nonfinite, PowerSGD(warmup_steps=100))
-
-
-def by_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+def hooked(state: object, hook: Any) -> Front:
     model = new_ddp_model()
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, on_nonfinite=on_nonfinite)
-    model.register_comm_hook(state, hooks.powerSGD_hook)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
+    model.register_comm_hook(state, hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
-def by_post_local_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
-    model = new_ddp_model()
-    state = hooks.PostLocalSGDState(None, None, 100, False, on_nonfinite=on_nonfinite)
-    model.register_comm_hook(state, hooks.post_localSGD_hook)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
-
-
-def by_local_sgd(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None], LocalSGD]:
+def by_local_sgd(on_nonfinite: Any) -> Front:
     model = new_ddp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100, on_nonfinite=on_nonfinite))
     return model, optimizer.step, local
 
 
-def by_optimizer_step(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+def by_optimizer_step(aggregator_of: Callable[[list[nn.Parameter]], epfl.Aggregator]) -> Front:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-    aggregator = epfl.PowerSGD(model.parameters(), config, on_nonfinite=on_nonfinite)
-
-    def step() -> None:
-        epfl.optimizer_step(optimizer, aggregator)
-
-    return model, step
+    aggregator = aggregator_of(list(model.parameters()))
+    return model, lambda: epfl.optimizer_step(optimizer, aggregator), None
 
 
-def by_optimizer_step_exactly(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    aggregator = epfl.AllReduce(on_nonfinite=on_nonfinite)
-
-    def step() -> None:
-        epfl.optimizer_step(optimizer, aggregator)
-
-    return model, step
-
-
-FRONTS = [
-    by_attach,
-    by_attach_exactly,
-    by_attach_in_fp16,
-    by_attach_in_the_warm_up,
-    by_hook,
-    by_post_local_hook,
-    by_local_sgd,
-    by_optimizer_step,
-    by_optimizer_step_exactly,
-]
+CONFIG = epfl.Config(rank=2, start_compressing_after_num_steps=0)
+FRONTS: dict[str, Callable[[Any], Front]] = {
+    "attach": attached,
+    "attach exactly": lambda how: attached(how, AllReduce()),
+    "attach in fp16": lambda how: attached(how, Cast("fp16")),
+    "attach in the warm-up": lambda how: attached(how, PowerSGD(warmup_steps=100)),
+    "hook": lambda how: hooked(
+        hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, on_nonfinite=how), hooks.powerSGD_hook
+    ),
+    "post-local hook": lambda how: hooked(
+        hooks.PostLocalSGDState(None, None, 100, False, on_nonfinite=how), hooks.post_localSGD_hook
+    ),
+    "local SGD": by_local_sgd,
+    "optimizer step": lambda how: by_optimizer_step(
+        lambda parameters: epfl.PowerSGD(parameters, CONFIG, on_nonfinite=how)
+    ),
+    "optimizer step exactly": lambda how: by_optimizer_step(lambda _: epfl.AllReduce(on_nonfinite=how)),
+}
 
 
 @pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
-@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+@pytest.mark.parametrize("front", FRONTS)
 def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
-    pool2: Pool, front: Any, on_nonfinite: str
+    pool2: Pool, front: str, on_nonfinite: str
 ) -> None:
     results = pool2.run(_with_and_without, front, on_nonfinite)
     for raised, disturbed, healthy in results:
@@ -214,17 +188,17 @@ def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
         assert disturbed.isfinite().all()
 
 
-def _with_and_without(front: Any, on_nonfinite: str) -> tuple[bool, Tensor, Tensor]:
+def _with_and_without(front: str, on_nonfinite: str) -> tuple[bool, Tensor, Tensor]:
     raised, disturbed = _trained(front, on_nonfinite, overflow=True)
     _, healthy = _trained(front, on_nonfinite, overflow=False)
     return raised, disturbed, healthy
 
 
-def _trained(front: Any, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
+def _trained(front: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
     assert dist.get_world_size() == 2
-    model, step, *local = front(on_nonfinite)
+    model, step, local = FRONTS[front](on_nonfinite)
     raised = False
-    with local[0] if local else nullcontext():
+    with nullcontext() if local is None else local:
         for number in range(3):
             if number == BAD and overflow:
                 model.zero_grad()
@@ -277,30 +251,12 @@ def _logged(on_nonfinite: Any, scaled: bool, host_check: bool) -> list[str]:
     model = new_ddp_model()
     scaler = GradScaler("cpu", init_scale=1.0) if scaled else None
     sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
-    with _Listening() as lines:
+    with patch("thinwire.sync.engine.logger.warning") as said:
         for step in range(4):
             model.zero_grad()
             torch.autograd.backward(loss_of(model, step, overflows=step > 1))
         assert sync.stats().nonfinite_steps == 2
-    return lines
-
-
-class _Listening(logging.Handler):
-    """Collects warnings of Thinwire."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("thinwire").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *unused: object) -> None:
-        logging.getLogger("thinwire").removeHandler(self)
+    return [call.args[0] % call.args[1:] for call in said.call_args_list]
 
 
 # What is refused.
@@ -332,19 +288,16 @@ def test_what_would_not_reach_all_or_have_no_effect_is_refused(pool2: Pool) -> N
 
 def _refused() -> list[str]:
     plain, model, group = new_model(), new_ddp_model(), dist.group.WORLD
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    of_ddp = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def local(model: nn.Module, on_nonfinite: Any, **settings: Any) -> LocalSGD:
+        optimizer, warmup = torch.optim.SGD(model.parameters()), thinwire.Warmup(on_nonfinite=on_nonfinite)
+        return LocalSGD(model, optimizer, every_steps=2, warmup=warmup, **settings)
+
     told = [
         error_of(lambda: thinwire.attach(model, POWER, host_check=False, on_nonfinite="raise")),
         error_of(lambda: thinwire.attach(model, POWER, grad_scaler=GradScaler("cpu"), on_nonfinite="zero")),
-        error_of(
-            lambda: LocalSGD(plain, optimizer, every_steps=2, warmup=thinwire.Warmup(on_nonfinite="zero"))
-        ),
-        error_of(
-            lambda: LocalSGD(
-                model, of_ddp, every_steps=2, subgroup=group, warmup=thinwire.Warmup(on_nonfinite="raise")
-            )
-        ),
+        error_of(lambda: local(plain, "zero")),
+        error_of(lambda: local(model, "raise", subgroup=group)),
         error_of(lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise")),
     ]
     thinwire.attach(model, POWER, on_nonfinite="zero" if dist.get_rank() == 0 else "nan")

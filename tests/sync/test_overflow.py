@@ -56,18 +56,15 @@ def by_attach(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
     return ddp_model, lambda: sync, scaled_step(ddp_model, scaler)
 
 
-def by_hook(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
+def by_hook(scaler: GradScaler, told: Any = None) -> tuple[nn.Module, Callable[[], Any], Step]:
     ddp_model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler)
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=told or scaler)
     ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
     return ddp_model, lambda: state, scaled_step(ddp_model, scaler)
 
 
 def by_hook_told_the_scale(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
-    ddp_model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
-    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler.get_scale)
-    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
-    return ddp_model, lambda: state, scaled_step(ddp_model, scaler)
+    return by_hook(scaler, scaler.get_scale)
 
 
 def scaled_step(model: nn.Module, scaler: GradScaler) -> Step:

@@ -14,7 +14,7 @@ from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
-from thinwire.sync.parts import Division
+from thinwire.sync.places import Division
 
 Buckets = Sequence[tuple[ParameterSpec, ...]]
 
@@ -176,7 +176,7 @@ def test_whole_matrices_are_divided_evenly() -> None:
         }
         model += [spec(f"{layer}.{name}", *shape) for name, shape in shapes.items()]
     for places, most in ((2, 1.3), (3, 1.3), (4, 1.3)):
-        ranges = Division("parameter", places, model).of(model)
+        ranges = Division(PowerSGD(), places, tuple(model)).of(tuple(model))
         loads = [sum(each[place].stop - each[place].start for each in ranges) for place in range(places)]
         assert sum(loads) == sum(each.numel for each in model)
         assert max(loads) <= most * sum(loads) / places

@@ -31,7 +31,7 @@ from thinwire.channel.metered import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
-from thinwire.watch import JSONLWriter, MetricsWriter, read_run, reading
+from thinwire.watch import JSONLWriter, MetricsWriter, read_run, records
 from thinwire.watch.watch import GrowthAlarm
 
 STEPS = 6
@@ -200,86 +200,41 @@ def test_a_resumed_run_is_one(tmp_path: Path) -> None:
     assert len(run.plans) == 1
 
 
-@pytest.mark.parametrize(
-    ("damage", "lines", "told"),
-    [
-        (lambda text: text[:-5], 12, "line 13 is damaged"),
-        (lambda text: text.replace('"step": 4,', '"step": "four",'), 8, "line 9 is damaged"),
-        (lambda text: text + "\x00\x00\n", 13, "line 14 is damaged"),
-        (lambda text: text + "[]\n", 13, "line 14 is damaged"),
-        (lambda text: text + 200_000 * "[" + "\n", 13, "line 14 is damaged"),
-        (lambda text: text.replace('"steps": 1', '"steps": 0'), 2, "line 3 is damaged"),
-        (lambda text: re.sub('"messages": .', '"messages": null', text), 2, "line 3 is damaged"),
-        (lambda text: text.replace('"loss": 1.0', '"loss": "low"'), 3, "line 4 is damaged"),
-        (lambda text: text.replace('"routes": [', '"routes": [5, '), 1, "line 2 is damaged"),
-        (
-            lambda text: text.replace('"detail": "', '"detail": 7, "more": "'),
-            1,
-            "line 2 is damaged (detail must be text of at most 10000 characters, got 7",
-        ),
-        (
-            lambda text: text.replace('"is_compressed": true', '"is_compressed": 1'),
-            1,
-            "line 2 is damaged (is_compressed must be true or false, got 1",
-        ),
-        (
-            lambda text: text.replace('"waiting_seconds": ', '"waiting_seconds": -'),
-            2,
-            "line 3 is damaged (waiting_seconds must be a number from 0",
-        ),
-        (
-            lambda text: re.sub('"step_seconds": [^,]*', '"step_seconds": NaN', text),
-            2,
-            "line 3 is damaged (it has NaN, expected finite numbers)",
-        ),
-        (
-            lambda text: re.sub('"step_seconds": [^,]*', '"step_seconds": 1e999', text),
-            2,
-            "line 3 is damaged (step_seconds must be a number from 0 to 1e+10, got inf)",
-        ),
-        (
-            lambda text: text.replace('"loss": 1.0', '"loss": 1.7e308'),
-            3,
-            "line 4 is damaged ('loss' must be a number from -1e+100 to 1e+100, got 1.7e+308)",
-        ),
-        (
-            lambda text: text.replace('"loss": 1.0', f'"loss": {10**400}'),
-            3,
-            "line 4 is damaged ('loss' must be a number from -1e+100 to 1e+100, got 1000",
-        ),
-        (
-            lambda text: text.replace('"messages": ', f'"messages": {5000 * "1"}'),
-            2,
-            "line 3 is damaged (Exceeds the limit",
-        ),
-        (
-            lambda text: text.replace('"loss"', f'"{20_000 * "x"}"'),
-            3,
-            "line 4 is damaged (a name in log must be text of at most 10000 characters",
-        ),
-    ],
-    ids=[
-        "cut off",
-        "another type",
-        "zeros",
-        "no object",
-        "nested",
-        "no steps",
-        "null",
-        "text",
-        "route",
-        "detail",
-        "flag",
-        "negative",
-        "nan",
-        "infinite",
-        "large",
-        "larger",
-        "digits",
-        "name",
-    ],
-)
-def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: str, tmp_path: Path) -> None:
+# What is replaced in the file by what, how many lines are read, and what is told.
+DAMAGE = {
+    "cut off": (r"(?s).{5}\Z", "", 12, "it is cut off"),
+    "text for a number": ('"step": 4,', '"step": "four",', 8, "step must be a whole number"),
+    "zeros": (r"\Z", "\x00\x00\n", 13, "Expecting value"),
+    "no object": (r"\Z", "[]\n", 13, "kind must be one of run, plan, step, norms, log"),
+    "nested": (r"\Z", 200_000 * "[" + "\n", 13, "it is nested too deeply"),
+    "no steps": ('"steps": 1', '"steps": 0', 2, "steps must be a whole number from 1"),
+    "null": ('"messages": .', '"messages": null', 2, "messages must be a number"),
+    "text": ('"loss": 1.0', '"loss": "low"', 3, "'loss' must be a number"),
+    "route": (r'"routes": \[', '"routes": [5, ', 1, "there is no label"),
+    "detail": (
+        '"detail": "',
+        '"detail": 7, "more": "',
+        1,
+        "detail must be text of at most 10000 characters, got 7",
+    ),
+    "flag": ('"is_compressed": true', '"is_compressed": 1', 1, "is_compressed must be true or false, got 1"),
+    "negative": ('"waiting_seconds": ', '"waiting_seconds": -', 2, "waiting_seconds must be a number from 0"),
+    "nan": ('"step_seconds": [^,]*', '"step_seconds": NaN', 2, "it has NaN, expected finite numbers"),
+    "infinite": (
+        '"step_seconds": [^,]*',
+        '"step_seconds": 1e999',
+        2,
+        "must be a number from 0 to 1e+10, got inf",
+    ),
+    "large": ('"loss": 1.0', '"loss": 1.7e308', 3, "must be a number from -1e+100 to 1e+100, got 1.7e+308"),
+    "larger": ('"loss": 1.0', f'"loss": {10**400}', 3, "must be a number from -1e+100 to 1e+100, got 1000"),
+    "digits": ('"messages": ', f'"messages": {5000 * "1"}', 2, "Exceeds the limit"),
+    "name": ('"loss"', f'"{20_000 * "x"}"', 3, "a name in log must be text of at most 10000 characters"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_read_up_to_the_damage(damage: str, tmp_path: Path) -> None:
     simulated, path = simulation(), tmp_path / "run.jsonl"
     with Watch(simulated.syncs[0], path) as watch:
         for step in range(STEPS):
@@ -288,14 +243,16 @@ def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: 
                 watch.log(loss=1.0)
     text = path.read_text()
     assert text.count("\n") == 13
-    path.write_text(damage(text))
+    old, new, lines, told = DAMAGE[damage]
+    path.write_text(re.sub(old, new, text))
     run = read_run(path)
     assert run.damage is not None
-    assert run.damage.startswith(told)
+    assert run.damage.startswith(f"line {lines + 1} ends the reading: ")
+    assert told in run.damage
     assert 1 + len(run.plans) + len(run.steps) + len(run.logs) == lines
 
 
-NO_RUN = r"line 1 is damaged \(.*\); give one that a Watch has written"
+NO_RUN = "line 1 ends the reading: .*; give one that a Watch has written"
 
 
 @pytest.mark.parametrize(
@@ -332,15 +289,15 @@ def test_a_long_line_and_a_long_file_are_not_read_to_the_end(
     with Watch(simulated.syncs[0], path):
         train(simulated, range(STEPS))
     text = path.read_text()
-    monkeypatch.setattr(reading, "MAX_BYTES", len(text) - 1)
+    monkeypatch.setattr(records, "MAX_BYTES", len(text) - 1)
     run = read_run(path)
     assert run.damage is not None
-    assert run.damage.endswith("read up to there; give Watch a larger every_steps")
+    assert run.damage.endswith("bytes: give Watch a larger every_steps")
     assert len(run.steps) == STEPS - 1
     monkeypatch.undo()
-    monkeypatch.setattr(reading, "MAX_LINE_BYTES", 20_000)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 20_000)
     path.write_text(text.replace('"kind": "step"', f'"kind": "step", "more": "{20_000 * "x"}"'))
-    assert read_run(path).damage == "line 3 is damaged (it is longer than 20,000 bytes); read up to there"
+    assert read_run(path).damage == "line 3 ends the reading: it is longer than 20,000 bytes"
 
 
 def test_what_no_report_takes_is_written_as_null(tmp_path: Path) -> None:
@@ -353,22 +310,21 @@ def test_what_no_report_takes_is_written_as_null(tmp_path: Path) -> None:
     assert [each["loss"] for each in run.logs] == [1e99, None, None, None, None]
 
 
-def test_logs_of_steps_that_were_undone_are_forgotten() -> None:
-    """As if every return had gone through all logs."""
+def test_what_was_recorded_of_steps_that_were_undone_is_forgotten() -> None:
+    """As if every return had gone through all records; the plan of a step stands just before it."""
     draw = random.Random(0)
     for _ in range(100):
-        logs: list[dict[str, Any]] = []
-        expected: list[dict[str, Any]] = []
-        undone: list[tuple[int, int]] = []
+        written, expected, step = [dict[str, Any](kind="run")], [dict[str, Any](kind="run")], 0
         for _ in range(30):
-            step = draw.randrange(20)
             if draw.random() < 0.2:
-                undone.append((len(logs), step))
-                expected = [each for each in expected if each["step"] <= step]
-            else:
-                logs.append({"step": step})
-                expected.append(logs[-1])
-        assert reading._without(logs, undone) == expected
+                step = draw.randrange(step + 1)
+                expected = [each for each in expected if each.get("step", 0) <= step]
+            step += 1
+            kinds = ["step", *draw.choices(["log", "norms"], k=draw.randrange(3))]
+            kinds = ["plan"] * (draw.random() < 0.2) + kinds
+            added = [{"kind": kind, "step": step, "steps": 1} for kind in kinds]
+            written, expected = written + added, expected + added
+        assert records.without_undone(written) == expected
 
 
 def test_what_can_not_be_watched(tmp_path: Path) -> None:
@@ -475,7 +431,7 @@ def test_two_processes_in_one_file_are_told(tmp_path: Path) -> None:
         train(simulated, range(2))
     run = read_run(path)
     assert run.damage is not None
-    assert "line 2 is of process 1, the first of process 0" in run.damage
+    assert "line 2 ends the reading: it is of process 1, the first of process 0" in run.damage
 
 
 def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
@@ -628,8 +584,8 @@ class AnnouncedWork:
 
 def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> None:
     """And what is exposed has all of it, and the messages that a front sends before."""
-    for records in pool2.run(_slow_peer)[:1]:
-        for name, steps in records.items():
+    for told in pool2.run(_slow_peer)[:1]:
+        for name, steps in told.items():
             assert len(steps) == 4
             seconds = {kind: sum(each[f"{kind}_seconds"] for each in steps) for kind in KINDS_OF_TIME}
             assert seconds["arithmetic"] + seconds["waiting"] < seconds["step"], name

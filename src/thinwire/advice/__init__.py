@@ -1,7 +1,4 @@
-"""Will compression pay? Predicted from this model, these processors and a probe of this network.
-
-Or found out by the run itself: `auto`.
-"""
+"""Will compression pay? Predicted by `advise`, or found out by the run itself with `auto`."""
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.advice.loss import ExpectedLoss, LossGap

@@ -28,12 +28,12 @@ from thinwire.sync import GradientSync, engine_of
 logger = logging.getLogger(__name__)
 
 # The first step with an algorithm compares the processes, and sends what the one before has left; DDP
-# arranges its buckets again behind its own first one.
+# arranges its buckets again after its own first one.
 UNTIMED_STEPS = 2
-# A step that takes so much longer or shorter, as a share, is of a different link.
+# A step that takes longer or shorter by such a share is of a different link.
 CHANGE = 0.2
 
-# Seconds of a step, and how many of them were waited for messages: NaN where the host can't see it.
+# Seconds of a step, and how many of them were waited for messages: NaN if the host can't see it.
 Reading = tuple[float, float]
 # Receives one committed step after the other.
 Course = Generator[None, Reading, Any]
@@ -69,7 +69,7 @@ def auto(
     Args:
         model: As of `attach`.
         optimizer: What trains the model, or its name: loss gaps depend on it. With one that was not measured
-            with, the largest gap of those counts, and it is said.
+            with, the largest gap of those that were counts, and it is said.
         budget_loss: The largest expected gap to exact averaging's loss, as a share of it, at most 0.2; or
             `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
         least_gain: What an approximation must win over exact and 16-bit averaging, as a share of the step.
@@ -92,8 +92,7 @@ def auto(
     rules = Rules(
         checked_budget(budget_loss),
         checked_gain(least_gain),
-        # Quartiles are of two at least.
-        whole_number("probe_steps", probe_steps, minimum=2),
+        whole_number("probe_steps", probe_steps, minimum=2),  # there are no quartiles of one
         None if every_steps is None else whole_count("every_steps", every_steps, minimum=2),
         true_or_false("enabled", enabled),
     )
@@ -110,7 +109,7 @@ def auto(
         sync,
         Training.of(model, name, engine.between.size),
         rules,
-        [*optimizer_notes(optimizer)],
+        optimizer_notes(optimizer),
         log or logger.info,
         lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
     )
@@ -131,8 +130,7 @@ class Rules:
 class Trial(Prediction):
     """Steps of the run itself with one algorithm, on the slowest process."""
 
-    # How long the process waited for messages that waited least: the others waited for it as well. NaN where
-    # the host can't see it.
+    # Of the process that waited least, which waits for the network alone; NaN if the host can't see it.
     waited_seconds: float = math.nan
 
     def __str__(self) -> str:
@@ -159,54 +157,52 @@ class Auto:
     def __init__(
         self, sync: GradientSync, training: Training, rules: Rules, notes: list[str], log: Log, clock: Clock
     ) -> None:
-        self.sync = sync
+        self.sync, self.is_choosing = sync, rules.enabled
         self.trials: tuple[Trial, ...] = ()
         self.chosen: Trial | None = None
-        self.is_choosing = rules.enabled
         self._engine, self._rules, self._notes = engine_of(sync), rules, notes
         self._log, self._clock = log, clock
-        variants, losses = priced(), expected_losses(training)
-        self._rough = {code: losses[code] for code, each in variants.items() if not each.keeps_16_bits}
+        variants, self._losses = priced(), expected_losses(training)
+        self._rough = {code: self._losses[code] for code, each in variants.items() if not each.keeps_16_bits}
         within = [code for code, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
-        # Of the two kinds of 16 bits the one that no gradient is too large for; then what loses least.
-        names = [EXACT, BASELINE, *sorted(within, key=lambda code: losses[code].order)]
-        self._candidates, self._losses = {name: variants[name] for name in names}, losses
+        # Only the 16-bit type that no gradient is too large for; then what loses least.
+        names = [EXACT, BASELINE, *sorted(within, key=lambda code: self._losses[code].order)]
+        self._candidates = {name: variants[name] for name in names}
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other for ever.
         described = {name: str(value) for name, value in asdict(rules).items()}
-        described |= {"optimizer": str(training.optimizer), "candidates": "; ".join(self._candidates)}
+        described |= {"optimizer": str(training.optimizer), "candidates": "; ".join(names)}
         for group in self._groups:
             agree(group, {CALL: "auto()", **described}, "auto()")
         if rules.enabled:
             self._course, self._last = self._follow(), clock()
-            # To its first `yield`, which receives the first step.
-            next(self._course)
+            next(self._course)  # to its first `yield`, which receives the first step
             self._engine.observers.append(self._after_step)
 
     def __str__(self) -> str:
         """Return what was chosen and why, in lines."""
         if self.chosen is None or self.is_choosing:
             return "no choice yet" if self.is_choosing else "off: exact averaging"
-        chosen, rules = self.chosen, self._rules
+        chosen, least_gain = self.chosen, self._rules.least_gain
         lines = [f"{chosen.name}: a step takes {chosen}."]
         if chosen.is_lossy:
             lines.append(f"Its loss gap: {losses_of(chosen)}.")
         elif self._can_win_nothing():
             lines.append("Rougher messages can win nothing.")
         elif len(self.trials) == 2:
-            lines.append(none_within(self._rough, rules.budget_loss))
+            lines.append(none_within(self._rough, self._rules.budget_loss))
         else:
-            lines.append(f"Nothing rougher within the budget wins more than {rules.least_gain:.0%} for sure.")
+            lines.append(f"Nothing rougher within the budget wins more than {least_gain:.0%} for sure.")
         local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
-        if local is not None and chosen.waited_seconds > rules.least_gain * chosen.step_seconds:
+        if local is not None and chosen.waited_seconds > least_gain * chosen.step_seconds:
             waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"
             lines.append(f"{waits}; averaging models less often waits less: {local} is for you to choose.")
         tried = ", ".join(f"{each.name} {each}" for each in self.trials)
         return "\n".join([*lines, *self._notes, f"Tried: {tried}."])
 
-    # As a generator: trials and looks read from top to bottom, and each `yield` is a step of the run.
+    # A generator, so that trials and looks read from top to bottom: each `yield` is a step of the run.
     def _follow(self) -> Course:
         rules = self._rules
         while True:
@@ -226,7 +222,7 @@ class Auto:
     def _can_win_nothing(self) -> bool:
         """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay."""
         fastest = min(self.trials[:2], key=lambda each: each.step_seconds)
-        # A message of no bytes at all would save no more than that. NaN is no such case.
+        # A message of no bytes at all would save no more than that; NaN is not less than anything.
         return fastest.waited_seconds <= self._rules.least_gain * fastest.step_seconds
 
     def _until_changed(self, chosen: Trial, every_steps: int) -> Course:
@@ -258,8 +254,8 @@ class Auto:
         message_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
         seconds, waited = zip(*readings, strict=True)
         low_seconds, step_seconds, high_seconds = quantiles(seconds, n=4, method="inclusive")
-        # The slowest sets the pace. Who waits least waits for the network alone, the others for it as well:
-        # its is the largest of the negative ones.
+        # The slowest process sets the pace, and the one that waits least waits for the network alone: its
+        # number is the largest of the negative ones.
         numbers = [step_seconds, low_seconds, high_seconds, -median(waited)]
         for group in self._groups:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")

@@ -1,22 +1,45 @@
-"""Steps with one algorithm after the other, without a network; and what they would take on one."""
+"""Steps with one way of averaging after the other, without a network; and what they would take on one."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from statistics import fmean
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.local import LocalBench, local_benches
-from thinwire.advice.replicated import Subject
+from thinwire.advice.loss import Training, published_gap
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
-from thinwire.advice.words import code_of
-from thinwire.channel import Transport, gather_numbers
-from thinwire.errors import ConfigError
+from thinwire.advice.variants import (
+    BASELINE,
+    LOCAL_VARIANTS,
+    NATIVE,
+    LocalVariant,
+    code_of,
+    expected_losses,
+    priced,
+)
+from thinwire.algorithms import Algorithm
+from thinwire.channel import Transport, gather_numbers, own_subgroup
+from thinwire.errors import ConfigError, GradientError
+from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
+from thinwire.fronts.ddp_model import register
+from thinwire.localsgd import LocalSGD
+from thinwire.sync import Engine, engine_of
+
+if TYPE_CHECKING:
+    from thinwire.advice.sharded import Sharded
 
 # Of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
@@ -24,6 +47,59 @@ UNTIMED_STEPS, TIMED_STEPS = 2, 3
 MIN_ROUNDS = 2
 
 OneStep = Callable[[nn.Module], object]
+Quartiles = tuple[float, float, float]  # the median comes first
+
+
+class Replicated:
+    """A copy of the user's model, in a DDP group of this process only.
+
+    It is the subject of a bench, as `Sharded` is: steps train `model`; fronts that average whole models are
+    given `module`; `shards` processes hold a replica together, None if each holds all of it.
+    """
+
+    shards: int | None = None
+
+    def __init__(self, module: nn.Module, transport: Transport, entered: ExitStack) -> None:
+        # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
+        group = own_subgroup(1, None)
+        entered.callback(dist.destroy_process_group, group)
+        self.module, self._transport = module, transport
+        self._ddp = DistributedDataParallel(module, process_group=group)
+        self.model: nn.Module = self._ddp
+        # DDP takes one hook for good: whose turn it is changes behind it.
+        self._front: BucketFront | None = None
+        register(self._ddp, self, thinwire_hook)
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `BucketFront.run`, of the front whose turn it is."""
+        if self._front is None:
+            raise AssertionError("DDP calls no hook outside of a turn")
+        return self._front.run(bucket)
+
+    @contextmanager
+    def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
+        """Average steps with an algorithm, or not at all.
+
+        The engine is made for this turn alone: what algorithms remember is as large as the model.
+        """
+        if algorithm is None:
+            with self._ddp.no_sync():  # DDP calls no hook in there
+                yield None
+            return
+        self._front = front_of(self._ddp, algorithm, self._transport)
+        try:
+            yield self._front.engine
+        finally:
+            self._front = None
+
+
+@dataclass
+class Timed:
+    """What was timed of a way of averaging: steps, or averagings of the whole model; and what it keeps."""
+
+    timelines: list[Timeline] = field(default_factory=list)
+    memory_bytes: int = 0
+    residual_bytes: int = 0
 
 
 class Bench:
@@ -32,19 +108,32 @@ class Bench:
     In several rounds, in one direction and then in the other, so that a busy machine slows all of them.
     """
 
-    def __init__(self, subject: Subject, one_step: OneStep, stopwatch: Stopwatch) -> None:
-        self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
-        self.timelines: dict[str, list[Timeline]] = {name: [] for name in subject.variants}
-        # Memory and residual.
-        self.kept_bytes: dict[str, tuple[int, int]] = {}
-        self.without_averaging: list[Timeline] = []
-        self.local = local_benches(subject.module, stopwatch)
+    def __init__(
+        self, subject: Replicated | Sharded, one_step: OneStep, stopwatch: Stopwatch, training: Training
+    ) -> None:
+        self.subject, self.one_step, self.stopwatch, self.training = subject, one_step, stopwatch, training
+        self.baseline = BASELINE if subject.shards is None else NATIVE
+        self.variants = {
+            self.baseline if code == BASELINE else code: variant for code, variant in priced().items()
+        }
+        self.losses = expected_losses(training)
+        self.timed = {name: Timed() for name in self.variants}
+        self.alone = Timed()
+        # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
+        self.averagings: dict[tuple[type[LocalSGD], Algorithm | None], Timed] = {}
+        self.local = [
+            (each, self.averagings.setdefault((each.front, each.options.get("algorithm")), Timed()))
+            for each in LOCAL_VARIANTS
+            if self._is_allowed(each)
+        ]
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""
-        averagings = dict.fromkeys(each.averaging for each in self.local)
-        turns: list[Callable[[], None]] = [partial(self._turn, name) for name in (None, *self.timelines)]
-        turns += [partial(each.take_turn, UNTIMED_STEPS, TIMED_STEPS) for each in averagings]
+        turns = [partial(self._turn, self.alone, None)]
+        turns += [
+            partial(self._turn, self.timed[name], each.algorithm) for name, each in self.variants.items()
+        ]
+        turns += [partial(self._local_turn, timed, *alike) for alike, timed in self.averagings.items()]
         start, num_rounds, told, done = time.perf_counter(), MIN_ROUNDS, "", 0
         while done < num_rounds:
             progress(f"round {done + 1} of {num_rounds}, some steps with every algorithm{told}")
@@ -56,92 +145,146 @@ class Bench:
                 # The mean over all processes: a module that communicates must run equally often everywhere.
                 own_seconds = (time.perf_counter() - start) / done
                 (round_seconds,) = mean_over_processes([own_seconds], transport)
-                # The budget bends where steps are long: fewer would tell nothing.
+                # The budget bends if steps are long: fewer would tell nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 told = f", {round_seconds:.1f} s each"
 
-    def predictions(self, network: Network, world_size: int) -> list[Prediction]:
-        """Return what each way of averaging would take, its loss unknown."""
-        gradients = [self._predicted(name, network, world_size) for name in self.timelines]
-        models = [self._predicted_local(each, network, world_size) for each in self.local]
-        return gradients + models
+    def predictions(self, network: Network) -> list[Prediction]:
+        """Return what each way of averaging would take, as this process has measured it."""
+        members = self.training.members
 
-    def _turn(self, name: str | None) -> None:
-        """Time some steps with an algorithm, or with None without averaging."""
-        with self.subject.turn_of(name) as engine:
-            found = [self._step() for _ in range(UNTIMED_STEPS + TIMED_STEPS)][UNTIMED_STEPS:]
-            if name is None or engine is None:
-                self.without_averaging += found
-            else:
-                self.timelines[name] += found
-                self.kept_bytes[name] = engine.memory_bytes(), engine.residual_bytes()
-        # Hooks are called in a backward pass only.
-        if name is not None and not all(each.sent for each in found):
-            raise ConfigError(
-                "one_step(model) must run a backward pass on the model that it is given, through all of its "
-                "parameters"
+        def prediction(
+            name: str, timed: Timed, seconds: Quartiles, local: LocalVariant | None = None
+        ) -> Prediction:
+            # In the first step processes compare settings as well.
+            last, every_steps = timed.timelines[-1], 1 if local is None else local.every_steps
+            # All processes of a replica send over one link.
+            wire_bytes = (self.subject.shards or 1) * last.wire_bytes(members) / every_steps
+            return Prediction(
+                name,
+                code_of(name, local, is_sharded=self.subject.shards is not None),
+                *seconds,
+                message_bytes=last.message_bytes(members) / every_steps,
+                memory_bytes=timed.memory_bytes,
+                is_lossy=local is not None or not self.variants[name].keeps_16_bits,
+                averages_less_often=local is not None,
+                sent_bytes=wire_bytes,
+                received_bytes=wire_bytes,
+                residual_bytes=timed.residual_bytes,
+                loss=self.losses[name],
+                published=published_gap(name, self.training),
             )
+
+        found = []
+        for name, timed in self.timed.items():
+            steps = [each.step_seconds(network) for each in timed.timelines]
+            found.append(prediction(name, timed, slowest_of(steps, members)))
+        alone = slowest_of([each.seconds for each in self.alone.timelines], members)
+        for local, timed in self.local:
+            found.append(prediction(local.name, timed, local_seconds(local, timed, network, alone), local))
+        return found
+
+    def _turn(self, timed: Timed, algorithm: Algorithm | None) -> None:
+        """Time some steps with an algorithm, or without averaging."""
+        model = self.subject.model
+        with self.subject.turn_of(algorithm) as engine:
+            for number in range(UNTIMED_STEPS + TIMED_STEPS):
+                model.zero_grad()
+                self.stopwatch.start()
+                self.one_step(model)
+                timeline = self.stopwatch.timeline()
+                # Hooks are called in a backward pass only.
+                if engine is not None and not timeline.sent:
+                    raise ConfigError(
+                        "one_step(model) must run a backward pass on the model that it is given, through all "
+                        "of its parameters"
+                    )
+                if number >= UNTIMED_STEPS:
+                    timed.timelines.append(timeline)
+            if engine is not None:
+                timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
         # Without gradients, so that what inner optimizers take is no time at all.
-        self.subject.model.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
 
-    def _step(self) -> Timeline:
-        self.subject.model.zero_grad()
-        self.stopwatch.start()
-        self.one_step(self.subject.model)
-        return self.stopwatch.timeline()
+    def _local_turn(self, timed: Timed, kind: type[LocalSGD], algorithm: Algorithm | None) -> None:
+        """Average the whole model after every step of an optimizer that changes nothing."""
+        optimizer = self._idle_optimizer()
+        settings: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
+        with kind(
+            self.subject.module, optimizer, every_steps=1, replicas=self.stopwatch.transport, **settings
+        ) as front:
+            for number in range(UNTIMED_STEPS + TIMED_STEPS):
+                # The optimizer finds no gradients, so all that is timed is the averaging after its step.
+                self.stopwatch.start()
+                optimizer.step()
+                timeline = self.stopwatch.timeline()
+                if number >= UNTIMED_STEPS:
+                    timed.timelines.append(timeline)
+            timed.memory_bytes, timed.residual_bytes = _kept_bytes(front), engine_of(front).residual_bytes()
 
-    def _predicted(self, name: str, network: Network, world_size: int) -> Prediction:
-        timelines, (memory_bytes, residual_bytes) = self.timelines[name], self.kept_bytes[name]
-        # Of the last step: in the first one processes compare settings as well. All processes of a replica
-        # send over one link.
-        wire_bytes = (self.subject.shards or 1) * timelines[-1].wire_bytes(world_size)
-        return Prediction(
-            name,
-            code_of(name, None, is_sharded=self.subject.shards is not None),
-            *slowest_of([each.step_seconds(network) for each in timelines], world_size),
-            message_bytes=timelines[-1].message_bytes(world_size),
-            memory_bytes=memory_bytes,
-            is_lossy=not self.subject.variants[name].keeps_16_bits,
-            sent_bytes=wire_bytes,
-            received_bytes=wire_bytes,
-            residual_bytes=residual_bytes,
-        )
+    def _is_allowed(self, local: LocalVariant) -> bool:
+        """Return whether the model can be averaged so: it may have fewer layers than fragments."""
+        settings = {"every_steps": local.every_steps, **local.options}
+        try:
+            local.front(
+                self.subject.module, self._idle_optimizer(), replicas=self.stopwatch.transport, **settings
+            )
+        except (ConfigError, GradientError):
+            return False
+        return True
 
-    def _predicted_local(self, local: LocalBench, network: Network, world_size: int) -> Prediction:
-        way, averaging = local.way, local.averaging
-        message_bytes, wire_bytes = local.bytes_per_step(world_size)
-        wire_bytes *= self.subject.shards or 1
-        own_seconds = [each.seconds for each in self.without_averaging]
-        step_seconds, *quartiles = slowest_of(own_seconds, world_size)
-        extra_seconds = local.extra_seconds(network, step_seconds)
-        # Between two averagings nobody waits for anybody: the mean of so many steps varies so much less than
-        # one of them does. With the quartiles of single steps, all ways would tie on a machine with other
-        # work.
-        narrower = math.sqrt(way.every_steps / way.streaming.fragments)
-        low_seconds, high_seconds = (step_seconds + (each - step_seconds) / narrower for each in quartiles)
-        return Prediction(
-            way.name,
-            code_of(way.name, way, is_sharded=self.subject.shards is not None),
-            step_seconds + extra_seconds,
-            low_seconds + extra_seconds,
-            high_seconds + extra_seconds,
-            message_bytes=message_bytes,
-            memory_bytes=averaging.memory_bytes,
-            is_lossy=True,
-            averages_less_often=True,
-            sent_bytes=wire_bytes,
-            received_bytes=wire_bytes,
-            residual_bytes=averaging.residual_bytes,
+    def _idle_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [each for each in self.subject.module.parameters() if each.requires_grad], lr=0.0
         )
 
 
-def slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
+def _kept_bytes(front: LocalSGD) -> int:
+    """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
+
+    def held(tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this process holds: its shard of a sharded tensor."""
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    kept = [] if front.outer is None else list(front.outer.state.values())
+    states = [
+        held(each).nbytes for state in kept for each in state.values() if isinstance(each, torch.Tensor)
+    ]
+    # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
+    averaged = (each for each in front.module.parameters() if each.requires_grad)
+    last_averages = [held(each).numel() * max(4, each.itemsize) for each in averaged]
+    return engine_of(front).memory_bytes() + sum(states) + sum(last_averages)
+
+
+def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Quartiles) -> Quartiles:
+    """Return median and quartiles of a step, given those of one without averaging."""
+    fragments, step_seconds = local.streaming.fragments, alone[0]
+    arithmetic_seconds = median(each.seconds for each in timed.timelines)
+    # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
+    waited_seconds = fragments * median(
+        each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
+        - each.seconds
+        for each in timed.timelines
+    )
+    # A fragment's messages travel while its delay is computed. The link carries one after the other, so
+    # what all fragments hide is no more than the steps between two averagings.
+    hidden_steps = min(local.every_steps, fragments * local.streaming.delay_steps)
+    exposed_seconds = max(0.0, waited_seconds - hidden_steps * step_seconds)
+    extra_seconds = (arithmetic_seconds + exposed_seconds) / local.every_steps
+    # Between two averagings nobody waits: the mean of so many steps varies so much less than one of them.
+    # With the quartiles of single steps, all ways would tie on a machine with other work.
+    narrower = math.sqrt(local.every_steps / fragments)
+    middle, low, high = (step_seconds + (each - step_seconds) / narrower + extra_seconds for each in alone)
+    return middle, low, high
+
+
+def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
     """Return median and quartiles of the slowest of as many steps as there are processes."""
     # All of k independent steps are below a time with the k-th power of the chance that one is.
     ordered = sorted(seconds)
 
     def below(share: float) -> float:
-        return ordered[math.ceil(len(ordered) * math.pow(share, 1 / world_size)) - 1]
+        return ordered[math.ceil(len(ordered) * math.pow(share, 1 / processes)) - 1]
 
     return below(0.5), below(0.25), below(0.75)
 

@@ -1,7 +1,4 @@
-"""What a way of averaging costs in loss: gaps to exact averaging that were measured, shipped as data.
-
-`loss_gaps.json` is made by `benchmarks/loss_gaps.py` from the project's result files, and from papers.
-"""
+"""What a way of averaging costs in loss: measured gaps to exact averaging, from `loss_gaps.json`."""
 
 from __future__ import annotations
 
@@ -18,15 +15,11 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 
-# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
-# none.
+# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md): less counts as nothing.
 NOISE_PERCENT = 0.5
-
-# With which all of the project's trainings with SGD were made.
+# All of the project's trainings with SGD had it.
 SGD_MOMENTUM = 0.9
-
-# It is printed.
-MAX_NAME_LENGTH = 100
+MAX_NAME_LENGTH = 100  # it is printed
 
 Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
 
@@ -64,11 +57,9 @@ class LossGap:
     is_recurrent: bool = False
 
     def __str__(self) -> str:
-        spread = (
-            ""
-            if self.low_percent is None or self.high_percent is None
-            else f" ({signed(self.low_percent)} to {signed(self.high_percent)})"
-        )
+        spread = ""
+        if self.low_percent is not None and self.high_percent is not None:
+            spread = f" ({signed(self.low_percent)} to {signed(self.high_percent)})"
         return f"{signed(self.percent)} %{spread}, {self.training}"
 
     @property
@@ -78,7 +69,7 @@ class LossGap:
 
     @property
     def training(self) -> str:
-        """With what it was measured, or published, and where that is told."""
+        """What was trained when it was measured, and which file or paper tells it."""
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured once" if self.is_single else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
@@ -89,9 +80,9 @@ class LossGap:
 
 @dataclass(frozen=True)
 class Training:
-    """For which a loss gap is looked up; with None for an optimizer, the worst of all counts."""
+    """For which a loss gap is looked up."""
 
-    optimizer: str | None
+    optimizer: str | None  # None for the worst of all
     members: int
     parameters: int
     is_recurrent: bool = False
@@ -99,12 +90,9 @@ class Training:
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
         """Return that of a model."""
-        return cls(
-            optimizer,
-            members,
-            sum(each.numel() for each in model.parameters() if each.requires_grad),
-            any(isinstance(each, (nn.RNNBase, nn.RNNCellBase)) for each in model.modules()),
-        )
+        numel = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        is_recurrent = any(isinstance(each, (nn.RNNBase, nn.RNNCellBase)) for each in model.modules())
+        return cls(optimizer, members, numel, is_recurrent)
 
 
 @dataclass(frozen=True)
@@ -130,7 +118,7 @@ class ExpectedLoss:
 
     @property
     def order(self) -> float:
-        """By which losses are ranked, in percent: 0 for a gap that the table can't tell from none."""
+        """Percent that losses are ranked by: 0 for a gap that the table can't tell from none."""
         if self.percent is None:
             return math.inf
         return self.percent if self.percent > NOISE_PERCENT else 0.0
@@ -165,10 +153,9 @@ class ExpectedLoss:
     @property
     def _interval(self) -> tuple[float, float]:
         if self.percent is None:
-            # Of what is unknown: overlaps with nothing.
-            return math.inf, -math.inf
+            return math.inf, -math.inf  # overlaps with nothing
         if self.low_percent is None or self.high_percent is None:
-            # Of a single training there is no interval; harmless changes move one by so much.
+            # A single training has no interval; harmless changes move it by so much.
             return self.percent - NOISE_PERCENT, self.percent + NOISE_PERCENT
         return self.low_percent, self.high_percent
 
@@ -193,7 +180,7 @@ def optimizer_name(optimizer: object) -> str:
     """Return under which name an optimizer's loss gaps are looked up."""
     optimizer = unwrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
-        # One's own kind of SGD trains as SGD does.
+        # A subclass of SGD counts as SGD.
         names = [kind.__name__ for kind in type(optimizer).__mro__]
         return next((each for each in names if each in known_optimizers()), names[0])
     if not isinstance(optimizer, str) or not 0 < len(optimizer.strip()) <= MAX_NAME_LENGTH:
@@ -201,32 +188,25 @@ def optimizer_name(optimizer: object) -> str:
             f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
         )
     given = optimizer.strip()
-    # As it may be written in code: torch.optim.AdamW.
-    _, _, plain = given.rpartition(".")
-    return next((each for each in known_optimizers() if each.lower() == plain.lower()), given)
+    plain = given.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
+    return next((each for each in known_optimizers() if each.lower() == plain), given)
 
 
-def optimizer_notes(optimizer: object) -> tuple[str, ...]:
+def optimizer_notes(optimizer: object) -> list[str]:
     """Return how what the user trains with differs from what gaps were measured with, in words."""
     known = known_optimizers()
     if optimizer is None:
-        return (f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own.",)
-    name, given = optimizer_name(optimizer), unwrapped_optimizer(optimizer)
+        return [f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."]
+    name, given, notes = optimizer_name(optimizer), unwrapped_optimizer(optimizer), []
+    not_measured = "No loss gap was measured with"
     if name not in known:
-        return (
-            f"No loss gap was measured with {name}, only with {' and '.join(known)}: the largest of them "
-            "counts.",
-        )
-    notes = []
+        return [f"{not_measured} {name}, only with {' and '.join(known)}: the largest of them counts."]
     if isinstance(given, torch.optim.Optimizer):
-        if type(given).__name__ != name:
-            notes.append(
-                f"No loss gap was measured with {type(given).__name__}: those of {name}, from which it "
-                "derives, count."
-            )
+        if (own := type(given).__name__) != name:
+            notes.append(f"{not_measured} {own}: those of {name}, from which it derives, count.")
         if name == "SGD" and not any(group.get("momentum") for group in given.param_groups):
             notes.append(f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none.")
-    return tuple(notes)
+    return notes
 
 
 def unwrapped_optimizer(optimizer: object) -> object:
@@ -237,26 +217,25 @@ def unwrapped_optimizer(optimizer: object) -> object:
 
 
 def expected_loss(
-    name: str, training: Training, *, loses_more_than: str = "", loses_less_than: str = ""
+    name: str, training: Training, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
     """Return what is known of a way of averaging.
 
-    The project's own measurements come first, then what surely loses less and more, then what was published.
+    The project's own measurements come first: how they were made is known, and none was chosen to look well.
+    Then come those of what surely loses less and more, then what was published.
     """
-    # One's own first: how they were made is known here, and none was chosen to look well.
     own = _own_gaps(name, training)
     if own:
         return ExpectedLoss("measured", own[0].percent, own[0].low_percent, own[0].high_percent, own)
     less = next(iter(_own_gaps(loses_more_than, training)), None)
     more = next(iter(_own_gaps(loses_less_than, training)), None)
-    # Counted with the larger one: within a budget is what is so for sure.
     if less is not None and more is not None:
+        # The larger one counts, so that what is within a budget is so for sure.
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
     published = published_gap(name, training)
     if published is not None:
         return ExpectedLoss("published", published.percent, gaps=(published,))
     if less is not None:
-        # No upper bound: within no budget.
         return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
     return UNKNOWN_LOSS
 
@@ -274,10 +253,9 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
     if found is None:
         return ()
-    # Large models were trained once each, so how much of their gaps is chance nobody knows. They are told of
-    # where the user's model is nearer to them in size, and count only for what they have lost more for sure.
-    once = [each for each in rows if each.is_single]
-    nearer = [each for each in once if _apart(each, training) < _apart(found, training)]
+    # Large models were trained once each, so nobody knows how much of their gaps is chance. They are told if
+    # the user's model is nearer to them in size, and count only if they have lost more for sure.
+    nearer = [each for each in rows if each.is_single and _apart(each, training) < _apart(found, training)]
     single = _worst_of_optimizers(nearer, training)
     if single is None:
         return (found,)
@@ -291,34 +269,29 @@ def _apart(gap: LossGap, training: Training) -> float:
 
 
 def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
-    """Return the row nearest to a training; of an unknown optimizer, the largest of each optimizer's."""
+    """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
-        # Gaps grow with members. Long trainings come before models of one's own size, which few of the
+        # Gaps grow with members. Long trainings come before models of the same size, which few of the
         # project's own are; published ones have no steps, so there the size decides.
-        return (
-            abs(math.log(training.members / gap.members)),
-            -(gap.steps or 0),
-            _apart(gap, training),
-            -gap.seeds,
-        )
+        members_apart = abs(math.log(training.members / gap.members))
+        return members_apart, -(gap.steps or 0), _apart(gap, training), -gap.seeds
 
-    # An LSTM lost several percent where transformers lost nothing, so its own kind comes before all else.
+    # An LSTM lost several percent where transformers lost nothing: the same kind of model comes first.
     of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
     by_optimizer: dict[str, list[LossGap]] = {}
     for each in of_kind or rows:
         by_optimizer.setdefault(each.optimizer, []).append(each)
     if training.optimizer in known_optimizers():
-        # Known, but perhaps not with this way: what another optimizer lost would tell nothing.
+        # What a different optimizer lost would tell nothing, even if this one was not measured.
         chosen = [by_optimizer[training.optimizer]] if training.optimizer in by_optimizer else []
     else:
+        # For an optimizer that nobody has measured with, the worst is the honest guess.
         chosen = list(by_optimizer.values())
-    # With an optimizer that nobody has measured with, the least favourable is the honest guess.
     nearest = [min(of_one, key=distance) for of_one in chosen]
     return max(nearest, key=lambda gap: gap.percent, default=None)
 
 
 def signed(percent: float) -> str:
-    """Return a gap with its sign; nothing has none."""
-    text = f"{percent:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text
+    """Return a gap with its sign; zero has none."""
+    return f"{percent:+.1f}" if f"{abs(percent):.1f}" != "0.0" else "0.0"

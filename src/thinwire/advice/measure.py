@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.bench import Bench, OneStep, mean_over_processes, slowest_of
-from thinwire.advice.loss import Training, optimizer_name, optimizer_notes, published_gap
-from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, notes_on
-from thinwire.advice.replicated import Replicated, Subject
+from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
+from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
+from thinwire.advice.processors import ProcessorUse
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch
-from thinwire.advice.variants import OVERFLOWING, expected_losses
-from thinwire.channel import Collective, ProcessGroupTransport, Transport, wire_bytes
+from thinwire.advice.variants import OVERFLOWING
+from thinwire.advice.words import cost_of_saving, disturbance, notes_on
+from thinwire.channel import Collective, ProcessGroupTransport, wire_bytes
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -71,8 +71,8 @@ def advise(
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
             0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
-        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With another
-            one than was measured with, and with None, the largest gap of those counts.
+        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With one that
+            was not measured with, and with None, the largest gap of those that were counts.
         progress: Gets what is being measured, in words.
 
     To be called on every process of the default process group, or in a group of one (of a sharded model: of
@@ -95,40 +95,46 @@ def advise(
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
     module, device = _trainable(model)
     link, transport = _link_of(module, probe, replicas), ProcessGroupTransport()
+    training = Training.of(module, name, link.members)
     with ExitStack() as entered:
         stopwatch = Stopwatch(link.members, device)
         kind = _sharded().Sharded if is_fsdp2(module) else Replicated
-        subject: Subject = kind(module, stopwatch.transport, entered)
-        bench, use = Bench(subject, one_step, stopwatch), ProcessorUse()
+        subject = kind(module, stopwatch.transport, entered)
+        bench, use = Bench(subject, one_step, stopwatch, training), ProcessorUse()
         bench.run(budget_seconds, transport, progress)
         others = use.others_share(transport)
-
-    # Of any network: the rate at which compressing begins to win is found by asking again.
     gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+    inside_seconds = link.inside_seconds(gradient_bytes)
 
     def predictions(network: Network) -> list[Prediction]:
-        found = bench.predictions(network, link.members)
-        return _agreed(_later(found, link.inside_seconds(gradient_bytes)), transport)
+        """Return the mean of what the processes predict: the same on all, so that all choose alike."""
+        own = bench.predictions(network)
+        times = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in own]
+        # All in one message: there are a hundred numbers, and tens of networks to ask about.
+        flat = [seconds + inside_seconds for three in times for seconds in three]
+        means = iter(mean_over_processes(flat, transport))
+        return [
+            replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
+            for each in own
+        ]
 
-    training = Training.of(module, name, link.members)
-    ranked = _with_losses(predictions(link.seconds), training)
-    # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
+    ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
+    # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if is_within(each, budget_loss)]
     best = choose(advisable, least_gain, budget_loss)
-    alone = [each.seconds for each in bench.without_averaging]
+    alone = [each.seconds for each in bench.alone.timelines]
     # Without averaging, too, the slowest of as many processes sets the pace. The spread is that of each.
     compute_seconds, low_seconds, high_seconds = mean_over_processes(
         [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]], transport
     )
+    accepted = {each.name for each in within}
     return Advice(
         predictions=tuple(ranked),
-        baseline=next(each for each in ranked if each.name == subject.baseline),
+        baseline=next(each for each in ranked if each.name == bench.baseline),
         best=best,
         tied=tuple(tied(within, least_gain)),
-        break_even_bits_per_second=_break_even(
-            predictions, {each.name for each in within}, subject.baseline, link, least_gain
-        ),
+        break_even_bits_per_second=_break_even(predictions, accepted, bench.baseline, link, least_gain),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
         budget_loss=budget_loss,
@@ -147,19 +153,12 @@ def advise(
 
 @dataclass(frozen=True)
 class Link:
-    """What joins `members`: processes, or machines.
-
-    Attributes:
-        probe: Of the network.
-        members: That average with each other.
-        shards: Processes of a machine that hold a replica together, and share its one link.
-        processes: Of a machine that average inside of it first, and send together what one would.
-    """
+    """What joins `members`, processes or machines, that average with each other."""
 
     probe: Probe
     members: int
-    shards: int = 1
-    processes: int = 1
+    shards: int = 1  # processes of a machine that hold a replica together, and share its one link
+    processes: int = 1  # of a machine, that average inside of it first, and send together what one would
 
     def seconds(self, collective: Collective, handed_bytes: int) -> float:
         """Return how long a collective takes that all processes of a machine make at once."""
@@ -185,7 +184,7 @@ class Link:
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     """Return what is trained here, and its device: a copy of the module, but a sharded model itself."""
-    # Of a compiled model the module inside: what is compiled can't be copied.
+    # What is compiled can't be copied: take the module inside.
     given = getattr(model, "_orig_mod", model)
     if not isinstance(given, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
@@ -196,11 +195,10 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
         )
     if not any(each.requires_grad for each in given.parameters()):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
-    devices = {parameter.device for parameter in given.parameters()}
-    if len(devices) > 1:
-        places = " and ".join(sorted(map(str, devices)))
+    device, *others = {parameter.device for parameter in given.parameters()}
+    if others:
+        places = " and ".join(sorted(map(str, (device, *others))))
         raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
-    (device,) = devices
     if is_fsdp2(given):
         return given, device
     # A copy: neither gradients nor hooks are left behind.
@@ -216,59 +214,27 @@ def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup
     """Return what joins the replicas, probed now if there is no probe, which is collective."""
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
-    if not is_fsdp2(module):
-        if replicas is not None:
-            raise ConfigError("replicas is for models of fully_shard; leave it out")
-        probe, shards = probe or measure_network(), 1
-    else:
+    if is_fsdp2(module):
         probe = probe or _sharded().probed_between_replicas(module, replicas)
         shards = _sharded().shards_of(module).size
+    elif replicas is not None:
+        raise ConfigError("replicas is for models of fully_shard; leave it out")
+    else:
+        probe, shards = probe or measure_network(), 1
     # Without it every large message would seem to take as long as the largest that was probed.
     probe.known_rate()
     sizes = {len(node) for node in probe.nodes} if len(probe.nodes) > 1 else {1}
     if sizes == {1} or len(sizes) > 1:
         return Link(probe, probe.world_size, shards)
-    # Of machines that hold a replica each all processes were probed, or else one of each.
+    # On machines that hold a replica each, all processes were probed, or else one of each.
     if shards > 1:
         return Link(probe, len(probe.nodes) if sizes == {shards} else probe.world_size, shards)
     return Link(probe, len(probe.nodes), processes=sizes.pop())
 
 
-def _later(found: Sequence[Prediction], seconds: float) -> list[Prediction]:
-    return [
-        replace(
-            each,
-            step_seconds=each.step_seconds + seconds,
-            low_seconds=each.low_seconds + seconds,
-            high_seconds=each.high_seconds + seconds,
-        )
-        for each in found
-    ]
-
-
-def _agreed(own: Sequence[Prediction], transport: Transport) -> list[Prediction]:
-    """Return the mean of what the processes predict: the same on all, so that all choose alike."""
-    times = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in own]
-    # All in one message: there are a hundred numbers, and tens of networks to ask about.
-    means = iter(mean_over_processes([seconds for three in times for seconds in three], transport))
-    return [
-        replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
-        for each in own
-    ]
-
-
-def _with_losses(found: Sequence[Prediction], training: Training) -> list[Prediction]:
-    """Return predictions with what is known of their loss, fastest first."""
-    losses = expected_losses(training)
-    with_losses = [
-        replace(each, loss=losses[each.name], published=published_gap(each.name, training)) for each in found
-    ]
-    return sorted(with_losses, key=lambda each: each.step_seconds)
-
-
 def _break_even(
     predictions: Callable[[Network], list[Prediction]],
-    within_budget: Collection[str],
+    accepted: Collection[str],
     baseline_name: str,
     link: Link,
     least_gain: float,
@@ -283,9 +249,9 @@ def _break_even(
 
         found = predictions(network)
         compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
-        accepted = [each for each in compressed if each.name in within_budget] or compressed
+        fastest = [each for each in compressed if each.name in accepted] or compressed
         baseline = next(each.step_seconds for each in found if each.name == baseline_name)
-        return (1 - least_gain) * baseline - min(each.step_seconds for each in accepted)
+        return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
 
     # By bisection on a logarithmic scale: the slower the link, the more compression wins.
     low, high = 1e5, 1e13

@@ -1,4 +1,4 @@
-"""What is advised, and why."""
+"""What is predicted, and what follows: the one rule that `thinwire.advise` and `thinwire.auto` choose by."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 from thinwire.checks import number
 from thinwire.errors import ConfigError
 
-# More than that nobody gives up for speed, but may have typed in percent.
-MAX_BUDGET_LOSS = 0.2
-# Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.
-MAX_SLOWDOWN = 1.1
+MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
+MAX_SLOWDOWN = 1.1  # of an approximation that ties with the fastest
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,11 @@ class Advice:
     Attributes:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        best: What is advised, by the rule of `choose`. Never fp16, whose range large gradients leave: bf16
-            sends the same.
-        tied: Within the loss budget the fastest, and those that are about as fast; see `tied`.
+        best: What is advised. Never fp16, whose range large gradients leave: bf16 sends the same.
+        tied: Within the loss budget the fastest, and those over which it wins at most `least_gain`, or not
+            for sure.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
-            wins so much over the baseline; 0 if never, infinite if always. Where none is within it, of any
+            wins so much over the baseline; 0 if never, infinite if always. If none is within it, of any
             compression.
         compute_seconds: A step without any averaging, predicted as the others.
         least_gain: What an approximation must win at least, as a share of the baseline's step.
@@ -80,7 +78,7 @@ class Advice:
         shards: Processes that hold a replica of a sharded model together; None of any other model.
         processes: Of a machine that average inside of it first; bytes are those that leave it.
         notes: What should be known besides, in words.
-        others_share: Of the machine's processors, what other programs took while it measured; None where the
+        others_share: Of the machine's processors, what other programs took while it measured; None if the
             system does not tell.
     """
 
@@ -113,12 +111,10 @@ class Advice:
     def __str__(self) -> str:
         """Return the headline, the predicted steps, fastest first, and notes."""
         width = max(len(each.name) for each in self.predictions)
-        rows = [
-            f"{each.name:<{width}}  {1e3 * each.step_seconds:9.1f}  {each.loss.short:>7}"
-            for each in self.predictions
-        ]
-        head = f"{'predicted, fastest first':<{width}}  {'ms a step':>9}  {'loss, %':>7}"
-        return "\n".join([*self.headline, "", head, *rows, *self.notes])
+        rows = [(each.name, f"{1e3 * each.step_seconds:.1f}", each.loss.short) for each in self.predictions]
+        table = [("predicted, fastest first", "ms a step", "loss, %"), *rows]
+        lines = [f"{name:<{width}}  {ms:>9}  {loss:>7}" for name, ms, loss in table]
+        return "\n".join([*self.headline, "", *lines, *self.notes])
 
     @property
     def adds_nothing(self) -> bool:
@@ -141,15 +137,15 @@ class Advice:
     @property
     def compressed_bytes(self) -> float:
         """What a process hands over per step with the smallest compressed messages."""
-        compressed = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
-        return min(each.message_bytes for each in compressed)
+        return min(
+            each.message_bytes for each in self.predictions if each.is_lossy and not each.averages_less_often
+        )
 
     @property
     def frontier(self) -> tuple[Prediction, ...]:
         """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
         known = [each for each in self.predictions if each.loss.percent is not None]
         found: list[Prediction] = []
-        # At equal times only what loses least is on it.
         for each in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):
             if not found or each.loss.order < found[-1].loss.order:
                 found.append(each)
@@ -175,10 +171,9 @@ def checked_budget(budget_loss: object) -> float:
     """Return a loss budget as a share; `math.inf` for any."""
     budget = number("budget_loss", budget_loss, minimum=0)
     if MAX_BUDGET_LOSS < budget < math.inf:
-        raise ConfigError(
-            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
-            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
-        )
+        most = f"a share of at most {MAX_BUDGET_LOSS}, or math.inf for any"
+        meant = "if that is meant as percent, write 0.01 for one percent"
+        raise ConfigError(f"budget_loss must be {most}, got {budget_loss}; {meant}")
     return budget
 
 
@@ -202,11 +197,12 @@ def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
     """
-    ranked = sorted(found, key=lambda each: each.step_seconds)
-    within = [each for each in ranked if is_within(each, budget_loss)]
+    within = sorted(
+        (each for each in found if is_within(each, budget_loss)), key=lambda each: each.step_seconds
+    )
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
-    # Where steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.
+    # If steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.
     slowest = MAX_SLOWDOWN * within[0].step_seconds
     worth = [
         each

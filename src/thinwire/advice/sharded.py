@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.advice.variants import BASELINE, NATIVE, priced
-from thinwire.algorithms.registry import Variant
+from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError
 from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
@@ -22,44 +21,37 @@ from thinwire.sync import Engine, Settings
 
 
 class Sharded:
-    """A model of `fully_shard`, whose replicas' messages go to a stopwatch; see `Subject`.
+    """A model of `fully_shard`, whose replicas' messages go to a stopwatch: the subject of a bench.
 
     FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
     parameters, buffers and gradients are put back when it is left.
     """
 
-    baseline = NATIVE
-
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
-        self._sharded, self._transport = ShardedModel(model), transport
-        self._shards, self._pieces = shards_of(model), pieces_of(model, self._sharded)
+        self._sharded, self._transport, self._group = ShardedModel(model), transport, shards_of(model)
+        self._pieces = pieces_of(model, self._sharded)
         refuse_attached(self._pieces, "ask for advice before it is attached")
         entered.enter_context(_put_back(model))
         self.model = self.module = model
-        self.shards: int | None = self._shards.size
-        self.variants: Mapping[str, Variant] = {
-            NATIVE if code == BASELINE else code: variant for code, variant in priced().items()
-        }
+        self.shards: int | None = self._group.size
         self._front: ShardedFront | None = None
-        for piece in self._pieces:
-            if piece.parameter.requires_grad:
-                parameter = piece.parameter
-                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-                entered.callback(hook.remove)
+        for parameter in (each.parameter for each in self._pieces if each.parameter.requires_grad):
+            hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            entered.callback(hook.remove)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if self._front is not None:
             self._front.arrived(parameter)
 
     @contextmanager
-    def turn_of(self, name: str | None) -> Iterator[Engine | None]:
-        """As `Subject.turn_of`."""
-        if name is None:
+    def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
+        """As `Replicated.turn_of`."""
+        if algorithm is None:
             yield None
             return
-        settings = Settings(together=self._shards if self._shards.size > 1 else None)
-        engine = Engine(self.variants[name].algorithm, self._transport, specs_of(self._pieces), settings)
-        self._front = ShardedFront(engine, self._shards, self._sharded, self._pieces)
+        settings = Settings(together=self._group if self._group.size > 1 else None)
+        engine = Engine(algorithm, self._transport, specs_of(self._pieces), settings)
+        self._front = ShardedFront(engine, self._group, self._sharded, self._pieces)
         try:
             yield engine
         finally:
@@ -89,7 +81,7 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
             'replica (thinwire probe --save), or replicas=mesh["replicate"] to probe now'
         )
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
-    # One shard alone: all at once they would share the link, each at moments of its own.
+    # One shard alone: several at once would share the link, each at different moments.
     own = measure_network(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(own.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())

@@ -1,4 +1,4 @@
-"""A step on one process without any network: when which message would have been sent."""
+"""A step on one process without any network: when each message would have been sent, and waited for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,17 +47,14 @@ class Timeline:
         # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
-        # At equal times what is sent comes before what is waited for: a message may be waited for at once.
-        order = sorted(
-            [(each.at_seconds, 0, index) for index, each in enumerate(self.sent)]
-            + [(each.waited_seconds, 1, index) for index, each in enumerate(self.sent)]
-        )
-        for seconds, is_wait, index in order:
+        # At equal times a message is sent before it is waited for.
+        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
+        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
+        for seconds, is_wait, index in sorted(sends + waits):
             if is_wait:
                 delay = max(delay, arrivals[index] - seconds)
             else:
-                message = self.sent[index]
-                took = message_seconds(message.collective, message.handed_bytes)
+                took = message_seconds(self.sent[index].collective, self.sent[index].handed_bytes)
                 # Gloo and NCCL carry a group's collectives one after the other.
                 busy_until = max(busy_until, seconds + delay) + took
                 arrivals.append(busy_until)
@@ -65,7 +62,7 @@ class Timeline:
 
 
 class Stopwatch:
-    """Times steps on one process, which sends to nobody: the others of the group send what it sends itself.
+    """Times steps on one process, which sends to nobody: the other members send what it sends itself.
 
     On an accelerator its own events are timed: when it has made a message, and when its stream would wait.
     """
@@ -74,15 +71,13 @@ class Stopwatch:
         self._device = torch.device("cpu") if device is None else device
         self._mark: Callable[[], Any] = time.perf_counter
         if self._device.type != "cpu":
-            # On the stream that computes there: hooks may have another one than the training loop.
+            # On the stream that computes there: hooks may have a different one than the training loop.
             self._mark = partial(marked, self._device)
-        # Nobody is on the other side, and nothing is waited for: what is timed is this process's own work.
         self.transport = Recording(Echo(size), self._mark)
         self._start: Any = 0.0
 
     def start(self) -> None:
-        """Begin a step."""
-        # Before the clock is read: what was noted between steps is no part of one.
+        """Begin a step; forget what was noted since the last one."""
         self.transport.notes.clear()
         self._start = self._mark()
 
@@ -91,16 +86,12 @@ class Stopwatch:
         end = self._mark()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)  # until then events have no times
-        sent = [
-            Sent(
-                self._seconds_until(note.sent_at),
-                note.handed_bytes,
-                # What nobody waits for must have come when the next step begins.
-                self._seconds_until(end if note.awaited_at is None else note.awaited_at),
-                note.collective,
-            )
-            for note in self.transport.notes
-        ]
+        sent = []
+        for note in self.transport.notes:
+            # A message that is never waited for must have come when the next step begins.
+            awaited_at = end if note.awaited_at is None else note.awaited_at
+            times = self._seconds_until(note.sent_at), self._seconds_until(awaited_at)
+            sent.append(Sent(times[0], note.handed_bytes, times[1], note.collective))
         return Timeline(tuple(sent), self._seconds_until(end))
 
     def _seconds_until(self, mark: Any) -> float:
@@ -109,58 +100,40 @@ class Stopwatch:
         return float(self._start.elapsed_time(mark)) / 1e3
 
 
+class _Done(NamedTuple):
+    def wait(self) -> None:
+        return
+
+
 class Echo(Transport):
-    """A group in which all members send what this one sends, at once."""
+    """A group in which all members send what this one sends, at once.
+
+    Results have numbers of the usual size: arithmetic on zeros or garbage might take a different time.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        """As `Transport.size`."""
-        return self._size
-
-    @property
-    def rank(self) -> int:
-        """As `Transport.rank`: the first one's."""
-        return 0
-
-    @property
-    def control_device(self) -> torch.device:
-        """As `Transport.control_device`."""
-        return torch.device("cpu")
+        self.size, self.rank = size, 0
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`."""
-        # So that arithmetic meets numbers of the usual size; the largest of equal ones is what it was.
+        """As `Transport.all_reduce`; the largest of equal numbers is what it was."""
         if operation == "sum":
-            tensor.mul_(self._size)
+            tensor.mul_(self.size)
         return _Done()
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean`: what all have is its own mean."""
+        """As `Transport.mean`: the mean of equal tensors is each of them."""
         return _Done()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
-        # Real numbers: arithmetic on zeros or garbage might take another time.
         output.copy_(tensor.expand_as(output))
         return _Done()
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`: each member sends this one the row that it sends the first."""
-        # All send alike, so what each sends to this one is what this one sends to the first.
         output.copy_(tensor[0].expand_as(output))
         return _Done()
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
         """As `Transport.broadcast`."""
         return _Done()
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A collective that has ended."""
-
-    def wait(self) -> None:
-        return

@@ -1,4 +1,4 @@
-"""What is priced: algorithms for gradients, and ways of averaging models now and then; what each may lose."""
+"""What is priced: algorithms for gradients, and ways to average models now and then; and the code of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss
+from thinwire.advice.result import Advice, Prediction
 from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
 from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming
@@ -16,6 +17,12 @@ from thinwire.localsgd.schedule import WHOLE
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
 # It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
 NATIVE = "native HSDP in bf16"
+NATIVE_LINES = (
+    "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+    "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+)
+# It replaces the parameters: an optimizer that was made before would train what is no longer there.
+SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
 
 
 def priced() -> dict[str, Variant]:
@@ -57,7 +64,6 @@ class LocalVariant:
         )
 
 
-STREAMED = {"streaming": Streaming(fragments=2, delay_steps=5)}
 LOCAL_VARIANTS = (
     LocalVariant(LocalSGD, 4, {"algorithm": Quantize(bits=4)}),
     LocalVariant(LocalSGD, 5, {"algorithm": TopK()}),
@@ -65,24 +71,77 @@ LOCAL_VARIANTS = (
     LocalVariant(LocalSGD, 10, {"algorithm": Quantize(bits=4)}),
     LocalVariant(DiLoCo, 30),
     LocalVariant(DiLoCo, 30, {"outer": Nesterov(lr=1.0, momentum=0.5)}),
-    LocalVariant(DiLoCo, 30, STREAMED, loses_more_than="DiLoCo(every_steps=30)"),
+    LocalVariant(
+        DiLoCo,
+        30,
+        {"streaming": Streaming(fragments=2, delay_steps=5)},
+        loses_more_than="DiLoCo(every_steps=30)",
+    ),
 )
 
 
 def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
     """Return the loss gap of everything that is priced, by the name of its prediction."""
-    gradients = {
-        # In the table, algorithms have the names that they print.
-        code: expected_loss(
-            str(each.algorithm),
-            training,
-            loses_more_than=each.loses_more_than,
-            loses_less_than=each.loses_less_than,
-        )
+    # In the table, algorithms have the names that they print.
+    losses = {
+        code: expected_loss(str(each.algorithm), training, each.loses_more_than, each.loses_less_than)
         for code, each in priced().items()
     }
-    models = {
-        each.name: expected_loss(each.name, training, loses_more_than=each.loses_more_than)
-        for each in LOCAL_VARIANTS
+    losses |= {each.name: expected_loss(each.name, training, each.loses_more_than) for each in LOCAL_VARIANTS}
+    return losses | {EXACT: EXACT_LOSS, NATIVE: losses[BASELINE]}
+
+
+def code_of(name: str, local: LocalVariant | None, *, is_sharded: bool) -> str:
+    """Return what to write for a prediction."""
+    if name == NATIVE:
+        return NATIVE_LINES
+    model = "model" if is_sharded else "ddp_model"
+    code = f"thinwire.attach({model}, thinwire.{name})" if local is None else local.code
+    return _after_sharding(code) if is_sharded else code
+
+
+def lines_to_paste(advice: Advice) -> dict[str, str]:
+    """Return lines by front, in the names that its users give: model, optimizer, mesh, accelerator, trainer.
+
+    None if exact averaging is advised, which they do by themselves.
+    """
+    if advice.adds_nothing:
+        return {}
+    # What is priced of a sharded model is of FSDP2 alone; native HSDP needs no Thinwire.
+    lines = _lines_by_front(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
+    return {
+        front: f"import thinwire\n{text}" if "thinwire." in text else text for front, text in lines.items()
     }
-    return {**gradients, **models, EXACT: EXACT_LOSS, NATIVE: gradients[BASELINE]}
+
+
+def _lines_by_front(best: Prediction) -> dict[str, str]:
+    algorithm, partial = f"thinwire.{best.name}", ""
+    sharded = inside = f"thinwire.attach(model, {algorithm})"
+    if best.averages_less_often:
+        sharded = best.code
+        front, _, settings = sharded[len("with ") : -len("):")].partition("(model, optimizer, ")
+        # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
+        # averaging gradients.
+        unwrapped = f"accelerator.unwrap_model(model), optimizer.optimizer, {settings}"
+        inside = f"with model.no_sync(), {front}({unwrapped}):"
+        # Frameworks make the front themselves, when model and optimizer are there.
+        algorithm, partial = f"partial({front}, {settings})", "from functools import partial\n"
+    return {
+        "DDP": best.code,
+        "FSDP2": _after_sharding(sharded),
+        "Accelerate": f"model, optimizer = accelerator.prepare(model, optimizer)\n{inside}",
+        "Lightning": (
+            f"{partial}from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy\n"
+            f"trainer = Trainer(strategy=ThinwireStrategy({algorithm}), callbacks=[ThinwireCallback()])"
+        ),
+        "Trainer": (
+            f"{partial}from thinwire.integrations.transformers import attach\n"
+            f"thinwire_callback = attach(trainer, {algorithm})"
+        ),
+    }
+
+
+def _after_sharding(code: str) -> str:
+    """Return a line behind the call of `fully_shard`, told where the replicas are."""
+    end = "):" if code.endswith(":") else ")"
+    return f'{SHARDING}{code.removesuffix(end)}, replicas=mesh["replicate"]{end}'

@@ -1,13 +1,20 @@
-"""Advice in sentences: what the command prints, and what a run says that chose by itself."""
+"""Advice in sentences: what is advised and why, what it may lose, and what makes it less certain."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from socket import gethostname
 
-from thinwire.advice.loss import NOISE_PERCENT, ExpectedLoss, signed
+import torch
+
+from thinwire.advice.loss import NOISE_PERCENT, ExpectedLoss, Training, signed
 from thinwire.advice.result import Advice, Prediction
-from thinwire.advice.variants import NATIVE, LocalVariant
+from thinwire.advice.timeline import Network
+from thinwire.probe import Probe
+
+# Below, it hardly shows in what is measured.
+MIN_SHARE, MIN_SPREAD = 0.1, 0.2
 
 LOSS_LEGEND = (
     "loss: the gap to exact averaging's held-out loss to be expected, in percent; up to "
@@ -19,48 +26,43 @@ LOSS_LEGEND = (
 
 def verdict(advice: Advice) -> list[str]:
     """Return why it is advised, a sentence or two for each item: what follows `Advice.headline`."""
-    bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
-    where = (
-        f"links below {bits / 1e6:,.0f} Mbit/s"
-        if 0 < bits < math.inf
-        else "every link"
-        if bits
-        else "no link"
-    )
-    lines = [] if advice.best.is_lossy else [_why_not(advice)]
+    best, gained = advice.best, f"{advice.least_gain:.0%} over 16 bits"
+    lines = [] if best.is_lossy else [_why_not(advice)]
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
         # A name has commas of its own: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
         names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
         tie = f"These take about the same time, as far as can be told: {names}."
-        if advice.best in advice.tied and advice.best.is_lossy:
-            tie += (
-                f" Of those that win enough, {advice.best.name} is expected to lose the least; of equal gaps "
-                "the most bits win."
-            )
-        elif advice.best in advice.tied:
-            tie += f" Of these, {advice.best.name} loses nothing, and has the most bits."
+        if best in advice.tied and best.is_lossy:
+            tie += f" Of those that win enough, {best.name} is expected to lose the least; of equal gaps"
+            tie += " the most bits win."
+        elif best in advice.tied:
+            tie += f" Of these, {best.name} loses nothing, and has the most bits."
         lines.append(tie)
-    # It knows of no spread, and what is advised counts it: said, where the two could contradict each other.
-    who = "Compressed messages" if advice.best.is_lossy else "By medians alone, compressed messages"
-    lines.append(f"{who} win more than {gained} on {where}.")
+    bits = advice.break_even_bits_per_second
+    where = (
+        "every link" if math.isinf(bits) else f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
+    )
+    # The rate knows of no spread, and what is advised counts it: said if the two could contradict each other.
+    what = "Compressed messages" if best.is_lossy else "By medians alone, compressed messages"
+    lines.append(f"{what} win more than {gained} on {where}.")
     return [*lines, *_about_losses(advice), *advice.notes]
 
 
 def losses_of(prediction: Prediction) -> str:
     """Return what is known of a way's loss, with where it is from."""
-    loss = prediction.loss
+    loss, gaps = prediction.loss, prediction.loss.gaps
     sentences = {
         "exact": ["none: it is exact averaging"],
-        "measured": [str(gap) for gap in loss.gaps],
-        "published": [str(gap) for gap in loss.gaps],
-        "between": ["between " + " and ".join(f"{gap.name}: {gap}" for gap in loss.gaps)],
-        "above": [f"more than {gap.name}: {gap}" for gap in loss.gaps],
+        "measured": [str(gap) for gap in gaps],
+        "published": [str(gap) for gap in gaps],
+        "between": ["between " + " and ".join(f"{gap.name}: {gap}" for gap in gaps)],
+        "above": [f"more than {gap.name}: {gap}" for gap in gaps],
         "unknown": ["not known"],
     }[loss.kind]
     # Beside the project's own: of larger models, at other batches, by others.
-    if prediction.published is not None and prediction.published not in loss.gaps:
+    if prediction.published is not None and prediction.published not in gaps:
         sentences.append(str(prediction.published))
     return "; ".join(sentences)
 
@@ -81,23 +83,22 @@ def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
 
 def sources(advice: Advice) -> list[str]:
     """Return a line for each training that losses are known from, with the gaps that it tells."""
-    by_training: dict[str, dict[str, None]] = {}
+    by_training: dict[str, list[str]] = {}
     for each in advice.predictions:
-        gaps = dict.fromkeys((*each.loss.gaps, *([] if each.published is None else [each.published])))
-        for gap in gaps:
-            # A dictionary keeps the order of what is first said, and says nothing twice.
-            listed = by_training.setdefault(gap.training, {})
-            listed[f"{gap.name} {signed(gap.percent)} %"] = None
-    return [f"{training}: {'; '.join(listed)}" for training, listed in by_training.items()]
+        for gap in (*each.loss.gaps, *([] if each.published is None else [each.published])):
+            told = by_training.setdefault(gap.training, [])
+            if (words := f"{gap.name} {signed(gap.percent)} %") not in told:
+                told.append(words)
+    return [f"{training}: {'; '.join(told)}" for training, told in by_training.items()]
 
 
 def _why_not(advice: Advice) -> str:
     """Return why nothing rougher than 16 bits is advised."""
-    best = advice.best
-    if advice.compressed_bytes >= advice.baseline.message_bytes:
+    best, least_bytes, bytes_16 = advice.best, advice.compressed_bytes, advice.baseline.message_bytes
+    if least_bytes >= bytes_16:
         return (
             "Nothing to win by compressing: compressed messages of this model are "
-            f"{advice.compressed_bytes:,.0f} bytes per step, 16 bits {advice.baseline.message_bytes:,.0f}."
+            f"{least_bytes:,.0f} bytes per step, 16 bits {bytes_16:,.0f}."
         )
     if advice.nothing_to_win:
         return (
@@ -109,95 +110,108 @@ def _why_not(advice: Advice) -> str:
     )
 
 
-def _about_losses(advice: Advice) -> list[str]:
-    """Return what the loss budget allows, and what it forbids."""
-    # Without a bound nothing is refused for its loss.
+def _about_losses(advice: Advice) -> Iterator[str]:
+    """Yield what the loss budget allows, and what it forbids; without a bound, it forbids nothing."""
     if math.isinf(advice.budget_loss):
-        return []
-    budget = f"{100 * advice.budget_loss:g} %"
-    lines = []
+        return
     if advice.best.is_lossy:
-        lines.append(f"Its loss gap: {losses_of(advice.best)}.")
+        yield f"Its loss gap: {losses_of(advice.best)}."
     elif not any(each.is_lossy and advice.is_within_budget(each) for each in advice.predictions):
         lossy = {each.name: each.loss for each in advice.predictions if each.is_lossy}
-        lines.append(none_within(lossy, advice.budget_loss))
+        yield none_within(lossy, advice.budget_loss)
     # Worth a word only if it is faster for sure, and by as much as counts.
-    beyond = [
-        each
-        for each in advice.predictions
-        if not advice.is_within_budget(each)
-        and each.high_seconds < (1 - advice.least_gain) * advice.best.low_seconds
-    ]
-    if beyond:
-        fastest = beyond[0]
+    max_seconds = (1 - advice.least_gain) * advice.best.low_seconds
+    beyond = (each for each in advice.predictions if not advice.is_within_budget(each))
+    fastest = next((each for each in beyond if each.high_seconds < max_seconds), None)
+    if fastest is not None:
         share = fastest.step_seconds / advice.baseline.step_seconds
-        lines.append(
-            f"Beyond a loss budget of {budget}, {fastest.name} takes {share:.0%} of a step with 16 bits "
-            f"(loss gap: {losses_of(fastest)})."
+        yield (
+            f"Beyond a loss budget of {100 * advice.budget_loss:g} %, {fastest.name} takes {share:.0%} of a "
+            f"step with 16 bits (loss gap: {losses_of(fastest)})."
         )
-    return lines
 
 
-# It replaces the parameters: an optimizer that was made before would train what is no longer there.
-SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
-NATIVE_LINES = (
-    "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
-    "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
-)
+def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
+    """Yield what `state_dict` takes with what is advised, if it keeps a residual."""
+    if best.residual_bytes:
+        yield (
+            f"Saving (state_dict) averages the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB, "
+            f"over the link: about {network('all_reduce', best.residual_bytes):.2g} s each time."
+        )
 
 
-def code_of(name: str, way: LocalVariant | None, *, is_sharded: bool) -> str:
-    """Return what to write for a prediction."""
-    if name == NATIVE:
-        return NATIVE_LINES
-    model = "model" if is_sharded else "ddp_model"
-    code = f"thinwire.attach({model}, thinwire.{name})" if way is None else way.code
-    return _of_fsdp2(code) if is_sharded else code
+def disturbance(others: float | None, low_seconds: float, high_seconds: float) -> Iterator[str]:
+    """Yield what other programs, and steps that vary, make less certain, in at most one sentence."""
+    found = []
+    if others is not None and others > MIN_SHARE:
+        found.append(f"other programs took {others:.0%} of the machine's processors")
+    if high_seconds > (1 + MIN_SPREAD) * low_seconds:
+        found.append(
+            f"half of the steps without averaging took {1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
+        )
+    if found:
+        yield f"While it measured, {', and '.join(found)}: on a quiet machine predictions are surer."
 
 
-def lines_to_paste(advice: Advice) -> dict[str, str]:
-    """Return lines by front, in the names that its users give: model, optimizer, mesh, accelerator, trainer.
+def notes_on(
+    training: Training,
+    probe: Probe,
+    num_processes: int,
+    device: torch.device,
+    shards: int = 1,
+    processes: int = 1,
+) -> Iterator[str]:
+    """Yield what is uncertain besides the optimizer."""
+    if training.is_recurrent:
+        yield (
+            "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
+            "be less."
+        )
+    predicted_processes = training.members * shards * processes
+    if processes > 1:
+        yield (
+            f"Predicted for {training.members} machines of {processes} processes, which average inside of "
+            "each machine first: bytes are those that leave a machine. What stays inside is counted by the "
+            "rate that pairs of its processes were probed with, as if nothing hid it; the work on messages, "
+            "of which each process has its part, as if each had all (docs/machines.md)."
+        )
+    if shards > 1:
+        yield (
+            f"Predicted for {training.members} replicas of {shards} shards, {predicted_processes} processes; "
+            f"the {shards} of a replica share one link to the others."
+        )
+    # One replica alone may ask about any network: that is what the command does.
+    if num_processes not in (shards, predicted_processes):
+        yield (
+            f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
+            f"is for {predicted_processes}."
+        )
+    if device.type != "cpu" and shards == 1:
+        yield (
+            "Each bucket has launches of its own: if no message could hide behind the backward pass, "
+            "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
+        )
+    yield from _notes_on_probe(probe, num_processes, device)
 
-    None if exact averaging is advised, which they do by themselves.
-    """
-    if advice.adds_nothing:
-        return {}
-    # What is priced of a sharded model is of FSDP2 alone.
-    lines = _of_fronts(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
-    # Native HSDP needs none.
-    return {
-        front: f"import thinwire\n{text}" if "thinwire." in text else text for front, text in lines.items()
-    }
 
-
-def _of_fronts(best: Prediction) -> dict[str, str]:
-    algorithm, partial = f"thinwire.{best.name}", ""
-    sharded = inside = f"thinwire.attach(model, {algorithm})"
-    if best.averages_less_often:
-        sharded = best.code
-        front, _, settings = sharded[len("with ") : -len("):")].partition("(model, optimizer, ")
-        # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
-        # averaging gradients.
-        unwrapped = f"accelerator.unwrap_model(model), optimizer.optimizer, {settings}"
-        inside = f"with model.no_sync(), {front}({unwrapped}):"
-        # Frameworks make the front themselves, when model and optimizer are there.
-        algorithm, partial = f"partial({front}, {settings})", "from functools import partial\n"
-    return {
-        "DDP": best.code,
-        "FSDP2": _of_fsdp2(sharded),
-        "Accelerate": f"model, optimizer = accelerator.prepare(model, optimizer)\n{inside}",
-        "Lightning": (
-            f"{partial}from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy\n"
-            f"trainer = Trainer(strategy=ThinwireStrategy({algorithm}), callbacks=[ThinwireCallback()])"
-        ),
-        "Trainer": (
-            f"{partial}from thinwire.integrations.transformers import attach\n"
-            f"thinwire_callback = attach(trainer, {algorithm})"
-        ),
-    }
-
-
-def _of_fsdp2(code: str) -> str:
-    """Return a line behind the call of `fully_shard`, told where the replicas are."""
-    end = "):" if code.endswith(":") else ")"
-    return f'{SHARDING}{code.removesuffix(end)}, replicas=mesh["replicate"]{end}'
+def _notes_on_probe(probe: Probe, num_processes: int, device: torch.device) -> Iterator[str]:
+    if probe.device != device.type:
+        yield f"The probe is of messages on {probe.device}; what is timed here runs on {device.type}."
+    places, here = list(dict.fromkeys(probe.hosts)), gethostname()
+    if places and here not in places:
+        few = ", ".join(places[:4]) + (", …" if len(places) > 4 else "")
+        yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
+    # A network that this very job has just probed is no surprise.
+    if len(places) == 1 and num_processes != probe.world_size:
+        yield (
+            f"All processes of the probe ran on one machine, {places[0]}; for a training on several, probe "
+            "between those."
+        )
+    if probe.doubt:
+        yield f"The probe is doubtful: {probe.doubt}."
+    if probe.timings and probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
+        yield (
+            f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes, took less than "
+            "twice as long as one of nothing: the link's rate is uncertain; probe with a larger "
+            "budget_seconds."
+        )

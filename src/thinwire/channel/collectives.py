@@ -69,10 +69,7 @@ def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> t
 
 
 def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
-    """Return the numbers of all members, by rank. Collective.
-
-    Cost: a message of 8 bytes for each number from each member, and a host synchronisation.
-    """
+    """Return the numbers of all members, by rank. Collective; a message and a host synchronisation."""
     # 64 bits hold counts of steps and bytes exactly.
     own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
     rows = own.new_empty(transport.size, len(numbers))
@@ -81,10 +78,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
 
 
 def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
-    """Return what all members have brought, by rank. Collective.
-
-    Cost: two messages, the second as long as the longest of them, and two host synchronisations.
-    """
+    """Return what all members have brought, by rank. Collective; two messages and host synchronisations."""
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
     # Pad to one length on all members; never empty, since `frombuffer` refuses that.
     padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
@@ -100,11 +94,7 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
     Shapes and types are compared first: a backend would hang or mix them up.
     """
     # Filled up, so that tensors of any number of dimensions are described in as many numbers.
-    described = [
-        float(_DTYPES.index(tensor.dtype)),
-        float(tensor.dim()),
-        *map(float, tensor.shape[:MAX_DIMENSIONS]),
-    ]
+    described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:MAX_DIMENSIONS]]
     padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
     everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")
     if any(other != everyone[0] for other in everyone):

@@ -223,7 +223,7 @@ class InProcessTransport(Transport):
 
     def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
-        self._rank = rank
+        self.size, self.rank = room.size, rank
         self._place = 0  # of the latest message in the order
 
     @classmethod
@@ -236,25 +236,10 @@ class InProcessTransport(Transport):
         """Break off what is under way, for all members: what has not arrived never will."""
         self._room.is_broken = True
 
-    @property
-    def size(self) -> int:
-        """As `Transport.size`."""
-        return self._room.size
-
-    @property
-    def rank(self) -> int:
-        """As `Transport.rank`."""
-        return self._rank
-
-    @property
-    def control_device(self) -> torch.device:
-        """As `Transport.control_device`."""
-        return torch.device("cpu")
-
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
 
-        def take(brought: Sequence[torch.Tensor]) -> None:
+        def take(brought: list[torch.Tensor]) -> None:
             # Each member sums by itself, in the order of ranks: the same bits on all.
             total = brought[0].clone()
             for other in brought[1:]:
@@ -266,35 +251,25 @@ class InProcessTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
-
-        def take(brought: Sequence[torch.Tensor]) -> None:
-            torch.stack(list(brought), out=output)
-
+        kind = ("all_gather", tensor.shape, tensor.dtype)
         # A copy, here and below: it may change before the last member has come to take it.
-        return self._meet(tensor.clone(), purpose, ("all_gather", tensor.shape, tensor.dtype), take)
+        return self._meet(tensor.clone(), purpose, kind, lambda brought: torch.stack(brought, out=output))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`."""
 
-        def take(brought: Sequence[torch.Tensor]) -> None:
-            torch.stack([each[self._rank] for each in brought], out=output)
+        def take(brought: list[torch.Tensor]) -> None:
+            torch.stack([each[self.rank] for each in brought], out=output)
 
         return self._meet(tensor.clone(), purpose, ("all_to_all", tensor.shape, tensor.dtype), take)
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
         """As `Transport.broadcast`."""
-
-        def take(brought: Sequence[torch.Tensor]) -> None:
-            tensor.copy_(brought[source])
-
-        return self._meet(tensor.clone(), purpose, ("broadcast", source, tensor.shape, tensor.dtype), take)
+        kind = ("broadcast", source, tensor.shape, tensor.dtype)
+        return self._meet(tensor.clone(), purpose, kind, lambda brought: tensor.copy_(brought[source]))
 
     def _meet(
-        self,
-        brought: torch.Tensor,
-        purpose: str,
-        kind: object,
-        take: Callable[[Sequence[torch.Tensor]], None],
+        self, brought: torch.Tensor, purpose: str, kind: object, take: Callable[[list[torch.Tensor]], object]
     ) -> Work:
         # Matched by order alone, as backends do it; but what differs is refused here, where they would hang.
         self._place += 1
@@ -302,11 +277,11 @@ class InProcessTransport(Transport):
         meeting = meetings.setdefault(self._place, _Meeting(self._place, self.size, purpose, kind))
         if meeting.kind != kind:
             raise CommunicationError(
-                f"{purpose}: message {self._place} differs between members: member {self._rank} sends "
+                f"{purpose}: message {self._place} differs between members: member {self.rank} sends "
                 f"{kind}, members {sorted(meeting.brought)} send {meeting.kind}. Make the same calls on "
                 "every member"
             )
-        meeting.brought[self._rank] = brought
+        meeting.brought[self.rank] = brought
         return _InProcessWork(self._room, meeting, take)
 
 
@@ -314,7 +289,7 @@ class InProcessTransport(Transport):
 class _InProcessWork:
     room: _Room
     meeting: _Meeting
-    take: Callable[[Sequence[torch.Tensor]], None]
+    take: Callable[[list[torch.Tensor]], object]
     is_taken: bool = False
 
     @property

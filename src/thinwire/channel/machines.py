@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -32,8 +31,7 @@ Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
 PURPOSE = "attach(), which processes share a machine"
-MAGIC = b"machine\0"  # before what each process says of its machine
-ROW = struct.Struct("<8sii16s")  # as long as the digest that `agree` gathers
+MAGIC = 0x6D616368  # before what each process says of its machine
 
 
 @dataclass(frozen=True)
@@ -57,16 +55,12 @@ class Machines:
 
 
 def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
-    """Return this process's two groups, or None if each process is to send by itself. Collective.
+    """Return this process's two groups, or None and perhaps why each process sends by itself. Collective.
+
+    It raises `AgreementError` if processes disagree on who is where, `ConfigError` if what was given does not
+    divide the group.
 
     Cost: nothing on one machine, or with one process on each; else a gather of 32 bytes, and two new groups.
-
-    Returns:
-        The groups, and a sentence if machines have several processes and yet there are none; else "".
-
-    Raises:
-        AgreementError: Processes disagree on who is where.
-        ConfigError: What was given does not divide the group into equal machines.
     """
     if layout is False:
         return None, ""
@@ -74,8 +68,7 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
     if not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1:
         groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
-        inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
-        return Machines(inside, between), ""
+        return Machines(*(ProcessGroupTransport(group, transport.gradient_device) for group in groups)), ""
     return _grouped(transport, rows)
 
 
@@ -88,11 +81,7 @@ def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
 ) -> tuple[Machines | None, str]:
-    """Return what `machines_of` does, where each process has a subgroup of its machine. Collective.
-
-    Raises:
-        ConfigError: Subgroups overlap, or leave processes out.
-    """
+    """Return what `machines_of` does, where each process has a subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
     said = gather_bytes(own, transport, "which processes are a subgroup")
@@ -109,47 +98,47 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
         return None, ""
-    if min(sizes) < max(sizes):
-        shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
-        uneven = (
-            f"machines have {shown} processes of the group, so each process sends messages of its own; "
-            "with as many on each, what a machine has in common would be sent once"
-        )
-        if not transport.rank:
-            logger.warning("%s", uneven)
-        return None, uneven
-    return _new_groups(transport, rows)
+    if min(sizes) == max(sizes):
+        return _new_groups(transport, rows)
+    shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
+    uneven = (
+        f"machines have {shown} processes of the group, so each process sends messages of its own; "
+        "with as many on each, what a machine has in common would be sent once"
+    )
+    if not transport.rank:
+        logger.warning("%s", uneven)
+    return None, uneven
 
 
 def _new_groups(
     transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]
 ) -> tuple[Machines | None, str]:
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    backend = dist.get_backend_config(transport.group)
+    is_whole_job = transport.size == dist.get_world_size()
+    # Torch names a group that not all of the job make by how many groups a process knows.
+    known = (
+        []
+        if is_whole_job
+        else gather_numbers([len(dist.distributed_c10d._world.pg_names)], transport, PURPOSE)
+    )
+    if any(count != known[0] for count in known):
+        return None, (
+            "processes know different numbers of process groups, and PyTorch can't make groups of a part "
+            "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
+            "dimensions, (machines, processes of each)"
+        )
+    backend, device = dist.get_backend_config(transport.group), transport.gradient_device
     # Nothing of torch's hands a group's timeout on.
-    device = transport.gradient_device or torch.device("cpu")
-    options = getattr(transport.group._get_backend(device), "options", None)
+    options = getattr(transport.group._get_backend(device or torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     found = []
-    if transport.size == dist.get_world_size():
-        # All processes of the job are here, and make all groups, as torch asks for.
-        for lists in (rows, columns):
-            group, _ = dist.new_subgroups_by_enumeration(list(map(list, lists)), timeout, backend)  # type: ignore[no-untyped-call]
-            found.append(group)
-    else:
-        # Torch names a group that not all of the job make by how many groups a process knows.
-        known = float(len(dist.distributed_c10d._world.pg_names))
-        if len({count for (count,) in gather_numbers([known], transport, PURPOSE)}) > 1:
-            return None, (
-                "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-                "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
-                "dimensions, (machines, processes of each)"
-            )
-        for lists in (rows, columns):
-            own = next(list(each) for each in lists if dist.get_rank() in each)
-            found.append(dist.new_group(own, timeout, backend, use_local_synchronization=True))
-    inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in found)
-    return Machines(inside, between), ""
+    for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
+        if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
+            group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend)  # type: ignore[no-untyped-call]
+        else:
+            own = next(each for each in lists if dist.get_rank() in each)
+            group = dist.new_group(own, timeout, backend, use_local_synchronization=True)
+        found.append(ProcessGroupTransport(group, device))
+    return Machines(*found), ""
 
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
@@ -161,17 +150,14 @@ def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[
         return [list(ranks)]
     by_rank = dist.get_rank() // max(local, 1)
     machine = _from_launcher("GROUP_RANK") if "GROUP_RANK" in os.environ else by_rank
-    host = hashlib.sha256(socket.gethostname().encode()).digest()
-    said = ROW.pack(MAGIC, machine, local, host[:16])
-    own = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(transport.control_device)
-    rows = own.new_empty(transport.size, ROW.size)
-    transport.all_gather(rows, own, PURPOSE).wait()
-    everyone = [bytes(row) for row in rows.tolist()]
-    # A process in a different call has sent a digest of the same length; it asks for words next.
-    if not all(row.startswith(MAGIC) for row in everyone):
+    host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+    # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
+    # and asks for words next.
+    everyone = gather_numbers([MAGIC, machine, local, host], transport, PURPOSE)
+    if any(said[0] != MAGIC for said in everyone):
         description = json.dumps({CALL: "attach()"}).encode()
         check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
-    return _by_machine(ranks, [ROW.unpack(row)[1:] for row in everyone])
+    return _by_machine(ranks, [(int(machine), int(local), host) for _, machine, local, host in everyone])
 
 
 def _from_launcher(name: str) -> int:
@@ -179,23 +165,23 @@ def _from_launcher(name: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, bytes]]) -> list[list[int]]:
+def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, float]]) -> list[list[int]]:
     machines: dict[int, list[int]] = {}
     for rank, (machine, local, host) in zip(ranks, said, strict=True):
         here = machines.setdefault(machine, [])
         here.append(rank)
-        first = ranks.index(here[0])
-        if said[first][2] != host:
+        _, first_local, first_host = said[ranks.index(here[0])]
+        remedy = "or pass machines=[[…], …], the ranks on each machine"
+        if first_host != host:
             raise AgreementError(
-                f"by the launcher's variables processes {here[0]} and {rank} share a machine, and their host "
-                f"names differ (LOCAL_WORLD_SIZE is {local} on process {rank}); correct the variables, or "
-                "pass machines=[[…], …], the ranks on each machine"
+                f"by the launcher's variables processes {here[0]} and {rank} share a machine, and their "
+                f"host names differ (LOCAL_WORLD_SIZE is {local} on process {rank}); correct the variables, "
+                f"{remedy}"
             )
-        if len(here) > local or said[first][1] != local:
+        if len(here) > local or first_local != local:
             raise AgreementError(
-                f"processes {here} share machine {machine}, and LOCAL_WORLD_SIZE is {said[first][1]} on "
-                f"process {here[0]} and {local} on process {rank}; correct the variable, or pass "
-                "machines=[[…], …], the ranks on each machine"
+                f"processes {here} share machine {machine}, and LOCAL_WORLD_SIZE is {first_local} on process "
+                f"{here[0]} and {local} on process {rank}; correct the variable, {remedy}"
             )
     return list(machines.values())
 
@@ -217,10 +203,10 @@ def _given(
     listed = [rank for row in rows for rank in row]
     if sorted(listed) != sorted(ranks):
         missing, unknown = sorted(set(ranks) - set(listed)), sorted(set(listed) - set(ranks))
-        wrong = f"leaves out {missing[:8]}" if missing else f"has {unknown[:8]}, which are not in it"
-        wrong = wrong if missing or unknown else "has some twice"
+        wrong = f"has {unknown[:8]}, which are not in it" if unknown else "has some twice"
         raise ConfigError(
-            f"machines must list each process of the model's group {list(ranks)[:8]} once; it {wrong}"
+            f"machines must list each process of the model's group {list(ranks)[:8]} once; it "
+            f"{f'leaves out {missing[:8]}' if missing else wrong}"
         )
     agree(transport, {CALL: "attach()", "machines": repr([list(row) for row in rows])}, PURPOSE)
     return [list(row) for row in rows]

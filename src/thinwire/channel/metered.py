@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +15,7 @@ from thinwire.channel.transport import Collective, Operation, Transport, Work
 
 
 class Wrapped(Transport):
-    """Hands every message to another transport; a subclass says in `send` what happens besides.
-
-    Attributes:
-        transport: As given.
-    """
+    """Hands messages to `transport`, which may change; a subclass says in `send` what happens besides."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -26,57 +23,48 @@ class Wrapped(Transport):
     def send(
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
-        """Start a collective.
-
-        Args:
-            collective: Which one.
-            tensor: What this member hands over.
-            purpose: What for, as its sender says.
-            start: Starts it on the other transport.
-        """
+        """Start a collective by `start`; `tensor` is what this member hands over."""
         return start()
 
     @property
-    def size(self) -> int:
-        """As of the other transport."""
+    def size(self) -> int:  # type: ignore[override]
+        """As of the transport."""
         return self.transport.size
 
     @property
-    def rank(self) -> int:
-        """As of the other transport."""
+    def rank(self) -> int:  # type: ignore[override]
+        """As of the transport."""
         return self.transport.rank
 
     @property
     def control_device(self) -> torch.device:
-        """As of the other transport."""
+        """As of the transport."""
         return self.transport.control_device
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
-        inner = self.transport
-        return self.send(
-            "all_reduce", tensor, purpose, lambda: inner.all_reduce(tensor, purpose, operation=operation)
-        )
+        start = partial(self.transport.all_reduce, tensor, purpose, operation=operation)
+        return self.send("all_reduce", tensor, purpose, start)
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.mean`."""
         # Call the inner transport's own `mean`, which may divide in the same pass.
-        return self.send("all_reduce", tensor, purpose, lambda: self.transport.mean(tensor, purpose))
+        return self.send("all_reduce", tensor, purpose, partial(self.transport.mean, tensor, purpose))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
-        inner = self.transport
-        return self.send("all_gather", tensor, purpose, lambda: inner.all_gather(output, tensor, purpose))
+        start = partial(self.transport.all_gather, output, tensor, purpose)
+        return self.send("all_gather", tensor, purpose, start)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`."""
-        inner = self.transport
-        return self.send("all_to_all", tensor, purpose, lambda: inner.all_to_all(output, tensor, purpose))
+        start = partial(self.transport.all_to_all, output, tensor, purpose)
+        return self.send("all_to_all", tensor, purpose, start)
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
         """As `Transport.broadcast`."""
-        inner = self.transport
-        return self.send("broadcast", tensor, purpose, lambda: inner.broadcast(tensor, source, purpose))
+        start = partial(self.transport.broadcast, tensor, source, purpose)
+        return self.send("broadcast", tensor, purpose, start)
 
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
@@ -121,14 +109,12 @@ class CollectiveTraffic:
     Attributes:
         messages: Calls.
         message_bytes: Bytes of the messages, counted as of an all-reduce; see `message_bytes_of`.
-        sent_bytes: Bytes that have left this member on the wire; of an all-reduce, those of a ring.
-        received_bytes: Bytes that have reached it.
+        wire_bytes: Bytes that have left this member, and reached it; see `wire_bytes`.
     """
 
     messages: int = 0
     message_bytes: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    wire_bytes: int = 0
 
 
 @dataclass
@@ -141,6 +127,7 @@ class Traffic:
         planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
         counted_bytes: Of the messages of this process, how many are in these.
         inside_bytes: What this process has sent to others of its machine for that.
+        by_collective: What each kind of collective has carried, of those that were used.
     """
 
     waiting_seconds: float = 0.0
@@ -148,49 +135,37 @@ class Traffic:
     planned_machine_bytes: int = 0
     counted_bytes: int = 0
     inside_bytes: int = 0
-    _by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
-
-    @property
-    def by_collective(self) -> Mapping[Collective, CollectiveTraffic]:
-        """What each kind of collective has carried, of those that were used."""
-        return MappingProxyType(self._by_collective)
+    by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
 
     @property
     def messages(self) -> int:
         """All collectives."""
-        return sum(each.messages for each in self._by_collective.values())
+        return sum(each.messages for each in self.by_collective.values())
 
     @property
     def message_bytes(self) -> int:
         """Bytes of all messages, counted as of an all-reduce."""
-        return sum(each.message_bytes for each in self._by_collective.values())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that have left this member on the wire."""
-        return sum(each.sent_bytes for each in self._by_collective.values())
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that have reached it."""
-        return sum(each.received_bytes for each in self._by_collective.values())
+        return sum(each.message_bytes for each in self.by_collective.values())
 
     def count(self, collective: Collective, handed_bytes: int, members: int) -> None:
         """Add a message."""
-        on_the_wire = wire_bytes(collective, handed_bytes, members)
-        counted = self._by_collective.setdefault(collective, CollectiveTraffic())
+        counted = self.by_collective.setdefault(collective, CollectiveTraffic())
         counted.messages += 1
         counted.message_bytes += message_bytes_of(collective, handed_bytes, members)
-        counted.sent_bytes += on_the_wire
-        counted.received_bytes += on_the_wire
+        counted.wire_bytes += wire_bytes(collective, handed_bytes, members)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as waiting, also if what is waited for fails: that is often the longest."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_seconds += time.perf_counter() - start
 
 
 class Metered(Wrapped):
-    """Counts what goes through another transport.
-
-    Attributes:
-        traffic: The counts so far.
-    """
+    """Counts in `traffic` what goes through another transport, and the time that is waited for it."""
 
     def __init__(self, transport: Transport, traffic: Traffic | None = None) -> None:
         super().__init__(transport)
@@ -199,25 +174,20 @@ class Metered(Wrapped):
     def send(
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
-        """As `Wrapped.send`; count it, and the time that is waited for it."""
-        handed_bytes = tensor.nbytes
-        work = start()
+        """As `Wrapped.send`."""
+        handed_bytes, work = tensor.nbytes, start()
         # Only now: what could not be sent has cost nothing.
         self.traffic.count(collective, handed_bytes, self.size)
         return _TimedWork(work, self.traffic)
 
 
-@dataclass(frozen=True)
-class _TimedWork:
+class _TimedWork(NamedTuple):
     work: Work
     traffic: Traffic
 
     def wait(self) -> None:
-        start = time.perf_counter()
-        try:
+        with self.traffic.waiting():
             self.work.wait()
-        finally:  # the wait for a collective that fails is often the longest
-            self.traffic.waiting_seconds += time.perf_counter() - start
 
 
 @dataclass
@@ -229,8 +199,8 @@ class Note:
         shape: Of the tensor that this member handed over.
         dtype: Of the same.
         purpose: As its sender gave it.
-        sent_at: When it was sent: what the clock of `Recording` gave.
-        awaited_at: When its sender first waited for it, likewise; None before that.
+        sent_at: When it was sent, by the clock of `Recording`.
+        awaited_at: When its sender first waited for it; None before that.
     """
 
     collective: Collective
@@ -272,8 +242,7 @@ class Recording(Wrapped):
         return _NotedWork(start(), note, self._clock)
 
 
-@dataclass(frozen=True)
-class _NotedWork:
+class _NotedWork(NamedTuple):
     work: Work
     note: Note
     clock: Callable[[], Any]

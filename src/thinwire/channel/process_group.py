@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel import pieces
-from thinwire.channel.pieces import Pieces
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -32,7 +30,75 @@ WHY_IN_A_FIXED_GROUP = (
 )
 
 
-class ProcessGroupTransport(Transport):
+# Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
+# one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
+# Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.
+PIECE_BYTES, MAX_PIECES = 1 << 18, 8
+
+
+class GroupTransport(Transport):
+    """Carries tensors over a process group; a subclass knows how its collectives are called."""
+
+    why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
+        """As `Transport.all_gather`."""
+        # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
+        own, rows = as_bytes(tensor), as_bytes(output).view(self.size, -1)
+        return self.started(f"{purpose}: the gather of {_shown(tensor)}", lambda: self._gathered(rows, own))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
+        """As `Transport.all_to_all`."""
+        received, sent = as_bytes(output), as_bytes(tensor)
+        where = f"{purpose}: the exchange of {_shown(tensor)}"
+        return self.started(where, lambda: self._exchanged(received, sent))
+
+    @abstractmethod
+    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+        """Start an all-gather into tensors by rank."""
+
+    @abstractmethod
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
+        """Start an all-to-all of so many bytes to and from each member; of equal parts if none are said."""
+
+    @abstractmethod
+    def is_gloo(self, device: torch.device) -> bool:
+        """Return whether Gloo carries a device's tensors."""
+
+    def started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+        """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
+        with named_failure(where, self.why):
+            return ProcessGroupWork(cast("dist.Work | Pieces", start()), where, self.why)
+
+    def _num_pieces(self, sent: torch.Tensor) -> int:
+        if self.size != 2 or not self.is_gloo(sent.device):
+            return 1
+        return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
+
+    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
+        num_pieces = self._num_pieces(own)
+        if num_pieces == 1:
+            return self.gather(list(rows), own)
+        parts = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
+        return Pieces([self.gather(list(into), piece) for piece, *into in parts])
+
+    def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | Pieces:
+        num_pieces = self._num_pieces(sent)
+        if num_pieces == 1:
+            return self.exchange(received, sent, [])
+        # Between two: each has a row for the other one, and its own only changes places.
+        other, into, rows = 1 - self.rank, received.view(2, -1), sent.view(2, -1)
+        into[self.rank].copy_(rows[self.rank])
+        parts = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
+        return Pieces(
+            [
+                self.exchange(to, piece, [piece.numel() * (each == other) for each in range(2)])
+                for to, piece in parts
+            ]
+        )
+
+
+class ProcessGroupTransport(GroupTransport):
     """Carries tensors over a process group of `torch.distributed`, on any backend.
 
     Attributes:
@@ -41,17 +107,8 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self.group = checked_group(group)
+        self.size, self.rank = self.group.size(), self.group.rank()
         self.gradient_device = device
-
-    @property
-    def size(self) -> int:
-        """As `Transport.size`."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """As `Transport.rank`."""
-        return self.group.rank()
 
     @property
     def control_device(self) -> torch.device:
@@ -100,98 +157,91 @@ class ProcessGroupTransport(Transport):
         self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum"
     ) -> ProcessGroupWork:
         """As `Transport.all_reduce`."""
-        return self._started(
-            f"{purpose}: the {'average' if operation == 'sum' else 'maximum'} of {tensor.numel()} × "
-            f"{tensor.dtype}",
-            lambda: dist.all_reduce(tensor, OPERATIONS[operation], self.group, async_op=True),
-        )
+        return self._reduced(tensor, purpose, OPERATIONS[operation])
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.mean`; NCCL divides what it reads anyway, which saves a pass over the message."""
-        if self.backend_for(tensor.device) != "nccl":
+        if not self._is_nccl(tensor.device):
             tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
             return self.all_reduce(tensor, purpose)
         # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        operation = dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG
-        return self._started(
-            f"{purpose}: the average of {tensor.numel()} × {tensor.dtype}",
+        return self._reduced(tensor, purpose, dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG)
+
+    def _reduced(
+        self, tensor: torch.Tensor, purpose: str, operation: dist.ReduceOp.RedOpType
+    ) -> ProcessGroupWork:
+        kind = "maximum" if operation == dist.ReduceOp.MAX else "average"
+        return self.started(
+            f"{purpose}: the {kind} of {_shown(tensor)}",
             lambda: dist.all_reduce(tensor, operation, self.group, async_op=True),
         )
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_gather`."""
-        # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        own, rows = _as_bytes(tensor), _as_bytes(output).view(self.size, -1)
-        what = f"{purpose}: the gather of {tensor.numel()} × {tensor.dtype}"
-        if self.backend_for(tensor.device) == "nccl":
-            # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
-            # name where there is one: there the older one warns.
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            return self._started(what, lambda: gather(rows.view(-1), own, self.group, async_op=True))
+    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+        """As `GroupTransport.gather`."""
+        return cast(dist.Work, dist.all_gather(rows, own, self.group, async_op=True))
 
-        def start(into: list[torch.Tensor], piece: torch.Tensor) -> dist.Work:
-            return cast(dist.Work, dist.all_gather(into, piece, self.group, async_op=True))
+    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
+        if not self._is_nccl(own.device):
+            return super()._gathered(rows, own)
+        # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
+        # name where there is one: there the older one warns.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))
 
-        return self._started(what, lambda: pieces.gathered(rows, own, self._num_pieces(own), start))
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
+        """As `GroupTransport.exchange`."""
+        return self._exchange(received, sent, sizes, sizes)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_to_all`."""
-        what = f"{purpose}: the exchange of {tensor.numel()} × {tensor.dtype}"
-        received, sent = _as_bytes(output), _as_bytes(tensor)
-
-        def start(to: torch.Tensor, piece: torch.Tensor, sizes: list[int]) -> dist.Work:
-            # None means equal parts to torch; an empty list would mean no parts.
-            lengths = sizes or None
-            work = dist.all_to_all_single(to, piece, lengths, lengths, group=self.group, async_op=True)
-            return cast(dist.Work, work)
-
-        return self._started(
-            what, lambda: pieces.swapped(received, sent, self.rank, self._num_pieces(sent), start)
-        )
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        # None means equal parts to torch; an empty list would mean no parts.
+        lengths = to_come or None, to_go or None
+        work = dist.all_to_all_single(received, sent, *lengths, group=self.group, async_op=True)
+        return cast(dist.Work, work)
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
-        what = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
+        where = f"{purpose}: the average of a part of {_shown(flat)}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
-        if self._is_even_over_nccl(flat, lengths):
-            return self._started(
-                what,
+        if self._is_nccl(flat.device) and len(set(lengths)) == 1:
+            return self.started(
+                where,
                 lambda: dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, self.group, async_op=True),
             )
-        received = flat.new_empty(self.size, len(own))
+        received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
         # As bytes, which Gloo exchanges of every type.
-        own_bytes, bytes_of = own.nbytes, [flat.element_size() * length for length in lengths]
-
-        def start() -> object:
-            to, sent = _as_bytes(received), _as_bytes(flat)
-            sizes = [own_bytes] * self.size
-            return dist.all_to_all_single(to, sent, sizes, bytes_of, group=self.group, async_op=True)
-
-        return _MeanOfRows(self._started(what, start), received, own)
+        to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
+        work = self.started(where, lambda: self._exchange(to, sent, to_come, to_go))
+        return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
-        if not self._is_even_over_nccl(flat, lengths):
+        if not self._is_nccl(flat.device) or len(set(lengths)) > 1:
             return super().gather_parts(flat, lengths, purpose)
         own = flat.split_with_sizes(list(lengths))[self.rank]
-        return self._started(
-            f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
+        return self.started(
+            f"{purpose}: the gather of {_shown(flat)}",
             lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
         )
-
-    def _is_even_over_nccl(self, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
-        return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """As `Transport.broadcast`."""
         global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
-        return self._started(
-            f"{purpose}: the copy of {tensor.numel()} × {tensor.dtype} from process {source} of the group",
-            lambda: dist.broadcast(_as_bytes(tensor), global_source, self.group, async_op=True),
+        return self.started(
+            f"{purpose}: the copy of {_shown(tensor)} from process {source} of the group",
+            lambda: dist.broadcast(as_bytes(tensor), global_source, self.group, async_op=True),
         )
 
+    def is_gloo(self, device: torch.device) -> bool:
+        """As `GroupTransport.is_gloo`."""
+        return self.backend_for(device) == "gloo"
+
+    def _is_nccl(self, device: torch.device) -> bool:
+        return self.backend_for(device) == "nccl"
+
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from one member to another and back. To be called on both; others may leave it out.
+        """Send a message from one member to another and back, on both; others may leave it out.
 
         Returns:
             Seconds per direction on the first, None on the second.
@@ -210,17 +260,29 @@ class ProcessGroupTransport(Transport):
                 torch.accelerator.synchronize(message.device)
             return (time.perf_counter() - start) / 2
 
-    def _num_pieces(self, sent: torch.Tensor) -> int:
-        return pieces.num_pieces(sent, self.size) if self.backend_for(sent.device) == "gloo" else 1
 
-    def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
-        # Always asynchronous: the caller computes on, and waits where it needs the result.
-        with named_failure(where):
-            return ProcessGroupWork(cast("dist.Work | Pieces", start()), where)
+class Pieces(NamedTuple):
+    """Collectives that carry the pieces of one message, as one `dist.Work`."""
+
+    works: Sequence[dist.Work]
+
+    def wait(self) -> None:
+        """As `dist.Work.wait`."""
+        for each in self.works:
+            each.wait()
+
+    def get_future(self) -> Future[object]:
+        """As `dist.Work.get_future`."""
+
+        def finished(done: Future[list[Future[object]]]) -> None:
+            # All have ended; it is `value` that raises what one has ended with.
+            for each in done.value():
+                each.value()
+
+        return torch.futures.collect_all([each.get_future() for each in self.works]).then(finished)
 
 
-@dataclass(frozen=True)
-class ProcessGroupWork:
+class ProcessGroupWork(NamedTuple):
     """A collective of a process group under way; `where` and `why` are as of `named_failure`."""
 
     work: dist.Work | Pieces
@@ -244,8 +306,7 @@ class ProcessGroupWork:
         return cast("Future[Result]", self.work.get_future().then(finished))
 
 
-@dataclass(frozen=True)
-class _MeanOfRows:
+class _MeanOfRows(NamedTuple):
     """An exchange under way, and where the mean of what it brings is to lie."""
 
     work: ProcessGroupWork
@@ -259,9 +320,13 @@ class _MeanOfRows:
         self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{tensor.numel()} × {tensor.dtype}"
 
 
 @contextmanager

@@ -23,96 +23,52 @@ class Work(Protocol):
 class Transport(ABC):
     """Carries tensors between the members of a group.
 
-    All members make the same calls in the same order, from one thread each. A tensor belongs to the transport
-    from the call until `wait` has returned. Every method that sends may raise `CommunicationError`: from the
-    call where the backend refuses the tensor, from `wait` where the collective fails.
+    All members make the same calls in the same order, from one thread each. Tensors are contiguous, and
+    belong to the transport from the call until `wait` has returned; `purpose` says in errors what they are
+    for, and in which step. Every method that sends may raise `CommunicationError`: from the call if the
+    backend refuses the tensor, from `wait` if the collective fails.
+
+    Attributes:
+        size: Members of the group.
+        rank: This member's place in the group, from 0 on.
     """
 
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Members of the group."""
+    size: int
+    rank: int
 
     @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This member's place in the group, from 0 on."""
-
-    @property
-    @abstractmethod
     def control_device(self) -> torch.device:
         """The device on which small messages for the host are cheapest."""
+        return torch.device("cpu")
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """Replace `tensor` by its sum or its maximum over the members.
-
-        Args:
-            tensor: Contiguous, of the same shape and type on all members; overwritten.
-            purpose: What for and in which step, for errors.
-            operation: "sum" or "max".
-        """
+        """Replace `tensor` by its sum or its maximum over the members."""
 
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Collect the members' tensors.
-
-        Args:
-            output: Shape (members, n), contiguous; written: row i is member i's.
-            tensor: Shape (n,), contiguous, of any type; only read.
-            purpose: What for and in which step, for errors.
-        """
+        """Write to row i of `output`, (members, n), the `tensor` of member i: (n,), of any type."""
 
     @abstractmethod
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Send each member a row of its own.
-
-        Args:
-            output: Shape (members, n), contiguous; written: row i comes from member i.
-            tensor: Shape (members, n), contiguous, of any type; row i goes to member i. Only read.
-            purpose: What for and in which step, for errors.
-        """
+        """Send row i of `tensor`, of any type, to member i; what that has sent becomes row i of `output`."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """Replace `tensor` by that of one member.
-
-        Args:
-            tensor: Contiguous, of any type; overwritten on all members but the source.
-            source: The rank of the member whose tensor is taken.
-            purpose: What for and in which step, for errors.
-        """
+        """Replace `tensor`, of any type, by that of the member of rank `source`."""
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """Replace a floating `tensor` by its mean over the members; as `all_reduce` otherwise.
-
-        Args:
-            tensor: Contiguous, floating; overwritten.
-            purpose: What for and in which step, for errors.
-        """
+        """Replace a floating `tensor` by its mean over the members."""
         # Before the sum: in half precision that would overflow where the mean does not.
         tensor.div_(self.size)
         return self.all_reduce(tensor, purpose)
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """Average tensors of the members, each member a part: a reduce-scatter, of parts of any lengths.
-
-        Args:
-            flat: Shape (sum of lengths,), contiguous, floating; the part of this rank becomes the mean, what
-                the other parts hold then is undefined.
-            lengths: Of the parts, by rank.
-            purpose: What for and in which step, for errors.
-        """
+        """Replace this rank's part of `flat` by its mean; parts have these lengths, the others are ruined."""
         return self.mean(flat, purpose)  # more than is needed; where bytes count, a transport sends less
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """Collect the parts of all members.
-
-        Args:
-            flat: Shape (sum of lengths,), contiguous; this rank's part is sent, the others are written.
-            lengths: Of the parts, by rank.
-            purpose: What for and in which step, for errors.
-        """
+        """Send this rank's part of `flat`, and write those of the others; parts have these lengths."""
         parts = flat.split_with_sizes(list(lengths))
         return _Several([self.broadcast(part, rank, purpose) for rank, part in enumerate(parts) if len(part)])
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import MAX_BUDGET_LOSS, Advice, Prediction
-from thinwire.advice.words import LOSS_LEGEND, lines_to_paste, sources, verdict
+from thinwire.advice.variants import lines_to_paste
+from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2

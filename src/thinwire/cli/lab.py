@@ -33,6 +33,19 @@ def lab(
     processes_per_machine: Annotated[
         int, typer.Option(help="Processes that share a machine's slow link, and its loopback.")
     ] = 1,
+    latency: Annotated[
+        str, typer.Option(metavar="TIME", help="A round trip between two machines, such as 20ms.")
+    ] = "0ms",
+    jitter: Annotated[
+        str, typer.Option(metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms.")
+    ] = "0ms",
+    loss: Annotated[
+        str, typer.Option(metavar="SHARE", help="Of packets that do not arrive, each way, such as 0.1%.")
+    ] = "0%",
+    slow_machine: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."),
+    ] = None,
     grace_seconds: Annotated[
         float, typer.Option(help="After one process has failed, before the others are asked to end.")
     ] = 30.0,
@@ -46,16 +59,19 @@ def lab(
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
-    Each machine is a network namespace with an address of its own, and what it sends is shaped to the rate.
+    Each machine is a network namespace with its own address, and what it sends is shaped to the rate. With
+    latency, jitter or loss the link is measured first, and refused if it misses them by more than a tenth.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
 
-    Example: `thinwire lab --machines 4 --rate 100mbit -- python train.py --epochs 1`
+    Example: `thinwire lab --machines 4 --rate 100mbit --latency 20ms -- python train.py --epochs 1`
 
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
-    layout = Layout(machines=machines, rate=rate, processes_per_machine=processes_per_machine)
+    layout = Layout(
+        machines, rate, processes_per_machine, latency, jitter, loss, _slow_machines(slow_machine or [])
+    )
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, layout.processes, minimum=1)
     if not grace_seconds >= 0:
@@ -66,6 +82,8 @@ def lab(
     # Bytes: what processes print need not be text.
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:
+        if network.has_relay and machines > 1:
+            print(f"thinwire lab: {network.check_link()}", file=sys.stderr)
 
         def start(rank: int) -> Process:
             # Unbuffered, lines come when they are printed.
@@ -106,3 +124,13 @@ def lab(
             )
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)
+
+
+def _slow_machines(options: list[str]) -> dict[int, str]:
+    found = {}
+    for option in options:
+        machine, _, rate = option.partition(":")
+        if not machine.isdecimal() or not rate:
+            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
+        found[int(machine)] = rate
+    return found

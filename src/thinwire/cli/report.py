@@ -11,7 +11,7 @@ import typer
 
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run
-from thinwire.watch.reading import printable
+from thinwire.watch.records import printable
 
 
 def report(
@@ -43,7 +43,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     # Writing the page would destroy the run.
     if output.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"{printable(output)} is one of the files to read; give another --output")
-    from thinwire.report.page import left_out, report_page  # noqa: PLC0415 - slow to import, needed here alone
+    from thinwire.watch.report import left_out, report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]
     # Made before anything is printed or written: a run without steps leaves an older page alone.

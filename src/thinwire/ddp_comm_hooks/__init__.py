@@ -56,14 +56,12 @@ class _Registration:
                 f"state must be a process group or None, got {type(state).__name__}; with a state of your "
                 "own call model.register_comm_hook(state, hook)"
             )
-        # Left out, and not None: a PowerSGDState has a default of its own.
-        given: dict[str, Any] = (
-            {} if start_powerSGD_iter is None else {"start_powerSGD_iter": start_powerSGD_iter}
-        )
-        # A state serves one model, so each call makes one.
         if self.matrix_approximation_rank is not None:
-            state = hooks.PowerSGDState(state, self.matrix_approximation_rank, **given)
-        elif given:
+            # A state serves one model, so each call makes one.
+            state = made = hooks.PowerSGDState(state, self.matrix_approximation_rank)
+            if start_powerSGD_iter is not None:
+                made.start_powerSGD_iter = start_powerSGD_iter
+        elif start_powerSGD_iter is not None:
             raise ConfigError("start_powerSGD_iter is for PowerSGD's hooks; leave it out")
         register(model, state, self.comm_hook)
 
@@ -86,13 +84,6 @@ class DDPCommHookType(Enum):
     BATCHED_POWER_SGD = _Registration(hooks.batched_powerSGD_hook, 1)
     BATCHED_POWER_SGD_RANK2 = _Registration(hooks.batched_powerSGD_hook, 2)
     NOOP = _Registration(hooks.noop_hook)
-
-
-# What DDP itself takes by `model._register_builtin_comm_hook(…)`.
-BUILT_IN = {
-    BuiltinCommHookType.ALLREDUCE: DDPCommHookType.ALLREDUCE,
-    BuiltinCommHookType.FP16_COMPRESS: DDPCommHookType.FP16_COMPRESS,
-}
 
 
 def register_ddp_comm_hook(
@@ -119,7 +110,7 @@ def register_ddp_comm_hook(
     """
     # torch's built-in hooks are C++: those of ours that do the same stand in for them.
     if isinstance(comm_hook_type, BuiltinCommHookType):
-        comm_hook_type = BUILT_IN[comm_hook_type]
+        comm_hook_type = DDPCommHookType[comm_hook_type.name]
     if not isinstance(comm_hook_type, DDPCommHookType):
         raise ConfigError(
             "comm_hook_type must be one of thinwire.ddp_comm_hooks.DDPCommHookType or "

@@ -31,8 +31,7 @@ from thinwire.elastic_job import ElasticJob
 from thinwire.launch import LOOK_EVERY_SECONDS, python_module
 from thinwire.localsgd.members.torchft_group import MEMBER
 from thinwire.watch import read_run
-from thinwire.watch.reading import Growing
-from thinwire.watch.records import Record
+from thinwire.watch.records import Growing, Record
 
 LINES = 10
 EVERY_STEPS = 10

@@ -39,8 +39,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import LocalJob, join_local_job, leave_group, python_module
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
-from thinwire.watch.reading import Growing
-from thinwire.watch.records import Record
+from thinwire.watch.records import Growing, Record
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64

@@ -36,7 +36,8 @@ from thinwire.fronts.ddp_model import (
 )
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane, Specs
+from thinwire.sync.lanes import Lane
+from thinwire.sync.places import Specs
 from thinwire.sync.step import Step
 
 PATIENCE_SECONDS = 10.0

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from thinwire.algorithms import AllReduce, Cast
-from thinwire.algorithms.exact import WireDtype, wire_dtype_of
+from thinwire.algorithms.exact import WireDtype
 from thinwire.channel import ProcessGroupTransport, agree, checked_group
 from thinwire.channel.process_group import own_subgroup
 from thinwire.checks import true_or_false, whole_count
@@ -20,11 +19,10 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
+from thinwire.hooks.stateless import cast_in, sent_mean
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.version import __version__
-
-__all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +33,10 @@ NO_MACHINE = (
 )
 
 
-def _group(name: str, group: object) -> dist.ProcessGroup | None:
-    return None if group is None else checked_group(group, name)
-
-
 # What can be set, in the constructor and later; each takes the name, for errors, and the value.
 CHECKS: dict[str, Callable[[str, object], object]] = {
-    "process_group": _group,
-    "subgroup": _group,
+    "process_group": lambda name, group: None if group is None else checked_group(group, name),
+    "subgroup": lambda name, group: None if group is None else checked_group(group, name),
     "start_localSGD_iter": partial(whole_count, minimum=0),
     "post_local_gradient_allreduce": true_or_false,
     "iter": partial(whole_count, minimum=0),
@@ -124,22 +118,12 @@ class PostLocalSGDState:
     def average_finite(
         self, bucket: GradBucket, wire_dtype: WireDtype | None, transport: ProcessGroupTransport
     ) -> Future[torch.Tensor]:
-        """Average a bucket together with all others of the step, of which one check decides.
-
-        Args:
-            bucket: Of DDP.
-            wire_dtype: The type to send in, None for the gradient's own.
-            transport: Over which group.
-
-        Raises:
-            ThinwireError: As of `BucketFront.run`.
-        """
+        """As `BucketFront.run`, over a group: one check decides for all buckets of the step."""
         group = transport.group
         # One for each group, kept: a front has a step under way from bucket to bucket.
         if group not in self._fronts:
-            algorithm = AllReduce() if wire_dtype is None else Cast(wire_dtype)
-            engine = Engine(algorithm, transport, settings=Settings(on_nonfinite=self.on_nonfinite))
-            self._fronts[group] = BucketFront(engine)
+            settings = Settings(on_nonfinite=self.on_nonfinite)
+            self._fronts[group] = BucketFront(Engine(cast_in(wire_dtype), transport, settings=settings))
         return self._fronts[group].run(bucket)
 
 
@@ -167,16 +151,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
 def averaged(
     state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
-    """Average a bucket as `post_localSGD_hook` does, with its messages in 16 bits if asked; for hooks.
-
-    Args:
-        state: Settings and step counter.
-        bucket: Of DDP.
-        wire_dtype: The type to send in, None for the gradient's own.
-
-    Raises:
-        ThinwireError: As of `post_localSGD_hook`.
-    """
+    """As `post_localSGD_hook`, with its messages in 16 bits if asked."""
     if not isinstance(state, PostLocalSGDState):
         raise ConfigError(
             "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
@@ -208,10 +183,7 @@ def averaged(
     # Contributors are counted over the whole group; of those in a subgroup nothing is known.
     if not is_local:
         divide_by_contributors(bucket.parameters(), flat)
-    message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
-    work = transport.mean(message, purpose)
-    # The closure keeps the message, which the backend reads and writes until then.
-    return work.then(lambda: flat if message is flat else flat.copy_(message))
+    return sent_mean(flat, wire_dtype, transport, purpose)
 
 
 def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch.device) -> None:

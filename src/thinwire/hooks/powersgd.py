@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,13 @@ from thinwire.sync.settings import OnNonfinite
 from thinwire.sync.state import checked_state, packed_state
 from thinwire.sync.stats import Stats
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 logger = logging.getLogger(__name__)
 
-# torch's attributes that can't be set, and what to do instead.
-READ_ONLY = {
+# What to do instead of setting an attribute of torch's.
+INSTEAD = {
     "orthogonalization_epsilon": "Thinwire's orthonormalisation is safe without, and does not use it",
     "batch_tensors_with_same_shape": "what gains from batching always is batched",
     "rng": "give random_seed= when the state is made",
@@ -42,10 +45,17 @@ READ_ONLY = {
     "error_dict": "load_state_dict() loads the residual, and switching use_error_feedback off sends it",
     "p_memory_dict": "left factors are not kept",
     "q_memory_dict": "load_state_dict() loads the factors",
-    "total_numel_before_compression": "it is counted",
-    "total_numel_after_compression": "it is counted",
     "next_stats_report": "it follows from compression_stats_logging_frequency",
 }
+
+
+class StepOptions(TypedDict, total=False):
+    """What `thinwire.attach` takes, and torch's state does not."""
+
+    grad_scaler: GradScaler | Callable[[], float] | None
+    host_check: bool
+    on_nonfinite: OnNonfinite
+    machines: Layout
 
 
 def _setting(name: str, doc: str) -> property:
@@ -58,7 +68,7 @@ class PowerSGDState:
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
     Memory is kept by parameter, so compression may start at step 0. The state finds the model on which
-    it is registered at the first step, and with it the names of the parameters. Where it can't (it is
+    it is registered at the first step, and with it the names of the parameters. If it can't (it is
     used inside a hook of your own), they are called by their position from the model's end, which is
     the same in every run only if the hook is registered before the first backward pass.
 
@@ -75,13 +85,9 @@ class PowerSGDState:
         compression_stats_logging_frequency: Every so many steps, at least one, the statistics are logged, at
             level INFO.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
-        grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
-            `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
-        host_check: Not torch's: whether the host waits in each step to see whether it is finite; see
-            `thinwire.attach`.
-        on_nonfinite: Not torch's: what becomes of a step that is not finite; see `thinwire.attach`.
-        machines: Not torch's: which processes share a machine, as of `thinwire.attach`. By default each
-            process sends by itself, as with torch's own.
+        options: Not torch's: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, all by name, as of
+            `thinwire.attach`. Without `grad_scaler` the error is in units of the scaled loss, as in torch's
+            own; without `machines` each process sends by itself.
 
     torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
     `min_compression_rate`, `use_error_feedback` and `warm_start` can be set, between steps and on every
@@ -106,22 +112,13 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        *,
-        grad_scaler: GradScaler | Callable[[], float] | None = None,
-        host_check: bool = True,
-        on_nonfinite: OnNonfinite = "nan",
-        machines: Layout = False,
+        **options: "Unpack[StepOptions]",
     ) -> None:
-        self._machines = machines
-        self._orthogonalization_epsilon = number(
-            "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
-        )
-        self._batch_tensors_with_same_shape = true_or_false(
-            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
-        )
+        if unknown := options.keys() - StepOptions.__annotations__.keys():
+            raise TypeError(f"PowerSGDState() got an unexpected keyword argument {min(unknown)!r}")
         # Before what follows: setters look at it. A hook can know its model from the first step on only.
         self._front: BucketFront | None = None
-        self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
+        self._used_with = ""
         self.process_group = process_group
         given = {
             "matrix_approximation_rank": matrix_approximation_rank,
@@ -134,14 +131,18 @@ class PowerSGDState:
         # By the algorithm's names; torch's are properties.
         self._settings = translated(given)
         self._typed = {ELSEWHERE.get(name, name): name for name in given}
+        self._unused: dict[str, Any] = {
+            "orthogonalization_epsilon": number(
+                "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
+            ),
+            "batch_tensors_with_same_shape": true_or_false(
+                "batch_tensors_with_same_shape", batch_tensors_with_same_shape
+            ),
+        }
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         # As given: a state is pickled before its first use.
-        self._steps: dict[str, Any] = {
-            "grad_scaler": grad_scaler,
-            "host_check": host_check,
-            "on_nonfinite": on_nonfinite,
-        }
-        Settings.of(**self._steps)  # only to be checked
+        self._options = options
+        self._step_settings()  # only to be checked
         self._loaded: dict[str, Any] | None = None
         self._strict = True
         self._numel_before, self._numel_after = 0, 0
@@ -160,15 +161,16 @@ class PowerSGDState:
     warm_start = _setting("warm_start", "Whether a step starts from the last one's factor; may be set.")
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Refuse what would have no effect."""
-        # torch's own state takes any name, so a mistyped setting would change nothing without a word.
-        if name in READ_ONLY:
-            raise ConfigError(f"{name} of a PowerSGDState can't be set: {READ_ONLY[name]}")
-        if not name.startswith("_") and not hasattr(type(self), name):
-            raise ConfigError(
-                f"a PowerSGDState has no setting {name!r}; see its constructor for those there are"
-            )
+        """Refuse what would have no effect, such as a mistyped setting: torch's own state takes any name."""
+        if not name.startswith("_") and getattr(getattr(type(self), name, None), "fset", None) is None:
+            why = INSTEAD.get(name, f"it has no setting {name!r}; see its constructor for those there are")
+            raise ConfigError(f"{name} of a PowerSGDState can't be set: {why}")
         object.__setattr__(self, name, value)
+
+    def _step_settings(self) -> Settings:
+        steps: dict[str, Any] = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan"}
+        steps |= {name: each for name, each in self._options.items() if name in steps}
+        return Settings.of(**steps, typed=self._typed)
 
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
@@ -201,7 +203,7 @@ class PowerSGDState:
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
-        if group is not None and not isinstance(group, dist.ProcessGroup):
+        if not isinstance(group, dist.ProcessGroup | None):
             raise ConfigError(
                 f"process_group must be a torch.distributed process group or None, got {group!r}"
             )
@@ -227,12 +229,12 @@ class PowerSGDState:
     @property
     def orthogonalization_epsilon(self) -> float:
         """As given; not used."""
-        return self._orthogonalization_epsilon
+        return float(self._unused["orthogonalization_epsilon"])
 
     @property
     def batch_tensors_with_same_shape(self) -> bool:
         """As given; not used."""
-        return self._batch_tensors_with_same_shape
+        return bool(self._unused["batch_tensors_with_same_shape"])
 
     @property
     def rng(self) -> Any:
@@ -283,18 +285,9 @@ class PowerSGDState:
         return rate, self._numel_before, self._numel_after
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
-        """Return a state with the same settings.
-
-        What it has done stays behind: a copied model has no hook.
-        """
-        copied = PowerSGDState(
-            self.process_group,
-            orthogonalization_epsilon=self._orthogonalization_epsilon,
-            compression_stats_logging_frequency=self._log_every_steps,
-            batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
-            **self._steps,
-            machines=self._machines,
-        )
+        """Return a state with the same settings and no steps: a copied model has no hook."""
+        copied = PowerSGDState(self.process_group, **self._unused, **self._options)
+        copied._log_every_steps = self._log_every_steps
         # As they are now, and not as given: `sync.use` may have changed them.
         copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
@@ -337,16 +330,7 @@ class PowerSGDState:
         return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from a saved state; see `GradientSync.load_state_dict`.
-
-        Args:
-            state: What `state_dict` returned, on any process.
-            strict: As of `GradientSync.load_state_dict`.
-
-        Raises:
-            StateError: It is not such a state. That it belongs to another model shows at the first step.
-            StepError: A step is under way.
-        """
+        """As `GradientSync.load_state_dict`: that the state is of another model shows at the first step."""
         if self._front is not None:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
@@ -371,42 +355,28 @@ class PowerSGDState:
         return kind(**self._settings, wire_dtype=wire_dtype)
 
     def run(
-        self,
-        kind: type[PowerSGD] | type[BatchedPowerSGD],
-        wire_dtype: WireDtype | None,
-        bucket: GradBucket,
+        self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None, bucket: GradBucket
     ) -> Future[torch.Tensor]:
-        """Exchange a bucket; for hooks.
-
-        Args:
-            kind: What the hook is of.
-            wire_dtype: As of `algorithm`.
-            bucket: Of DDP.
-
-        Raises:
-            ConfigError: The state has been used with another hook, wrapper or model.
-            StateError: The loaded state is of another model.
-            ThinwireError: As of `BucketFront.run`.
-        """
+        """As `BucketFront.run`, for a hook, which must always be the same."""
+        used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         if self._front is None:
             algorithm = self.algorithm(kind, wire_dtype)
             self._front = self._new_front(algorithm, dense_buffer(bucket).device)
             self._front.engine.observers.append(self._after_step)
             # Only now: where the front was refused, the state is still there for another try.
-            self._loaded, self._kind = None, (kind, wire_dtype)
+            self._loaded, self._used_with = None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
-        if self._kind != (kind, wire_dtype):
+        if self._used_with != used_with:
             raise ConfigError(
-                f"this PowerSGDState has been used with {_shown(self._kind)}, now with "
-                f"{_shown((kind, wire_dtype))}; make one state for each model and hook, or switch with "
-                "state.sync.use(…)"
+                f"this PowerSGDState has been used with {self._used_with}, now with {used_with}; make one "
+                "state for each model and hook, or switch with state.sync.use(…)"
             )
         return self._front.run(bucket)
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
-        settings = Settings.of(**self._steps, typed=self._typed)
         transport = ProcessGroupTransport(self.process_group, device)
-        front = front_of_hook(self, algorithm, transport, settings, self._machines)
+        machines = self._options.get("machines", False)
+        front = front_of_hook(self, algorithm, transport, self._step_settings(), machines)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front
@@ -445,11 +415,6 @@ def _elements(engine: Engine) -> tuple[int, int]:
     return sum(numel.values()), int(after)
 
 
-def _shown(kind: tuple[type[LowRank], WireDtype | None] | None) -> str:
-    name, wire_dtype = ("no hook", None) if kind is None else (kind[0].__name__, kind[1])
-    return name if wire_dtype is None else f"{name} in {wire_dtype}"
-
-
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average by PowerSGD, layer by layer; see `thinwire.PowerSGD`.
 
@@ -465,16 +430,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`.
-
-    Args:
-        state: Settings and memory.
-        bucket: Of DDP.
-
-    Raises:
-        ConfigError: The state is of another kind, or was used with another hook or model.
-        ThinwireError: As of `BucketFront.run`.
-    """
+    """As `powerSGD_hook`, on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
     return checked_state_of(state).run(BatchedPowerSGD, None, bucket)
 
 

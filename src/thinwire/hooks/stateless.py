@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import AllReduce, Cast
-from thinwire.algorithms.exact import wire_dtype_of
+from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.channel import Layout, ProcessGroupTransport, agree
 from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
@@ -20,16 +20,6 @@ from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import attached
 from thinwire.version import __version__
-
-__all__ = [
-    "MachinesState",
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "noop_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
-]
 
 MAX_CODE = 255  # of 8 bits
 
@@ -64,16 +54,7 @@ class MachinesState:
         return attached(None if self._front is None else self._front.sync, missing)
 
     def run(self, algorithm: AllReduce | Cast, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Exchange a bucket; for hooks.
-
-        Args:
-            algorithm: What the hook does.
-            bucket: Of DDP.
-
-        Raises:
-            ConfigError: The state has been used with another hook, or on another model.
-            ThinwireError: As of `BucketFront.run`.
-        """
+        """As `BucketFront.run`, by the algorithm of a hook, which must always be the same."""
         if self._front is None:
             transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
             self._front = front_of_hook(self, algorithm, transport, Settings(), self._machines)
@@ -96,44 +77,24 @@ def allreduce_hook(
 
     Raises:
         GradientError: The gradients are sparse.
-        AgreementError: The processes use other hooks.
+        AgreementError: The processes use different hooks (found when a bucket is new).
         CommunicationError: A collective failed.
     """
-    return _averaged(AllReduce(), process_group, bucket)
+    return _averaged(process_group, bucket, None)
 
 
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average gradients in fp16; see `thinwire.Cast`.
-
-    Args:
-        process_group: None for the default one; or a `MachinesState`.
-        bucket: Of DDP.
-
-    Raises:
-        GradientError: The gradients are sparse.
-        AgreementError: The processes use other hooks.
-        CommunicationError: A collective failed.
-    """
-    return _averaged(Cast("fp16"), process_group, bucket)
+    """As `allreduce_hook`, with gradients sent in fp16; see `thinwire.Cast`."""
+    return _averaged(process_group, bucket, "fp16")
 
 
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`.
-
-    Args:
-        process_group: None for the default one; or a `MachinesState`.
-        bucket: Of DDP.
-
-    Raises:
-        GradientError: The gradients are sparse.
-        AgreementError: The processes use other hooks.
-        CommunicationError: A collective failed.
-    """
-    return _averaged(Cast("bf16"), process_group, bucket)
+    """As `fp16_compress_hook`, in bf16, on any backend that carries it, Gloo included."""
+    return _averaged(process_group, bucket, "bf16")
 
 
 # DDP refuses hooks of the usual name unless CUDA and NCCL are there.
@@ -156,9 +117,7 @@ def quantization_pertensor_hook(
     with n processes each receives n − 1 bytes per element, whatever the backend. An fp32 copy of the bucket.
 
     Raises:
-        GradientError: The gradients are sparse.
-        AgreementError: The processes use other hooks (found where a bucket is new).
-        CommunicationError: A collective failed.
+        ThinwireError: As of `allreduce_hook`.
     """
     return _in_8_bits(process_group, bucket, None)
 
@@ -166,19 +125,7 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[torch.Tensor]:
-    """Average gradients in 8 bits, with one scale for every `bucket_size` elements.
-
-    Args:
-        process_group: None for the default one.
-        bucket: Of DDP.
-        bucket_size: Elements for each scale.
-
-    Cost: as `quantization_pertensor_hook`, with 8 bytes for each scale.
-
-    Raises:
-        ConfigError: `bucket_size` is not a whole number of at least 1.
-        ThinwireError: As of `quantization_pertensor_hook`.
-    """
+    """As `quantization_pertensor_hook`, with one scale, of 8 bytes, for every `bucket_size` elements."""
     return _in_8_bits(process_group, bucket, whole_number("bucket_size", bucket_size, minimum=1))
 
 
@@ -188,10 +135,25 @@ def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     return completed_future(bucket.buffer())
 
 
-def _averaged(
-    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
+def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
+    """Return what averages in a 16-bit type, or in the gradients' own."""
+    return AllReduce() if wire_dtype is None else Cast(wire_dtype)
+
+
+def sent_mean(
+    flat: torch.Tensor, wire_dtype: WireDtype | None, transport: ProcessGroupTransport, purpose: str
 ) -> Future[torch.Tensor]:
-    """Send one message for each bucket, which DDP waits for; nothing is kept between steps."""
+    """Average a bucket by one message, for which DDP waits; nothing is kept between steps."""
+    message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
+    work = transport.mean(message, purpose)
+    # The closure keeps the message, which the backend reads and writes until then.
+    return work.then(lambda: flat if message is flat else flat.copy_(message))
+
+
+def _averaged(
+    process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket, wire_dtype: WireDtype | None
+) -> Future[torch.Tensor]:
+    algorithm = cast_in(wire_dtype)
     if isinstance(process_group, MachinesState):
         return process_group.run(algorithm, bucket)
     flat = dense_buffer(bucket)
@@ -199,10 +161,7 @@ def _averaged(
     _agree(repr(algorithm), transport, bucket.parameters())
     # Before the cast, in the gradients' own type.
     divide_by_contributors(bucket.parameters(), flat)
-    message = flat.to(wire_dtype_of(algorithm.dtype)) if isinstance(algorithm, Cast) else flat
-    work = transport.mean(message, f"a bucket of {flat.numel()} gradients")
-    # The closure keeps the message, which the backend reads and writes until then.
-    return work.then(lambda: flat if message is flat else flat.copy_(message))
+    return sent_mean(flat, wire_dtype, transport, f"a bucket of {flat.numel()} gradients")
 
 
 def _in_8_bits(
@@ -239,10 +198,9 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 
     What is not finite makes its scale so, and with it all that is read with the scale.
     """
-    # Zeros at the end change no scale: 0 is in every range.
+    # Zeros at the end change no scale: 0 is in every range, so that it has a code.
     padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
     rows = padded.view(-1, scaled_elements)
-    # 0 is in the range, so that it has a code.
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
     # Divided first: high - low can leave the range of fp32 where neither does.
     scale = high / MAX_CODE - low / MAX_CODE
@@ -270,7 +228,7 @@ _agreed = WeakTensorKeyDictionary()
 
 
 def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
-    """Refuse, where a bucket is new to a hook, that processes use other hooks or buckets."""
+    """Refuse, when a bucket is new to a hook, that processes use different hooks or buckets."""
     if not parameters:
         return
     sizes = tuple(each.numel() for each in parameters)

@@ -31,6 +31,7 @@ from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
+from thinwire.hooks.powersgd import StepOptions
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
@@ -96,14 +97,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     one Accelerator and any number of models. In a run of one process there is nothing to attach.
 
     Args:
-        dim: DDP's own, as are the six that follow.
-        broadcast_buffers: DDP's own.
-        bucket_cap_mb: DDP's own.
-        find_unused_parameters: DDP's own.
-        check_reduction: DDP's own.
-        gradient_as_bucket_view: DDP's own.
-        static_graph: DDP's own.
-        comm_hook: What averages gradients. NO leaves it to DDP.
+        comm_hook: What averages gradients. NO leaves it to DDP. (What is not described here is DDP's own.)
         comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
             Those of the hooks FP16 and BF16 do so anyway, as these say.
         comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
@@ -143,12 +137,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         return StockKwargs
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Accelerate's own handler gives for the same settings.
-
-        Args:
-            args: As of Accelerate's.
-            kwargs: Likewise.
-        """
+        """Return what Accelerate's own handler gives for the same settings."""
         # Of Accelerate's own fields: its handler copies all attributes, and ours hold models.
         settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
@@ -247,12 +236,14 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
     _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
     if hook in LOW_RANK:
-        return _state_of(options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
+        _check_names(options)
+        # The state translates torch's names, with torch's defaults, and checks all values.
+        return PowerSGDState(None, **options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
         raise ConfigError(
-            "comm_state_option is for comm_hook POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but "
-            f"NO; got comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no "
-            f"effect with comm_hook {hook.name}; leave them out, or choose another hook"
+            f"comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no effect with "
+            f"comm_hook {hook.name}; leave them out, or choose a different hook: comm_state_option is for "
+            "POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 
@@ -264,13 +255,11 @@ def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
         raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
 
 
-def _state_of(options: Mapping[str, Any]) -> PowerSGDState:
+def _check_names(options: object) -> None:
     if not isinstance(options, Mapping):
         raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
     # The Accelerator has a group and a scaler. The others are read off, so that none is forgotten here.
-    own = ("process_group", "grad_scaler")
-    valid = [name for name in inspect.signature(PowerSGDState).parameters if name not in own]
-    unknown = [name for name in options if name not in valid]
-    if unknown:
+    names = [*inspect.signature(PowerSGDState).parameters, *StepOptions.__annotations__]
+    valid = [name for name in names if name not in ("process_group", "grad_scaler", "options")]
+    if unknown := [name for name in options if name not in valid]:
         raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")
-    return PowerSGDState(None, **options)

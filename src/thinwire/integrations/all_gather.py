@@ -20,17 +20,7 @@ class AllGatherGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Return the stacked tensors, shape (processes, *shape). Collective.
-
-        Args:
-            ctx: Of autograd.
-            tensor: This process's.
-            group: The process group, None for the default one.
-
-        Raises:
-            AttachError: No process group, or one this process is not in.
-            CommunicationError: The processes brought different shapes or types.
-        """
+        """As `torch.autograd.Function.forward`: return shape (processes, *shape). Collective."""
         # Kept for the way back, where there is no argument to take it from.
         ctx.transport = ProcessGroupTransport(group, tensor.device)
         return gather_stacked(tensor, ctx.transport)
@@ -38,15 +28,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum over processes of their gradients with respect to this process's slice. Collective.
-
-        Args:
-            ctx: Of autograd.
-            gradients: That of the stacked tensors.
-
-        Raises:
-            CommunicationError: The collective failed.
-        """
+        """As `torch.autograd.Function.backward`: sum what all contributed to one's own slice. Collective."""
         # Each process gets its own slice only: half the bytes of a sum of everything, which all would get.
         parts = gradients[0].contiguous()
         received = torch.empty_like(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
@@ -13,20 +13,25 @@ from thinwire import hooks
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import register, wrong_model
-from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
+
+Hooks: TypeAlias = "tuple[Callable[..., Any], ...]"
 
 # What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
-STATES: dict[type, tuple[Callable[..., Any], ...]] = {
-    PowerSGDState: (hooks.powerSGD_hook, hooks.batched_powerSGD_hook),
-    PostLocalSGDState: (hooks.post_localSGD_hook,),
-}
-STATELESS: tuple[Callable[..., Any], ...] = (
-    hooks.allreduce_hook,
-    hooks.fp16_compress_hook,
-    hooks.bf16_compress_hook,
-    hooks.quantization_pertensor_hook,
-    hooks.quantization_perchannel_hook,
-)
+STATES: list[tuple[str, tuple[type, ...], Hooks]] = [
+    ("a thinwire.hooks.PowerSGDState", (PowerSGDState,), (hooks.powerSGD_hook, hooks.batched_powerSGD_hook)),
+    ("a thinwire.hooks.PostLocalSGDState", (PostLocalSGDState,), (hooks.post_localSGD_hook,)),
+    (
+        "a process group, a thinwire.hooks.MachinesState or None",
+        (dist.ProcessGroup, MachinesState, type(None)),
+        (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook),
+    ),
+    (
+        "a process group or None",
+        (dist.ProcessGroup, type(None)),
+        (hooks.quantization_pertensor_hook, hooks.quantization_perchannel_hook),
+    ),
+]
 
 
 def register_ddp_comm_hook(
@@ -41,7 +46,7 @@ def register_ddp_comm_hook(
         model: The DDP model, on any device.
         ddp_comm_state: What the hook wants: a `PowerSGDState` for `powerSGD_hook` and its batched variant,
             a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
-            process group or None for hooks without memory.
+            process group, None, or (but for 8 bits) a `MachinesState` for hooks without memory.
         ddp_comm_hook: One of `thinwire.hooks`, or any other.
         ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
 
@@ -82,12 +87,10 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
 
 
 def _check_state(state: object, hook: object) -> None:
-    for needed, needing in STATES.items():
-        if hook in needing and not isinstance(state, needed):
+    for needed, kinds, needing in STATES:
+        if hook in needing and not isinstance(state, kinds):
             got = f"{type(state).__module__}.{type(state).__name__}"
-            raise ConfigError(f"this hook needs a thinwire.hooks.{needed.__name__}, got {got}")
-    if hook in STATELESS and not (state is None or isinstance(state, dist.ProcessGroup)):
-        raise ConfigError(f"this hook needs a process group or None, got {type(state).__name__}")
+            raise ConfigError(f"this hook needs {needed}, got {got}")
 
 
 def check_period(state: object, period: object) -> None:

@@ -15,6 +15,7 @@ import inspect
 from typing import Any, TypeAlias
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.automatic import Auto
@@ -141,16 +142,11 @@ class ThinwireStrategy(DDPStrategy):
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
-        steps = checked_steps(host_check, on_nonfinite, machines)
-        if steps and (hook is not None or not isinstance(algorithm, Algorithm | None)):
-            raise ConfigError(
-                f"{', '.join(steps)} would have no effect here; give it to the hook's state, or to what is "
-                "called: functools.partial(thinwire.auto, on_nonfinite=…)"
-            )
+        takes_steps = hook is None and isinstance(algorithm, Algorithm | None)
+        self._steps = checked_steps(takes_steps, host_check, on_nonfinite, machines)
         check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
-        self._steps = steps
         self.local: ModelAverager | None = None
         self.auto: Auto | None = None
         # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
@@ -182,34 +178,36 @@ class ThinwireStrategy(DDPStrategy):
         return self._sync
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up as DDP does; average models as Lightning does where it finds torch's `PostLocalSGDState`.
-
-        Raises:
-            ConfigError: Models are to be averaged or `auto` chooses, and the module has not just one
-                optimizer; or as of what makes the `LocalSGD`, or of `auto`.
-        """
+        """As `DDPStrategy.setup`; makes what averages models or chooses, since optimizers are known now."""
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        # As Lightning does where it finds torch's own state.
+        if isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
             assert self._model_averager is not None
-            # A second fit makes a new one, which would begin its warm-up anew.
+            # A second fit makes a new one, which would begin its warm-up again.
             self._model_averager.step = self._ddp_comm_state.iter
-        if trainer.state.fn == TrainerFn.FITTING and not isinstance(self.algorithm, Algorithm | None):
-            if len(self.optimizers) != 1:
-                raise ConfigError(
-                    "expected a module with one optimizer, whose steps are counted, got "
-                    f"{len(self.optimizers)}; with several enter thinwire.LocalSGD in a loop of your own, "
-                    "with the one that steps last"
-                )
-            # The plugin of 16-bit mixed precision has one, and no other.
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            if makes_auto(self.algorithm):
-                # Here, and not where others are attached: loss gaps depend on the optimizer.
-                self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=scaler)
-                self._go_on_with(self.auto.sync)
-            else:
-                self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
-                self._sync, self._before = self.local.sync, None
+        if isinstance(self.algorithm, Algorithm | None):
+            return
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                "expected a module with one optimizer, whose steps are counted, got "
+                f"{len(self.optimizers)}; with several enter thinwire.LocalSGD in your own loop, with the "
+                "one that steps last"
+            )
+        if makes_auto(self.algorithm):
+            # Here, and not where others are attached: loss gaps depend on the optimizer.
+            self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=self._scaler)
+            self._go_on_with(self.auto.sync)
+        else:
+            self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
+            self._sync, self._before = self.local.sync, None
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        # The plugin of 16-bit mixed precision has one, and no other.
+        return getattr(self.precision_plugin, "scaler", None)
 
     def on_train_start(self) -> None:
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
@@ -239,11 +237,7 @@ class ThinwireStrategy(DDPStrategy):
         self._leave(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the models as they are: other processes may be anywhere.
-
-        Args:
-            exception: What has ended the training.
-        """
+        """Leave the models as they are: other processes may be anywhere."""
         super().on_exception(exception)
         self._leave(type(exception))
 
@@ -275,8 +269,7 @@ class ThinwireStrategy(DDPStrategy):
         # There are no optimizers yet: the rest is done when they are set up.
         if not isinstance(self.algorithm, Algorithm):
             return
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=scaler, **self._steps))
+        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=self._scaler, **self._steps))
 
     def _go_on_with(self, sync: GradientSync) -> None:
         """Take what is remembered of the same module's last fit into the handle of this one."""
@@ -333,16 +326,7 @@ class ThinwireCallback(Callback):
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that has nothing to log or save, before anything is built.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-            stage: What the Trainer is about to do.
-
-        Raises:
-            ConfigError: The strategy has neither an algorithm nor a `PowerSGDState`.
-        """
+        """As `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
         strategy = trainer.strategy
         if self._make is not None:
             if trainer.world_size > 1:
@@ -360,16 +344,7 @@ class ThinwireCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what a checkpoint held, when the model is wrapped.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-
-        Raises:
-            AttachError: Nothing is attached.
-            StateError: The checkpoint's state is of another model, or damaged.
-        """
+        """As `Callback.on_fit_start`: restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._make is not None:
             return
@@ -382,12 +357,7 @@ class ThinwireCallback(Callback):
         self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a member that comes and goes join; it starts from the others, or from a checkpoint.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-        """
+        """As `Callback.on_train_start`: let a member that comes and goes join."""
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
@@ -399,32 +369,16 @@ class ThinwireCallback(Callback):
         self.local.__enter__()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average a member's model first, so that the common one is validated.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-        """
+        """As `Callback.on_validation_start`: average a member's model first."""
         if self.local is not None:
             self.local.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average what is left of a member's model, and leave.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-        """
+        """As `Callback.on_train_end`: average what is left of a member's model, and leave."""
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave at once; the others go on.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-            exception: What has ended the training.
-        """
+        """As `Callback.on_exception`: leave at once; the others go on."""
         self._leave(type(exception))
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -433,16 +387,7 @@ class ThinwireCallback(Callback):
             local.__exit__(kind, None, None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """Log, every so many optimizer steps.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-            unused: Lightning's outputs and batch.
-
-        Raises:
-            AttachError: Nothing is attached.
-        """
+        """As `Callback.on_train_batch_end`: log, every so many optimizer steps."""
         # A member that joins takes over the others' count, which is not its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
@@ -458,16 +403,7 @@ class ThinwireCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put what is remembered into a checkpoint. Collective: Lightning calls it on every process.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-            checkpoint: Written.
-
-        Raises:
-            AttachError: Nothing is attached.
-        """
+        """As `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
         # Behind the module's own state, for which models are averaged: both are of one moment.
         checkpoint[CHECKPOINT_KEY] = (self.local or _remembering(trainer)).state_dict()
         if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
@@ -476,13 +412,7 @@ class ThinwireCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep a checkpoint's state until the model is wrapped, which usually comes later.
-
-        Args:
-            trainer: Lightning's.
-            pl_module: The user's module.
-            checkpoint: As loaded.
-        """
+        """As `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
 
 

@@ -53,12 +53,21 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     return given  # type: ignore[return-value]
 
 
-def checked_steps(host_check: bool, on_nonfinite: OnNonfinite, machines: Layout) -> dict[str, Any]:
-    """Return what `thinwire.attach` is to be given of these, which is what is not its default."""
+def checked_steps(
+    take_effect: bool, host_check: bool, on_nonfinite: OnNonfinite, machines: Layout
+) -> dict[str, Any]:
+    """Return what `thinwire.attach` is to be given of these: what is not its default, if it is called."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
-    steps = {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
-    return steps if machines is True else {**steps, "machines": machines}
+    steps: dict[str, Any] = {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
+    if machines is not True:
+        steps["machines"] = machines
+    if steps and not take_effect:
+        raise ConfigError(
+            f"{', '.join(steps)} would have no effect here; give it to the hook's state, or to what is "
+            "called: functools.partial(thinwire.auto, on_nonfinite=…)"
+        )
+    return steps
 
 
 def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:

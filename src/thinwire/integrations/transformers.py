@@ -128,13 +128,8 @@ def attach(
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
                 "with the ParallelismConfig of thinwire.integrations.accelerate"
             )
-    steps = checked_steps(host_check, on_nonfinite, machines)
+    steps = checked_steps(isinstance(algorithm, Algorithm), host_check, on_nonfinite, machines)
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
-    if steps and not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"{', '.join(steps)} would have no effect here; give it to what is called: "
-            "functools.partial(thinwire.auto, on_nonfinite=…)"
-        )
     if callback.averages_models:
         if not strict:
             raise ConfigError("strict has no effect on models that are averaged; leave it out")
@@ -195,22 +190,10 @@ class ThinwireCallback(TrainerCallback):
             self._sync, "nothing is attached: trainer.train() attaches, in a run of several processes"
         )
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Attach the model, which is wrapped now, and load what a checkpoint holds beside it.
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
+        """As `TrainerCallback.on_train_begin`: attach the model, and load what a checkpoint holds.
 
-        Collective where models are averaged: all processes take the first one's.
-
-        Args:
-            args: The Trainer's.
-            state: The Trainer's.
-            control: The Trainer's, left as it is.
-            kwargs: What else the Trainer passes.
-
-        Raises:
-            AttachError: The Trainer's model is neither DDP's nor FSDP2's, or a hyper-parameter search is run.
-            StateError: The checkpoint can't be found, or has no state of this model.
+        Collective if models are averaged: all processes take the first one's.
         """
         # The Trainer wraps no model then, and there is nobody to average with.
         is_elastic = makes_elastic(self._algorithm)
@@ -255,21 +238,8 @@ class ThinwireCallback(TrainerCallback):
         self.local, self._sync = local, local.sync
         local.__enter__()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Average the models where the Trainer is about to evaluate or save one, or to stop. Collective.
-
-        Args:
-            args: The Trainer's.
-            state: The Trainer's.
-            control: The Trainer's, left as it is.
-            kwargs: What else the Trainer passes.
-
-        Raises:
-            StepError: Processes are at different steps, or a process's parameters are not finite.
-            CommunicationError: A collective failed.
-        """
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
+        """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
         if self.local is None:
             return
         # A member that joins takes over the others' count, which is not its Trainer's.
@@ -281,38 +251,13 @@ class ThinwireCallback(TrainerCallback):
     # What happens after each epoch is decided in the same way.
     on_epoch_end = on_step_end
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Average what is left of the models. Collective.
-
-        Args:
-            args: The Trainer's.
-            state: The Trainer's.
-            control: The Trainer's, left as it is.
-            kwargs: What else the Trainer passes.
-
-        Raises:
-            StepError: Processes are at different steps, or a process's parameters are not finite.
-            CommunicationError: A collective failed.
-        """
+    def on_train_end(self, *_: Any, **unused: Any) -> None:
+        """As `TrainerCallback.on_train_end`: average what is left of the models. Collective."""
         if self.local is not None:
             self.local.__exit__(None, None, None)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Put what is remembered into the checkpoint. Collective: the Trainer calls it on every process.
-
-        Args:
-            args: The Trainer's.
-            state: The Trainer's.
-            control: The Trainer's, left as it is.
-            kwargs: What else the Trainer passes.
-
-        Raises:
-            CheckpointError: The file can't be written.
-        """
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
+        """As `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
         # From weights alone nobody resumes.
         if self._sync is None or args.save_only_model:
             return
@@ -322,22 +267,9 @@ class ThinwireCallback(TrainerCallback):
             save(remembered, file)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any
     ) -> None:
-        """Add the compression to a log of the loss.
-
-        Args:
-            args: The Trainer's.
-            state: The Trainer's.
-            control: The Trainer's, left as it is.
-            logs: Written, if it has the loss.
-            kwargs: What else the Trainer passes.
-        """
+        """As `TrainerCallback.on_log`: add the compression to a log of the loss."""
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of(self._handle.stats(), "thinwire_")

@@ -25,12 +25,10 @@ from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, 
 
 # Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
-MAX_REPETITIONS = 25
-MIN_REPETITIONS = 3
-PAIR_REPETITIONS = 5
-PAIR_SECONDS = 0.05
-MAX_PROCESSES_FOR_ALL_PAIRS = 8
+MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
 COLLECTIVE_REPETITIONS = 4
+PAIR_REPETITIONS, PAIR_SECONDS = 5, 0.05
+MAX_PROCESSES_FOR_ALL_PAIRS = 8
 # By which one process comes later than the others, besides a latency: in training they never come at once,
 # and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
@@ -73,18 +71,18 @@ def probe(
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
     device = transport.fast_device if device is None else device
-    # Other arguments would mean other messages, and processes that wait for ever.
+    # Different arguments would mean different messages, and processes that wait for ever.
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(5 / 8 * budget_seconds))
     wire_factors = meter.wire_factors(timings, budget_seconds / 8)
-    # All pairs grow with the square of the processes, and wait for each other.
+    # The number of all pairs grows with the square of the processes, and they wait for each other.
     if all_pairs is None:
         all_pairs = transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
     ranks = range(transport.size)
-    chosen = list(combinations(ranks, 2)) if all_pairs else list(pairwise(ranks))
+    chosen = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
     # What an averaging of all manages in that time, one message of a pair does as well.
-    pair_seconds = budget_seconds / 4 / max(1, len(chosen)) / (2 * (PAIR_REPETITIONS + 1))
+    pair_seconds = budget_seconds / 4 / len(chosen) / (2 * (PAIR_REPETITIONS + 1))
     pair_bytes = meter.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
     pairs = [meter.pair(each, pair_bytes) for each in chosen]
     # As `attach` finds them; what the launcher does not tell follows from the pairs.
@@ -116,20 +114,18 @@ class _Meter:
             self.progress(f"averaging {message_bytes:,} bytes")
             # Not counted: connections are made, pages are touched.
             first_seconds = self.once(message)
-            # From the mean over all: with unlike numbers of repetitions they would wait for ever.
+            # As a mean over all: with different numbers of repetitions they would wait for ever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
-            # The next size takes about four times as long. All stop at the same one: the decision is made on
-            # a mean.
+            # The next size takes about four times as long. All stop at the same one, by a mean.
             missing_seconds = 4 * (MIN_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
             if self.agreed(missing_seconds) > 0 and index > 0:
                 return
 
     def once(self, message: torch.Tensor) -> float:
         """Return the seconds of one averaging that all start together, their mean over the processes."""
-        # All start together, or the first to come would count its waiting as the network's time.
-        self.agreed(0.0)
+        self.agreed(0.0)  # all start together, or the first would count its waiting as the network's time
         self._synchronize()
         start = time.perf_counter()
         self.transport.mean(message, "a probe").wait()
@@ -160,12 +156,9 @@ class _Meter:
         seconds = {}
         for kind, start in starts.items():
             self.progress(f"{kind.replace('_', '-')}, {message_bytes:,} bytes")
-            # The first is not counted, as above.
-            timed = [
-                self.with_one_late(number, start, late_seconds)
-                for number in range(COLLECTIVE_REPETITIONS + 1)
-            ]
-            seconds[kind] = median(timed[1:])
+            numbers = range(COLLECTIVE_REPETITIONS + 1)
+            timed = [self.with_one_late(number, start, late_seconds) for number in numbers]
+            seconds[kind] = median(timed[1:])  # the first makes connections, as above
         return {kind: max(1.0, seconds[kind] / seconds["all_reduce"]) for kind in TIMED_COLLECTIVES}
 
     def with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:

@@ -16,18 +16,14 @@ from thinwire.json_records import MAX_PROCESSES, Count, Seconds, Whole, parsed, 
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
-MAX_TIMINGS = 100
-MAX_REPETITIONS = 1000
-MAX_WIRE_FACTOR = 1000
-
-# Besides averagings.
-TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")
-
-# So many times the median between the quartiles: it was measured while something else went on.
+MAX_TIMINGS, MAX_REPETITIONS, MAX_WIRE_FACTOR = 100, 1000, 1000
+TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")  # besides averagings
+# So many times the median between the quartiles: something else went on while it was measured.
 DOUBTFUL_SPREAD = 5
-
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
+# The time of shorter messages is mostly latency.
+LEAST_PAIR_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -65,9 +61,6 @@ class Timing:
             return self.seconds[0], self.seconds[0]
         low, _, high = quantiles(self.seconds, n=4)
         return low, high
-
-
-LEAST_PAIR_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,7 @@ class Probe:
         For sure: their quartiles do not overlap.
         """
         large = self.timings[-1]
-        fastest, _ = large.quartiles
-        smaller = (each for each in reversed(self.timings[:-1]) if each.quartiles[1] < fastest)
+        smaller = (each for each in reversed(self.timings[:-1]) if each.quartiles[1] < large.quartiles[0])
         small = next(smaller, None)
         return None if small is None else (small, large)
 
@@ -143,7 +135,7 @@ class Probe:
         """What each process's link carries, by `rate_from`, sent as on a ring; None if not known."""
         if self.rate_from is None:
             return None
-        # The difference of two large messages: what each costs whatever its size falls out.
+        # Of the difference of two large messages: what each costs whatever its size falls out.
         small, large = self.rate_from
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
         return sent / (large.median_seconds - small.median_seconds)
@@ -155,7 +147,6 @@ class Probe:
             pair.message_bytes / pair.seconds
             for pair in self.pairs
             if (node_of.get(pair.processes[0]) == node_of.get(pair.processes[1])) == inside
-            # Of shorter messages the time is mostly latency.
             and pair.message_bytes >= LEAST_PAIR_BYTES
         ]
         return median(rates) if rates else None
@@ -168,11 +159,11 @@ class Probe:
         """
         rate = self.bytes_per_second
         if rate is None:
+            least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
             raise ConfigError(
                 "the probe could not tell how fast the link is: averaging its largest message, "
-                f"{self.timings[-1].message_bytes:,} bytes, took no longer for sure than "
-                f"{self.timings[0].message_bytes:,} bytes did; probe again with a larger budget_seconds "
-                "(--budget-seconds), while nothing else uses the machines"
+                f"{most:,} bytes, took no longer for sure than {least:,} bytes did; probe again with a "
+                "larger budget_seconds (--budget-seconds), while nothing else uses the machines"
             )
         return rate
 
@@ -224,23 +215,19 @@ class Probe:
         Raises:
             ConfigError: It can't be read, is not such a file, or is of another version.
         """
+        writes = "`thinwire probe --save`"
         try:
             # Bounded: the path may be any file's, of any length.
             with path.open("rb") as file:
                 read = file.read(MAX_FILE_BYTES + 1)
             if len(read) > MAX_FILE_BYTES:
                 raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
-            # Checked value by value: a field that is not a number would end in a traceback much later.
             return cls.from_json(read.decode())
         except OSError as error:
-            raise ConfigError(
-                f"{path} can't be read: {error.strerror}; expected a file that `thinwire probe --save` has "
-                "written"
-            ) from error
+            told = f"{path} can't be read: {error.strerror}; expected a file that {writes} has written"
+            raise ConfigError(told) from error
         except ValueError as error:
-            raise ConfigError(
-                f"{path} is not what `thinwire probe --save` writes ({error}); measure again"
-            ) from error
+            raise ConfigError(f"{path} is not what {writes} writes ({error}); measure again") from error
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
@@ -283,15 +270,11 @@ def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
         [[0, 1], [2]]
     """
     slowest = max((pair.seconds for pair in pairs), default=0.0)
-    # Being near is handed on: a near pair joins the groups of both, under the smaller number.
-    node_of = list(range(world_size))
+    nodes = [[process] for process in range(world_size)]
     for pair in pairs:
+        # A near pair joins the groups of both.
         if pair.seconds < NEAR_BELOW * slowest:
-            one, other = (node_of[process] for process in pair.processes)
-            node_of = [min(one, other) if node in (one, other) else node for node in node_of]
-    nodes = [
-        [process for process in range(world_size) if node_of[process] == node]
-        for node in sorted(set(node_of))
-    ]
-    # Where nobody is near anybody there is no structure, and one group says so.
-    return nodes if len(nodes) < world_size else [list(range(world_size))]
+            joined = [node for node in nodes if not set(node).isdisjoint(pair.processes)]
+            nodes = [node for node in nodes if node not in joined] + [sorted(set[int]().union(*joined))]
+    # If nobody is near anybody there is no structure, and one group says so.
+    return sorted(nodes) if len(nodes) < world_size else [list(range(world_size))]

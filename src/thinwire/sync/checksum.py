@@ -14,6 +14,7 @@ from thinwire.checks import whole_number
 from thinwire.errors import StateError
 
 MAX_NUMBER_BITS = 64
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
@@ -25,7 +26,7 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
         >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
         'crc32:7022cc1c'
     """
-    return {**state, "checksum": _checksum(state)}  # in place of the one that it has
+    return {**state, "checksum": _checksum(*_described(state))}  # in place of the one that it has
 
 
 def check_kind(state: object, version: int, keys: Set[str], made_by: str) -> None:
@@ -70,14 +71,12 @@ def check_readable(state: object) -> None:
 
 def check_undamaged(state: Mapping[str, object]) -> str:
     """Return the checksum of a state, if it is the one that the state has, or if that is None."""
-    stated = state.get("checksum")
-    tensors: list[torch.Tensor] = []
-    _plain(state, tensors)
+    described, tensors = _described(state)
     # Before anything is read: a file of a few bytes can hold a tensor of any size, without values or with one
     # value expanded.
     _check_stored(tensors)
-    actual = _checksum(state)
-    if stated not in (None, actual):
+    actual = _checksum(described, tensors)
+    if state.get("checksum") not in (None, actual):
         raise StateError(
             "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
             "have changed it on purpose, set state['checksum'] to None)"
@@ -88,18 +87,16 @@ def check_undamaged(state: Mapping[str, object]) -> str:
 def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse tensors that are not stored number by number, or require gradients."""
     for tensor in tensors:
+        wrong = ""
         # Compare types exactly: a subclass may report any shape and size.
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+        is_plain = type(tensor) in PLAIN_TYPES and not tensor.is_nested
         if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
-            raise StateError(
-                f"the state has a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
-                "expected dense tensors with values; load a state as state_dict() made it"
-            )
-        if tensor.requires_grad:
-            raise StateError(
-                f"the state has a {type(tensor).__name__} of shape {tuple(tensor.shape)} that requires a "
-                "gradient, expected plain values; load a state as state_dict() made it"
-            )
+            wrong = f"layout {tensor.layout} on {tensor.device}, expected dense tensors with values"
+        elif tensor.requires_grad:
+            wrong = f"shape {tuple(tensor.shape)} that requires a gradient, expected plain values"
+        if wrong:
+            kind = type(tensor).__name__
+            raise StateError(f"the state has a {kind} of {wrong}; load a state as state_dict() made it")
     shape_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
     # Count each storage once: several tensors may share it.
@@ -111,22 +108,26 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _checksum(state: Mapping[str, object]) -> str:
+def _described(state: Mapping[str, object]) -> tuple[bytes, list[torch.Tensor]]:
+    """Return all of a state but its checksum: its values as bytes, and its tensors."""
     tensors: list[torch.Tensor] = []
-    rest = {key: state[key] for key in state if key != "checksum"}
-    crc = zlib.crc32(json.dumps(_plain(rest, tensors)).encode())
+    plain = _plain({key: value for key, value in state.items() if key != "checksum"}, tensors)
+    return json.dumps(plain).encode(), tensors
+
+
+def _checksum(described: bytes, tensors: Sequence[torch.Tensor]) -> str:
+    crc = zlib.crc32(described)
     for tensor in tensors:
         # A class of its own may have no memory at its address, or less than it says.
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in PLAIN_TYPES:
             raise StateError(
                 f"the state has a {type(tensor).__name__}, expected plain tensors, whose bytes can be read; "
                 "an optimizer with such state can't be saved here, nor sent to a member that joins"
             )
         held = tensor.detach().cpu().contiguous()
-        size = held.numel() * held.element_size()
         # The memory itself: NumPy knows no bfloat16, and bytes of it would be a copy of the model's size.
-        if size:
-            crc = zlib.crc32((ctypes.c_char * size).from_address(held.data_ptr()), crc)
+        if held.numel():
+            crc = zlib.crc32((ctypes.c_char * held.nbytes).from_address(held.data_ptr()), crc)
     return f"crc32:{crc:08x}"
 
 

@@ -14,16 +14,11 @@ from thinwire.sync.streams import marked
 
 
 class StepClock:
-    """Adds up the time inside Thinwire, and from gradients being ready until their means are there.
-
-    Attributes:
-        arithmetic_seconds: Inside, and not waiting for messages.
-        device: Of the gradients.
-    """
+    """Adds up the time inside Thinwire, and from gradients being ready until their means are there."""
 
     def __init__(self) -> None:
-        self.arithmetic_seconds = 0.0
-        self.device = torch.device("cpu")
+        self.arithmetic_seconds = 0.0  # inside, and not waiting for messages
+        self.device = torch.device("cpu")  # of the gradients
         self._exposed_seconds = 0.0
         self._ready: tuple[float, torch.device, torch.Event | None] = (0.0, self.device, None)
         self._unread: deque[tuple[torch.Event, torch.Event]] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -15,10 +16,11 @@ from thinwire.channel import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lanes import Lane, Lanes, Parts, Specs
+from thinwire.sync.lanes import Lane, Lanes, Parts
+from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, checked_state, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, fitting, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
@@ -37,9 +39,8 @@ class Engine(Lanes):
 
     Attributes:
         transport: As given, of all processes. What is agreed upon goes through it.
-        wire: What steps send through: it counts. `thinwire.testing` puts another one in its place between
-            steps.
-        metered: What `wire` is without that.
+        metered: What counts the messages of steps.
+        wire: What steps send through: the same, or what `thinwire.testing` puts in its place between steps.
         observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
         clock: Where the time of steps went.
     """
@@ -97,7 +98,12 @@ class Engine(Lanes):
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
         self.check_between_steps("use()")
-        super().use(algorithm)
+        self._take(algorithm)
+        self._close_all()
+        if self._plans:  # before the first step nobody knows what is stale
+            self._forget_stale()
+            for plan in self._plans:
+                plan.adopt(self.memory)
 
     # Steps.
 
@@ -123,7 +129,7 @@ class Engine(Lanes):
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        step = Step(self, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined)
+        step = Step(self, self.wire, self.clock, number, self._ended, pipelined=pipelined)
         self._steps.append(step)
         return step
 
@@ -143,11 +149,7 @@ class Engine(Lanes):
         return step
 
     def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
-        """Make one step of buckets whose gradients are all there.
-
-        Returns:
-            Whether it was committed; see `Step.finish`.
-        """
+        """Make one step of buckets whose gradients are all there; return what `Step.finish` does."""
         committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
         self.raise_unless(committed)
         return committed
@@ -168,7 +170,7 @@ class Engine(Lanes):
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
-                "the pass on all processes, call abandon() first. Where an averaging is in flight "
+                "the pass on all processes, call abandon() first. If an averaging is in flight "
                 "(delay_steps), call average() first"
             )
 
@@ -190,29 +192,25 @@ class Engine(Lanes):
         if self._has_warned or self.settings.loss_scale is not None:
             return
         self._has_warned = True
-        if self.settings.on_nonfinite == "zero":
-            logger.warning(
-                "within %d steps, the mean gradients of one were not finite, and became zeros on all "
-                "processes; the error memory stayed as it was. stats().nonfinite_steps counts such steps. "
-                "This is not said again",
-                self.steps,
+        became, then = "zeros", "stats().nonfinite_steps counts such steps"
+        if self.settings.on_nonfinite != "zero":
+            became = "NaN"
+            then = (
+                "A GradScaler skips such a step; without one the optimizer makes the model NaN. If you use "
+                'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"'
             )
-        else:
-            logger.warning(
-                "within %d steps, the mean gradients of one were not finite, and became NaN on all "
-                "processes; the error memory stayed as it was. A GradScaler skips such a step; without one "
-                "the optimizer makes the model NaN. If you use one, pass it as grad_scaler=; if not, choose "
-                'on_nonfinite="zero" or "raise". This is not said again',
-                self.steps,
-            )
+        logger.warning(
+            "within %d steps, the mean gradients of one were not finite, and became %s on all processes; the "
+            "error memory stayed as it was. %s. This is not said again",
+            self.steps,
+            became,
+            then,
+        )
 
     # What was done.
 
     def stats(self) -> Stats:
-        """Return what has been done so far.
-
-        Cost: one norm for each compressed parameter and one host synchronisation.
-        """
+        """As `GradientSync.stats`."""
         relative_error, error_norm = self._errors()
         unseen_steps = self.unseen_nonfinite_steps()
         if unseen_steps:
@@ -225,18 +223,18 @@ class Engine(Lanes):
         )
 
     def counts(self) -> Stats:
-        """Return `stats()` without what must be computed.
-
-        So it has no errors, nor the non-finite steps that the host has not seen.
+        """Return `stats()` without errors, and without non-finite steps that the host has not seen.
 
         Cost: none; with several processes on a machine, a host synchronisation on an accelerator.
         """
-        traffic = self.traffic
+        traffic, message_bytes = self.traffic, self.traffic.message_bytes
+        if self.places is not None:
+            message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
         return Stats(
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
-            message_bytes=self._message_bytes(),
+            message_bytes=message_bytes,
             inside_bytes=traffic.inside_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
@@ -244,12 +242,6 @@ class Engine(Lanes):
             exposed_seconds=self.clock.exposed_seconds,
             shortfalls=tuple(self.shortfalls),
         )
-
-    def _message_bytes(self) -> int:
-        traffic = self.traffic
-        if self.places is None:
-            return traffic.message_bytes
-        return int(traffic.machine_bytes) + traffic.planned_machine_bytes
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
@@ -262,12 +254,9 @@ class Engine(Lanes):
         # All in one tensor: each number read by itself would make the host wait for the device.
         device = diagnoses[0].error_norms.device
         numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
-        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
         labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
-        return (
-            dict(zip(labels, relative_errors, strict=True)),
-            dict(zip(labels, error_norms, strict=True)),
-        )
+        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
+        return dict(zip(labels, relative_errors, strict=True)), dict(zip(labels, error_norms, strict=True))
 
     def memory_bytes(self) -> int:
         """Return the bytes of all that the algorithm remembers on this process."""
@@ -286,12 +275,10 @@ class Engine(Lanes):
     # The residual, for those who hand it from one engine to another.
 
     def take_error(self, name: str) -> torch.Tensor | None:
-        """Take the residual of a parameter, which is the caller's from now on; None if there is none.
+        """Take the residual of a parameter, flat, which is the caller's then; None if there is none.
 
-        Returns:
-            fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
-            of the unscaled loss. If processes of a machine share it, zeros for what others hold, and the
-            rest times their number: its mean over the machine is the residual.
+        It is in units of the unscaled loss. If processes of a machine share it, it is zeros for what others
+        hold, and the rest times their number: its mean over the machine is the residual.
         """
         self.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.
@@ -318,7 +305,13 @@ class Engine(Lanes):
     def regroup(self, error_scale: float = 1.0) -> None:
         """Go on with a group that has other members, or a model that was taken over. Between steps."""
         self.check_between_steps("regroup()")
-        super().regroup(error_scale)
+        for slot, tensors in self.memory.slots.items():
+            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
+                tensor.mul_(error_scale)
+        # Only some members may have loaded a state or averaged their residuals; both must be the same on all
+        # members, so reset them.
+        self._loaded_checksum, self.differing = None, set(self.known_specs)
+        self._close_all()
         self._kept_errors = None
 
     def common_state(self) -> dict[str, Any]:
@@ -382,9 +375,27 @@ class Engine(Lanes):
         self.load(self.check_state_dict(state, strict=strict))
 
     def load(self, loaded: LoadedState) -> None:
-        """Go on from what `check_state_dict` has returned, or a part of it."""
-        super().load(loaded)
+        """Go on from what `check_state_dict` has returned, or a part of it.
+
+        If the parameters are not known yet, whether it is of this model shows at the first step.
+        """
+        loaded = fitting(loaded, self.known_specs if self.all_known else None)
+        slots = {slot: dict(tensors) for slot, tensors in loaded.slots.items()}
+        self.memory = Memory(loaded.step, {s: each for s, each in slots.items() if not s.is_elementwise})
+        # Into memory when lanes are opened: its order there, and the device, are not known before.
+        self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
+        if self.places is not None:
+            self.places.forget()
+        self.may_remember = True
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
+        self.differing, self._loaded_checksum = set(), loaded.checksum
         self._kept_errors = None  # they were of a step that this memory has not seen
+        self._close_all()
+        self._unchecked = None if self.all_known else loaded
+        for plan in self.plans if self.all_known else ():
+            warning = plan.adopt(self.memory)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
 
     def check_state_dict(
         self,

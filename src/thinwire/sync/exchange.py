@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
 from thinwire.algorithms import (
     AllFinite,
+    AllGather,
+    AllToAll,
     Commit,
     Jointly,
     Mean,
@@ -19,9 +22,9 @@ from thinwire.algorithms import (
     Requests,
     all_finite,
 )
-from thinwire.channel import Transport
+from thinwire.channel import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.sync.messages import send_all
+from thinwire.tensors.layout import as_one
 
 
 class Task:
@@ -29,7 +32,8 @@ class Task:
 
     Attributes:
         request: What it asks for; None at its end.
-        is_committed: Whether it has passed its commit.
+        gate: Its commit, once it has come there.
+        is_committed: Whether it has passed that.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -40,6 +44,7 @@ class Task:
             )
         self._requests = requests
         self.request: Request | tuple[Message, ...] | None = None
+        self.gate: Commit | None = None
         self.is_committed = False
         self.answer(None)  # a generator that has not begun takes nothing else
 
@@ -61,6 +66,8 @@ class Task:
             raise ConfigError(
                 f"an exchange has asked for {self.request!r} behind its Commit, expected its end"
             )
+        if isinstance(self.request, Commit):
+            self.gate = self.request
 
     def commit(self, is_healthy: torch.Tensor | None = None) -> None:
         """Let it pass its commit; going on to its end is what writes memory."""
@@ -72,34 +79,6 @@ class Task:
         self._requests.close()
 
 
-class _Round:
-    """Some tasks' messages, sent together; their answers are handed over when all have come."""
-
-    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
-        self.tasks = tasks
-        self._sent = send_all([task.request for task in tasks], transport, purpose)
-
-    def wait(self) -> None:
-        for _, sent in self._sent:
-            sent.work.wait()
-
-    def drain(self) -> None:
-        for _, sent in self._sent:
-            with suppress(CommunicationError):
-                sent.work.wait()
-
-    def answer(self) -> None:
-        answers: list[dict[int, torch.Tensor]] = [{} for _ in self.tasks]
-        for owners, sent in self._sent:
-            for (number, place), part in zip(owners, sent.parts(), strict=True):
-                answers[number][place] = part
-        for task, of_task in zip(self.tasks, answers, strict=True):
-            if isinstance(task.request, tuple):
-                task.answer(tuple(of_task[place] for place in range(len(of_task))))
-            elif of_task:
-                task.answer(of_task[0])
-
-
 class Exchange:
     """Drives the buckets of one step through their rounds.
 
@@ -109,12 +88,8 @@ class Exchange:
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.tasks: list[Task] = []
-        # Tasks of `close_with`, which commit last; `_joining` are those whose first message is not sent yet.
-        self._closing: list[Task] = []
-        self._joining: list[Task] = []
-        self._transport = transport
-        self._name = name
-        self._passed: list[Commit] = []  # of `commit_early`
+        self._closing: list[Task] = []  # of `close_with`; among `tasks` once their first message is sent
+        self._transport, self._name = transport, name
         self._rounds: list[_Round] = []  # under way
         self._previous: _Round | None = None  # the first message of the last bucket
         self._number = 1
@@ -130,8 +105,7 @@ class Exchange:
             # Compute this bucket alone: waiting for the others would delay the first message until after the
             # backward pass.
             _compute_jointly([task])
-            purpose = f"{self._name}, round 1 of the bucket of {name}"
-            self._rounds.append(_Round([task], self._transport, purpose))
+            self._send([task], f"round 1 of the bucket of {name}")
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
 
@@ -145,7 +119,7 @@ class Exchange:
         previous, self._previous = self._previous, self._rounds[-1]
         if previous is None:
             return
-        end = next(place for place, sent in enumerate(self._rounds, start=1) if sent is previous)
+        end = self._rounds.index(previous) + 1
         earlier = self._rounds[:end]
         with shown("thinwire: wait for earlier buckets"):
             for each in earlier:
@@ -156,26 +130,18 @@ class Exchange:
                 each.answer()
             del self._rounds[:end]
             _compute_jointly(tasks)
-            # An exchange that reaches its commit waits there for the others.
-            waiting = [task for task in tasks if not isinstance(task.request, Commit)]
-            if waiting:
-                purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._rounds.append(_Round(waiting, self._transport, purpose))
+            self._send(_waiting(tasks), f"a later round of the buckets before number {len(self.tasks)}")
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
-        task = Task(requests)
-        self._joining.append(task)
-        self._closing.append(task)
+        self._closing.append(Task(requests))
 
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, of all buckets together; do not wait for that.
 
         To be called when all buckets have been started, at the same points on all members: what is sent in
-        between by others must be in the same order everywhere.
-
-        Returns:
-            Whether there is a round under way. If not, all buckets stand at their commit.
+        between by others must be in the same order everywhere. Returns whether there is a round under way; if
+        not, all buckets stand at their commit.
         """
         with shown(f"thinwire: wait for round {self._number}"):
             for each in self._rounds:
@@ -188,27 +154,26 @@ class Exchange:
             # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
             self._rounds, self._previous = [], None
             _compute_jointly(self.tasks)
-            waiting = [
-                task for task in self.tasks if not (task.is_committed or isinstance(task.request, Commit))
-            ]
-            types = [task.request.tensor for task in waiting if isinstance(task.request, Mean)]
-            for task in self._joining:
-                # In the type of what is sent anyway: a message of its own would cost a latency more.
-                if types and isinstance(task.request, Mean):
-                    task.request = Mean(task.request.tensor.to(types[0]))
-            waiting += self._joining
-            self.tasks += self._joining
-            self._joining = []
-            if waiting:
-                purpose = f"{self._name}, round {self._number} of all buckets"
-                self._rounds.append(_Round(waiting, self._transport, purpose))
+            waiting = _waiting(self.tasks)
+            means = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
+            for task in self._closing:
+                if task not in self.tasks:
+                    if means and isinstance(task.request, Mean):
+                        # In the type of what is sent anyway: a message of its own would cost a latency more.
+                        task.request = Mean(task.request.tensor.to(means[0]))
+                    self.tasks.append(task)
+                    waiting.append(task)
+            self._send(waiting, f"round {self._number} of all buckets")
         return bool(waiting)
+
+    def _send(self, tasks: Sequence[Task], purpose: str) -> None:
+        if tasks:
+            self._rounds.append(_Round(tasks, self._transport, f"{self._name}, {purpose}"))
 
     @property
     def commits(self) -> Sequence[Commit]:
         """The commits that tasks wait at, or have already passed, once `advance` has returned False."""
-        standing = [task.request for task in self.tasks if isinstance(task.request, Commit)]
-        return [*self._passed, *standing]
+        return [task.gate for task in self.tasks if task.gate is not None]
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
@@ -230,9 +195,7 @@ class Exchange:
 
         Only where nobody goes back to the gradients as they were: if the step is dropped, they are filled.
         """
-        early = [each for each in self.tasks if isinstance(each.request, Commit) and not each.request.writes]
-        self._passed += [task.request for task in early if isinstance(task.request, Commit)]
-        self.commit(early)
+        self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let some tasks pass their commits and write memory."""
@@ -240,16 +203,15 @@ class Exchange:
         closing = [task for task in tasks if task in self._closing]
         for some in ([task for task in tasks if task not in closing], closing):
             for task in some:
-                if task.is_committed:
-                    continue
-                task.commit(is_healthy)
+                if not task.is_committed:
+                    task.commit(is_healthy)
             _compute_jointly(some)
 
     def close(self) -> None:
         """Forget all buckets; they write nothing any more."""
-        for task in [*self.tasks, *self._joining]:
+        for task in [*self.tasks, *self._closing]:
             task.close()
-        self.tasks, self._joining, self._closing = [], [], []  # with what they have received
+        self.tasks, self._closing = [], []  # with what they have received
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 
     def drain(self) -> None:
@@ -258,7 +220,9 @@ class Exchange:
         Until then the backend may write to the messages, which may lie in the gradients themselves.
         """
         for each in self._rounds:
-            each.drain()
+            for message in each.messages:
+                with suppress(CommunicationError):
+                    message.work.wait()
         self._rounds = []
 
 
@@ -269,31 +233,124 @@ def shown(name: str) -> AbstractContextManager[object]:
 
 
 def _one_bool(answer: object) -> torch.Tensor:
-    if not (isinstance(answer, torch.Tensor) and answer.dtype is torch.bool and answer.numel() == 1):
-        of = type(answer).__name__
-        got = f"{answer.dtype} of shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else of
-        raise ConfigError(
-            f"a Commit's function has returned {got}, expected a tensor of one bool; such as all_finite(mean)"
-        )
-    return answer.reshape(())  # of several buckets they are stacked
+    if isinstance(answer, torch.Tensor) and answer.dtype is torch.bool and answer.numel() == 1:
+        return answer.reshape(())  # of several buckets they are stacked
+    got = type(answer).__name__
+    if isinstance(answer, torch.Tensor):
+        got = f"{answer.dtype} of shape {tuple(answer.shape)}"
+    raise ConfigError(
+        f"a Commit's function has returned {got}, expected a tensor of one bool; such as all_finite(mean)"
+    )
+
+
+def _waiting(tasks: Sequence[Task]) -> list[Task]:
+    """Return the tasks that stand at a message."""
+    return [task for task in tasks if not (task.request is None or isinstance(task.request, Commit))]
 
 
 def _compute_jointly(tasks: Sequence[Task]) -> None:
     """Serve what tasks want computed, those that name one function together, until none wants anything."""
     # Again and again: with its answer a task may want the next thing computed.
-    while True:
-        wanting = [task for task in tasks if isinstance(task.request, Jointly)]
-        if not wanting:
-            return
-        function = wanting[0].request.function  # type: ignore[union-attr]
-        served = [task for task in wanting if task.request.function is function]  # type: ignore[union-attr]
-        of_each = [task.request.items for task in served]  # type: ignore[union-attr]
-        results = list(function([item for items in of_each for item in items]))
-        if len(results) != sum(map(len, of_each)):
+    while wanted := [(task, task.request) for task in tasks if isinstance(task.request, Jointly)]:
+        function = wanted[0][1].function
+        served = [(task, request.items) for task, request in wanted if request.function is function]
+        items = [item for _, of_task in served for item in of_task]
+        results = list(function(items))
+        if len(results) != len(items):
             raise ConfigError(
                 f"a function of Jointly has returned {len(results)} results, expected one for each of its "
-                f"{sum(map(len, of_each))} items"
+                f"{len(items)} items"
             )
-        for task, items in zip(served, of_each, strict=True):
-            task.answer(results[: len(items)])
-            del results[: len(items)]
+        for task, of_task in served:
+            task.answer(results[: len(of_task)])
+            del results[: len(of_task)]
+
+
+class _Message(NamedTuple):
+    """Requests of one operation, type and device, under way as one message."""
+
+    owners: list[tuple[int, int]]  # whose they are: which task of the round, and where in its tuple
+    work: Work
+    buffer: torch.Tensor  # kept until it has come back: a backend may read it meanwhile
+    answers: Callable[[], Iterable[torch.Tensor]]
+
+
+class _Round:
+    """Some tasks' messages, sent together; their answers are handed over when all have come."""
+
+    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
+        self.tasks, self.messages = tasks, list[_Message]()
+        asked: list[tuple[str, int, int, Any]] = []
+        for number, task in enumerate(tasks):
+            requests = task.request if isinstance(task.request, tuple) else (task.request,)
+            for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
+                tensor = _checked(request, transport.size)
+                kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
+                asked.append((kind, number, place, request))
+        # Backends match collectives by their order alone, and wait for ever where it differs. Sorted, it
+        # follows from what is asked for: not from which bucket asked first.
+        for _, of_kind in groupby(sorted(asked, key=lambda each: each[:3]), key=lambda each: each[0]):
+            alike = list(of_kind)
+            tensors = [request.tensor for *_, request in alike]
+            owners = [(number, place) for _, number, place, _ in alike]
+            self.messages.append(_Message(owners, *_send(type(alike[0][3]), tensors, transport, purpose)))
+
+    def wait(self) -> None:
+        for message in self.messages:
+            message.work.wait()
+
+    def answer(self) -> None:
+        answers: list[dict[int, torch.Tensor]] = [{} for _ in self.tasks]
+        for message in self.messages:
+            for (number, place), answer in zip(message.owners, message.answers(), strict=True):
+                answers[number][place] = answer
+        for task, of_task in zip(self.tasks, answers, strict=True):
+            if isinstance(task.request, tuple):
+                task.answer(tuple(of_task[place] for place in range(len(of_task))))
+            elif of_task:
+                task.answer(of_task[0])
+
+
+def _checked(message: object, num_members: int) -> torch.Tensor:
+    """Return a message's tensor, if it can be sent."""
+    if not isinstance(message, Message):
+        raise ConfigError(
+            f"an exchange has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            "may stand in a tuple; or, alone, Jointly or Commit"
+        )
+    tensor: object = message.tensor
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        wrong = f"{got}, expected a dense tensor"
+    elif isinstance(message, AllToAll) and (tensor.dim() != 2 or len(tensor) != num_members):
+        wrong = f"shape {tuple(tensor.shape)}, expected a row for each of the {num_members} members"
+    elif not isinstance(message, AllToAll) and tensor.dim() != 1:
+        wrong = f"shape {tuple(tensor.shape)}, expected a flat tensor; send tensor.view(-1)"
+    elif isinstance(message, Mean) and not tensor.is_floating_point():
+        wrong = f"{tensor.dtype}, expected a floating type; AllGather and AllToAll carry every type"
+    else:
+        return tensor
+    raise ConfigError(f"an exchange has asked for {type(message).__name__} of {wrong}")
+
+
+def _send(
+    kind: type, tensors: list[torch.Tensor], transport: Transport, purpose: str
+) -> tuple[Work, torch.Tensor, Callable[[], Iterable[torch.Tensor]]]:
+    """Send requests of one kind as one message; return its work, its buffer, and what gives the answers."""
+    if kind is AllToAll:
+        # Side by side: of each request row i is for member i.
+        rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
+        received, widths = torch.empty_like(rows), [tensor.shape[1] for tensor in tensors]
+        work = transport.all_to_all(received, rows, purpose)
+        return work, rows, lambda: received.split_with_sizes(widths, dim=1)
+    sizes = [tensor.numel() for tensor in tensors]
+    if kind is AllGather:
+        # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
+        flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+        gathered = flat.new_empty(transport.size, flat.numel())
+        work = transport.all_gather(gathered, flat, purpose)
+        return work, flat, lambda: gathered.split_with_sizes(sizes, dim=1)
+    # One alone is not copied, so its mean comes to lie where the request was.
+    flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
+    work = transport.mean(flat, purpose)
+    return work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes)

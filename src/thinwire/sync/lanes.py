@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
@@ -12,13 +11,12 @@ import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
 from thinwire.algorithms.base import no_algorithm
-from thinwire.channel import CALL, Description, Machines, Traffic, Transport, agree
+from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
-from thinwire.sync.parts import BucketParts
-from thinwire.sync.places import NOTHING, Places
+from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order
+from thinwire.sync.state import LoadedState, check_model, in_memory_order
 from thinwire.version import __version__
 
 
@@ -39,7 +37,7 @@ class Lane:
         is_in_flight: Whether a step is under way in it.
     """
 
-    specs: tuple[ParameterSpec, ...]
+    specs: Specs
     plan: BucketPlan
     parts: BucketParts | None = None
     machine_bytes: int = 0
@@ -55,9 +53,6 @@ MAX_IDLE_LANES = 32
 
 EXACT = AllReduce()
 
-Specs: TypeAlias = tuple[ParameterSpec, ...]
-"""The parameters of a bucket."""
-
 Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in steps of their own."""
 
@@ -69,7 +64,6 @@ class Lanes:
         algorithm: The algorithm in use.
         memory: What it remembers.
         known_specs: All parameters that are known, by name, in the order of the model.
-        settings: As given.
         nonfinite_steps: Steps that were not finite, as far as the host knows.
         differing: Parameters whose local slots may differ between members: changed since they were averaged.
         unclaimed: What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape.
@@ -88,32 +82,29 @@ class Lanes:
         traffic: Traffic,
         specs: Iterable[ParameterSpec],
         settings: Settings,
-        parts: Parts = (),
-        machines: Machines | None = None,
+        parts: Parts,
+        machines: Machines | None,
     ) -> None:
+        self.transport, self.traffic, self.settings = transport, traffic, settings
         self.places = None if machines is None else Places(machines.inside)
         self.between = transport if machines is None else machines.between
         self.known_specs = {spec.name: spec for spec in specs}
         self.all_known = bool(self.known_specs)
-        self.settings = settings
         self.memory = Memory()
         self.nonfinite_steps = 0
         self.differing: set[str] = set()
         self.device = torch.device("cpu")
         self.shortfalls: dict[str, None] = {}
-        self.may_remember = False
+        self.may_remember = self.has_agreed = False
+        self.num_parts = max(1, len(parts))
+        self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
-        self.transport = transport
-        self.traffic = traffic
         self._open: dict[Specs, Lane] = {}
         self._buckets: tuple[Specs, ...] = ()  # of the last step; of parts, all
         self._plans: tuple[BucketPlan, ...] = ()
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
-        self._shown: tuple[Sequence[BucketPlan], Plan] = (self._plans, Plan(()))
-        self.has_agreed = False  # without a bucket
-        self.num_parts = max(1, len(parts))
-        self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
+        self._shown: tuple[Sequence[BucketPlan], Plan] = ((), Plan(()))
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
         self._take(algorithm)
@@ -123,10 +114,8 @@ class Lanes:
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
-            raise ConfigError(
-                "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got "
-                f"{no_algorithm(algorithm)}"
-            )
+            got = no_algorithm(algorithm)
+            raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {got}")
         if self.known_specs:  # else they are checked bucket by bucket, when lanes are opened
             algorithm.check_model(self.specs)
         # Last: what was refused above has changed nothing.
@@ -175,13 +164,10 @@ class Lanes:
     @property
     def plans(self) -> Sequence[BucketPlan]:
         """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
-        return self._plans or self._plans_of_model()
-
-    def _plans_of_model(self) -> tuple[BucketPlan, ...]:
-        if not self._model_plans:
+        if not self._plans and not self._model_plans:
             places = self.places and self.places.preview()
             self._model_plans = tuple(self._prepared(bucket, places) for bucket in self._model_buckets())
-        return self._model_plans
+        return self._plans or self._model_plans
 
     def _model_buckets(self) -> list[Specs]:
         parts = [tuple(spec for spec in self.specs if spec.is_statistic is kind) for kind in (False, True)]
@@ -208,25 +194,6 @@ class Lanes:
         for bucket in self._buckets or self._model_buckets():
             yield from places.routes(bucket, self._planned)
 
-    def use(self, algorithm: Algorithm) -> None:
-        """As `GradientSync.use`."""
-        self._take(algorithm)
-        self._close_all()
-        if self._plans:  # before the first step nobody knows what is stale
-            self._forget_stale()
-            for plan in self._plans:
-                plan.adopt(self.memory)
-
-    def regroup(self, error_scale: float) -> None:
-        """As `Engine.regroup`."""
-        for slot, tensors in self.memory.slots.items():
-            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
-                tensor.mul_(error_scale)
-        # Only some members may have loaded a state or averaged their residuals; both must be the same on all
-        # members, so reset them.
-        self._loaded_checksum, self.differing = None, set(self.known_specs)
-        self._close_all()
-
     def _close_all(self) -> None:
         """Close all lanes, and plan their buckets again."""
         for lane in self._open.values():
@@ -246,12 +213,15 @@ class Lanes:
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
         return algorithm.prepare(specs, num_members=self.between.size)
 
-    def note(self, lanes: Sequence[Lane]) -> None:
-        """Take note of the buckets of a step that has ended."""
-        if self.num_parts > 1:
-            return  # known from the start
+    def note(self, lanes: Sequence[Lane], *, committed: bool) -> None:
+        """Take note of a step that has ended, and of its buckets."""
+        if committed:
+            self.memory.step += 1
+            self.differing.update(spec.name for lane in lanes for spec in lane.specs)
+        else:
+            self.nonfinite_steps += 1
         buckets = tuple(lane.specs for lane in lanes)
-        if buckets != self._buckets:
+        if buckets != self._buckets and self.num_parts == 1:  # those of parts are known from the start
             self._buckets, self._plans = buckets, tuple(lane.plan for lane in lanes)
             self._forget_stale()
             self._close_oldest(lanes)
@@ -331,20 +301,16 @@ class Lanes:
             self.has_agreed = True
 
     def _compare(self, buckets: Sequence[Specs]) -> None:
-        # Not through what counts, for it is no gradient's message; but the host waits as for one.
-        start = time.perf_counter()
         named = {
             f"bucket {number} with": ", ".join(spec.name for spec in specs)
             for number, specs in enumerate(buckets)
         }
-        agree(
-            self.transport,
-            {**self.described("a step", self.device, has_progress=True), **named},
-            f"step {self.steps}",
-        )
-        self.traffic.waiting_seconds += time.perf_counter() - start
+        described = self.described("a step", self.device, has_progress=True) | named
+        # Not through what counts, for it is no gradient's message; but the host waits as for one.
+        with self.traffic.waiting():
+            agree(self.transport, described, f"step {self.steps}")
 
-    def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> Description:
+    def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> dict[str, str]:
         """Return what must be the same on every process before a call, by subject."""
         # The plan is not among it: it follows from the algorithm and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
@@ -380,28 +346,6 @@ class Lanes:
         """Of all parameters, as far as the model or the loaded state has them."""
         loaded = {} if self._unchecked is None else self._unchecked.shapes
         return {**loaded, **{name: spec.shape for name, spec in self.known_specs.items()}}
-
-    def load(self, loaded: LoadedState) -> None:
-        """Go on from a checked state.
-
-        Where the parameters are not known yet, whether it is of this model shows at the first step.
-        """
-        loaded = fitting(loaded, self.known_specs if self.all_known else None)
-        memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
-        self.memory = memory
-        if self.places is not None:
-            self.places.forget()
-        self.may_remember = True
-        # Into memory when lanes are opened: its order there, and the device, are not known before.
-        self.unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
-        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
-        self.differing, self._loaded_checksum = set(), loaded.checksum
-        self._close_all()
-        self._unchecked = None if self.all_known else loaded
-        for plan in self.plans if self.all_known else ():
-            warning = plan.adopt(self.memory)
-            if warning:
-                warnings.warn(warning, stacklevel=4)
 
     def check_loaded(self) -> None:
         """Refuse a loaded state, at the first step after it, if it turns out to be of another model."""

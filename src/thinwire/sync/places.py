@@ -1,4 +1,4 @@
-"""The processes of a machine: who of them averages and remembers what, and what they send together."""
+"""Machines of several processes: which of them averages and remembers which part of each parameter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from thinwire.algorithms.registry import SLOTS
 from thinwire.channel import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
 from thinwire.sync.checksum import with_checksum
-from thinwire.sync.parts import BucketParts, Division, Ranges, part_of
 from thinwire.sync.state import names_in, tensors_of_all
 from thinwire.tensors.accelerators import sent_to
 
 Specs = tuple[ParameterSpec, ...]
+
+Ranges = tuple[slice, ...]
+"""The elements of a parameter that each place of a machine averages, in the order of places."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +38,152 @@ class _NothingPlan(BucketPlan):
 NOTHING = _NothingPlan((), ())
 
 
-class Places:
-    """Which process of this machine averages and remembers which part of each parameter.
+class Division:
+    """Divides parameters evenly among the places of a machine.
 
-    Attributes:
-        inside: The processes of this machine, by place.
+    If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it lies,
+    so nothing is copied. All processes ask for the same parameters in the same order, and find the same.
     """
 
+    def __init__(self, algorithm: Algorithm, num_places: int, model: Specs) -> None:
+        self._indivisible = algorithm.indivisible
+        self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
+        self._ranges: dict[str, Ranges] = {}
+        self._loads = [0] * num_places
+        # All at once if that is possible, so that the largest come first. Buckets are not known yet.
+        if self._indivisible != "bucket" and not self._as_it_lies:
+            self.of(model)
+
+    def of(self, specs: Specs) -> list[Ranges]:
+        """Return the ranges of each parameter of a bucket, or of the model."""
+        if self._as_it_lies:
+            return list(self._cut(specs))
+        if self._indivisible == "bucket":
+            self._keep_together(specs)
+        # The largest first: the small ones then fill up what is left.
+        for spec in sorted(specs, key=lambda spec: (-spec.numel, spec.name)):
+            if spec.name not in self._ranges:
+                unit = spec.numel if isinstance(self._indivisible, str) else self._indivisible
+                num_units = -(-spec.numel // unit) if unit else 0
+                each, left = divmod(num_units, len(self._loads))
+                more = self._least_loaded()[:left]
+                self._give(spec, [unit * (each + (place in more)) for place in range(len(self._loads))])
+        return [self._ranges[spec.name] for spec in specs]
+
+    def _cut(self, specs: Specs) -> Iterator[Ranges]:
+        """Yield ranges that follow each other in the bucket, of as many elements for each place."""
+        assert isinstance(self._indivisible, int)
+        num_places, total, start = len(self._loads), sum(spec.numel for spec in specs), 0
+        for spec in specs:
+            ends = [0]
+            for place in range(1, num_places):
+                units = round((place * total / num_places - start) / self._indivisible)
+                ends.append(min(max(units * self._indivisible, 0), spec.numel))
+            yield tuple(map(slice, ends, [*ends[1:], spec.numel]))
+            start += spec.numel
+
+    def _keep_together(self, specs: Specs) -> None:
+        known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
+        owners = {max(range(len(each)), key=lambda place: _length(each[place])) for each in known}
+        if len(owners) > 1 or any(spec.name not in self._ranges for spec in specs):
+            owner = self._least_loaded()[0]
+            for spec in specs:
+                self._give(spec, [spec.numel * (place == owner) for place in range(len(self._loads))])
+
+    def _least_loaded(self) -> list[int]:
+        return sorted(range(len(self._loads)), key=lambda place: (self._loads[place], place))
+
+    def _give(self, spec: ParameterSpec, counts: Sequence[int]) -> None:
+        # The last unit of a parameter may be shorter.
+        ends = [min(end, spec.numel) for end in accumulate(counts, initial=0)]
+        old, self._ranges[spec.name] = self._ranges.get(spec.name), tuple(map(slice, ends[:-1], ends[1:]))
+        for place, new in enumerate(self._ranges[spec.name]):
+            self._loads[place] += _length(new) - (_length(old[place]) if old else 0)
+
+
+def _length(some: slice) -> int:
+    return int(some.stop - some.start)
+
+
+def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
+    """Return what an algorithm needs to know of a part of a parameter; of all of it, its own spec."""
+    numel = _length(some)
+    return spec if numel == spec.numel else spec._replace(shape=(numel,), stride=(1,), start=some.start)
+
+
+class BucketParts:
+    """How a bucket is divided among the processes of a machine."""
+
+    def __init__(self, specs: Specs, ranges: Sequence[Ranges], place: int) -> None:
+        self.specs, self.ranges, self._place = specs, ranges, place
+        offsets = list(accumulate((spec.numel for spec in specs), initial=0))
+        places = range(len(ranges[0]))
+        # Elements of the bucket of each place.
+        self.lengths = [sum(_length(of_spec[each]) for of_spec in ranges) for each in places]
+        # Of the bucket, in the order of places.
+        self._slices = _joined(
+            slice(offset + of_spec[each].start, offset + of_spec[each].stop)
+            for each in places
+            for offset, of_spec in zip(offsets, ranges, strict=False)
+        )
+
+    def specs_of(self, place: int) -> Specs:
+        """Return a place's parts, in the order of the bucket."""
+        # What has no elements goes to the place with most elements, so that it has a route.
+        busiest = self.lengths.index(max(self.lengths))
+        return tuple(
+            part_of(spec, ranges[place])
+            for spec, ranges in zip(self.specs, self.ranges, strict=True)
+            if _length(ranges[place]) or (not spec.numel and place == busiest)
+        )
+
+    @property
+    def own_specs(self) -> Specs:
+        """This process's parts."""
+        return self.specs_of(self._place)
+
+    @property
+    def inside_bytes(self) -> int:
+        """Bytes that this process sends to others of its machine in a step."""
+        own, others = self.lengths[self._place], len(self.lengths) - 1
+        return (sum(self.lengths) - own + others * own) * self.specs[0].dtype.itemsize
+
+    def by_place(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a bucket in the order of places: itself, if it has that order."""
+        return flat if len(self._slices) < 2 else torch.cat([flat[some] for some in self._slices])
+
+    def own(self, by_place: torch.Tensor) -> torch.Tensor:
+        """Return this process's part, a view."""
+        return by_place.split_with_sizes(self.lengths)[self._place]
+
+    def write(self, flat: torch.Tensor, by_place: torch.Tensor) -> None:
+        """Write what `by_place` has returned back to the bucket."""
+        if by_place is not flat:
+            parts = by_place.split_with_sizes(list(map(_length, self._slices)))
+            torch._foreach_copy_([flat[some] for some in self._slices], parts)
+
+
+def _joined(slices: Iterable[slice]) -> list[slice]:
+    """Return slices that are not empty, with those joined that follow each other: fewer copies."""
+    joined: list[slice] = []
+    for some in slices:
+        if joined and joined[-1].stop == some.start:
+            joined[-1] = slice(joined[-1].start, some.stop)
+        elif _length(some):
+            joined.append(some)
+    return joined
+
+
+class Places:
+    """Which process of this machine averages and remembers which part of each parameter."""
+
     def __init__(self, inside: Transport) -> None:
-        self.inside = inside
+        self.inside = inside  # the processes of this machine, by place
         self.forget()
 
-    def divide(self, algorithm: Algorithm, model: Iterable[ParameterSpec]) -> None:
+    def divide(self, algorithm: Algorithm, model: Specs) -> None:
         """Divide the work by what an algorithm must average as one."""
-        self._division = Division(
-            algorithm.indivisible, self.inside.size, tuple(model), remembers=algorithm.remembers
-        )
+        self._division = Division(algorithm, self.inside.size, model)
 
     def preview(self) -> Places:
         """Return a copy to plan with: a bucket that is asked for only here is not divided for the run."""
@@ -64,19 +197,19 @@ class Places:
 
     def routes(self, bucket: Specs, planned: Callable[[Specs], BucketPlan]) -> Iterator[Route]:
         """Yield how the parameters of a bucket travel, with what all places send of them."""
-        found = defaultdict(list)
+        found, parts = defaultdict(list), self.parts(bucket)
         for place in range(self.inside.size):
-            for route in planned(self.parts(bucket).specs_of(place)).routes:
+            for route in planned(parts.specs_of(place)).routes:
                 found[route.label].append((place, route))
         whole = {route.label: route for route in planned(bucket).routes}
         for label, routes in found.items():
-            place, route = routes[0]
             if len(routes) == 1:
+                ((place, route),) = routes
                 yield replace(route, detail=f"{route.detail}, by process {place}")
-                continue
-            sent_bytes = sum(route.message_bytes for _, route in routes)
-            detail = f"{whole[label].detail}, by {len(routes)} processes"
-            yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
+            else:
+                sent_bytes = sum(route.message_bytes for _, route in routes)
+                detail = f"{whole[label].detail}, by {len(routes)} processes"
+                yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
     def sum_of(self, flag: torch.Tensor, numbers: Sequence[float], purpose: str) -> torch.Tensor:
         """Return the sums over the machine of a flag and of numbers. Collective inside; not read back."""
@@ -106,7 +239,7 @@ class Places:
 
         So it is where the algorithm was switched, or buckets are cut differently and it averages whole ones.
         """
-        ranges = dict(zip((spec.name for spec in parts.specs), parts.ranges, strict=True))
+        ranges = {spec.name: each for spec, each in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
             spec.name: spec
             for spec in parts.specs
@@ -115,11 +248,10 @@ class Places:
         if moved:
             self._move(moved, ranges, memory, device)
         self._held |= ranges
-        names = ranges.keys()
         for slot, tensors in memory.slots.items():
             # What was loaded for the other processes of the machine.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
-                if names >= names_in(label):
+                if ranges.keys() >= names_in(label):
                     del tensors[label]
 
     def _move(
@@ -138,14 +270,13 @@ class Places:
         everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
         for kind, is_local, name in sorted({tuple(each) for said in everyone for each in json.loads(said)}):
-            slot = slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))
-            spec, tensors = moved[name], memory[slot]
-            whole = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
+            tensors = memory[slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))]
+            whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=device)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
             self.inside.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
             some = ranges[name][self.inside.rank]
-            if some.stop > some.start:
+            if _length(some):
                 tensors[name] = whole[some].clone()
 
     def whole_state(
@@ -154,30 +285,26 @@ class Places:
         specs: Mapping[str, ParameterSpec],
         unclaimed: Mapping[str, Mapping[str, torch.Tensor]],
     ) -> dict[str, Any]:
-        """Return the state of the whole model from those of all processes of the machine. Collective inside.
+        """Return the state of the whole model from the packed ones of all processes. Collective inside.
 
-        Args:
-            own: What this process remembers, packed.
-            specs: All parameters.
-            unclaimed: By slot, what was loaded and is not in memory yet, in the shape of the parameters.
+        To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters.
         """
         is_elementwise = {name: kind[1] for name, kind in own["slots"]}
         whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
         for place, (slot, label, tensor) in tensors_of_all(own, is_elementwise, self.inside):
-            if not is_elementwise[slot]:
+            spec = specs.get(label)
+            # Of one process alone it is packed in the parameter's shape.
+            if not is_elementwise[slot] or spec is None or tensor.numel() == spec.numel:
                 whole[slot].setdefault(label, tensor)
-                continue
-            spec = specs[label]
-            if tensor.numel() == spec.numel:  # of one process alone, packed in the parameter's shape
-                whole[slot][label] = tensor
                 continue
             if label not in whole[slot]:
                 whole[slot][label] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).zero_()
             whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
-        for slot in whole:
-            whole[slot] |= unclaimed.get(slot, {})
         tensors = {
-            slot: tuple((label, each.contiguous()) for label, each in sorted(of_slot.items()))
+            slot: tuple(
+                (label, each.contiguous())
+                for label, each in sorted({**of_slot, **unclaimed.get(slot, {})}.items())
+            )
             for slot, of_slot in whole.items()
         }
         return with_checksum({**own, **tensors})

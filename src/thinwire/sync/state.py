@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -27,20 +27,12 @@ MEAN_BYTES = 64 << 20
 
 
 class LoadedState(NamedTuple):
-    """A state that has been checked; its tensors are copies.
+    """A state that has been checked; its tensors are copies."""
 
-    Attributes:
-        step: Committed steps.
-        skipped_steps: Steps that were not finite.
-        shapes: Of all the parameters that were trained, by name.
-        slots: What was remembered: fp32 or fp64 tensors by slot and label, the elementwise ones in the
-            parameter's shape.
-        checksum: Of all of it.
-    """
-
-    step: int
-    skipped_steps: int
-    shapes: dict[str, tuple[int, ...]]
+    step: int  # committed
+    skipped_steps: int  # that were not finite
+    shapes: dict[str, tuple[int, ...]]  # of all the parameters that were trained, by name
+    # fp32 or fp64 tensors by slot and label, the elementwise ones in the parameter's shape.
     slots: dict[Slot, dict[str, torch.Tensor]]
     checksum: str
 
@@ -62,30 +54,28 @@ def average_local(
     for slot in sorted(memory.slots, key=lambda slot: slot.name):
         if not (slot.is_local and slot.is_elementwise) or not ordered:
             continue
-        tensors = memory[slot]
+        tensors, means = memory[slot], list[tuple[ParameterSpec, torch.Tensor]]()
         # Asked first: a member without one sends zeros where another has some, or the others would wait.
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
-        means = []
         for some in _messages([spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]):
-            own = [
-                tensors[spec.name]
-                if spec.name in tensors
-                else torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
-                for spec in some
-            ]
-            flat = torch.cat(own)
+            flat = torch.cat([_own(tensors, spec, device) for spec in some])
             transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
             # Off the device, where a second residual of the whole model may have no room.
-            means.append((some, flat.to("cpu")))
+            parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
+            means += zip(some, parts, strict=True)
         # Only when all have come: where one fails, memory is as it was.
-        for some, flat in means:
-            for spec, mean in zip(some, flat.split_with_sizes([spec.numel for spec in some]), strict=True):
-                if spec.name in tensors:
-                    tensors[spec.name].copy_(mean)
-                else:
-                    tensors[spec.name] = mean.to(device, copy=True)
+        for spec, mean in means:
+            if spec.name in tensors:
+                tensors[spec.name].copy_(mean)
+            else:
+                tensors[spec.name] = mean.to(device, copy=True)
+
+
+def _own(tensors: Mapping[str, torch.Tensor], spec: ParameterSpec, device: torch.device) -> torch.Tensor:
+    own = tensors.get(spec.name)
+    return torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device) if own is None else own
 
 
 def _messages(specs: Iterable[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
@@ -177,26 +167,76 @@ def checked_state(
     """
     check_kind(state, STATE_VERSION, KEYS, "state_dict()")
     assert isinstance(state, Mapping)
-    known = {**SLOTS, **{slot.name: slot for slot in slots}}
     # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
     # is made before it is in order.
-    saved_slots = _slots(state, known)
-    shapes = _shapes(state)
-    tensors = {slot: _tensors(state, slot.name) for slot in saved_slots}
+    tensors = {
+        slot: _pairs(state, slot.name, "floating tensors of 16, 32 or 64 bits", _is_number_tensor)
+        for slot in _slots(state, {**SLOTS, **{slot.name: slot for slot in slots}})
+    }
+    shapes = {name: tuple(shape) for name, shape in _pairs(state, "parameters", "shapes", _is_shape).items()}
     for key in ("algorithm", "checksum"):
         if not isinstance(state[key], str | None):
             raise StateError(f"{key} must be text, got {shown_kind(state[key])}")
-    loaded = LoadedState(
-        _count(state, "step"),
-        _count(state, "skipped_steps"),
-        shapes,
-        tensors,
-        checksum=check_undamaged(state),
+    step, skipped_steps = (
+        whole_number(key, state[key], minimum=0, error=StateError) for key in ("step", "skipped_steps")
     )
+    loaded = LoadedState(step, skipped_steps, shapes, tensors, check_undamaged(state))
     _check_inside(loaded)
     if specs is not None:
         check_model(loaded, specs, strict=strict)
-    return loaded._replace(slots={slot: _copied(slot.name, each) for slot, each in tensors.items()})
+    for slot, of_slot in tensors.items():
+        check_finite(slot.name, of_slot)
+        # Copies, for the user may go on with what was passed; at least of 32 bits, as memory is.
+        for name, each in of_slot.items():
+            wide = torch.promote_types(each.dtype, torch.float32)
+            of_slot[name] = each.detach().to("cpu", wide, copy=True)
+    return loaded
+
+
+def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
+    """Return what the tensors of a state are of."""
+    slots = []
+    for name, (is_local, is_elementwise) in _pairs(state, "slots", "two flags", _are_two_flags).items():
+        # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
+        slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
+        if known.get(name, slot) != slot:
+            raise StateError(
+                f"the state has a {name} of another kind than this Thinwire's; load an earlier state"
+            )
+        slots.append(known.get(name, slot))
+    if sorted(slot.name for slot in slots) != slot_names(state):
+        raise StateError(f"expected a state made by state_dict(), got {shown_kind(state)}")
+    return slots
+
+
+def _pairs(state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the values under a key by name, if they are what is expected."""
+    pairs = state[key]
+    if not isinstance(pairs, list | tuple):
+        raise StateError(f"{key} must be a tuple of pairs of a name and a value, got {shown_kind(pairs)}")
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise StateError(f"{key} must hold pairs of a name and a value, got {shown_kind(pair)}")
+        if not fits(pair[1]):
+            got = f"{pair[0]!r}: {shown_kind(pair[1])}"
+            raise StateError(f"{key} must pair names with {expected}, got {got}")
+    found = dict(pairs)
+    # A mapping could not have a name twice; pairs can, and the last would win unseen.
+    if len(found) < len(pairs):
+        raise StateError(f"{key} has a name twice; the state is damaged, load an earlier one")
+    return found
+
+
+def _are_two_flags(value: object) -> bool:
+    return isinstance(value, list | tuple) and list(map(type, value)) == [bool, bool]
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
+
+
+def _is_number_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in DTYPES
 
 
 def _check_inside(loaded: LoadedState) -> None:
@@ -215,73 +255,6 @@ def _check_inside(loaded: LoadedState) -> None:
                 )
             if slot.check is not None and SHARD_MARK not in label:  # of a shard, whose shape is not listed
                 slot.check(label, tensor, loaded.shapes)
-
-
-def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
-    """Return what the tensors of a state are of."""
-    names = slot_names(state)
-    slots = []
-    for name, kind in _pairs(state, "slots"):
-        if (
-            not isinstance(kind, list | tuple)
-            or len(kind) != 2
-            or not all(type(each) is bool for each in kind)
-        ):
-            raise StateError(f"slots must pair names with two flags, got {name!r}: {shown_kind(kind)}")
-        # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
-        slot = Slot(name, is_local=kind[0], is_elementwise=kind[1])
-        if known.get(name, slot) != slot:
-            raise StateError(
-                f"the state has a {name} of another kind than this Thinwire's; load an earlier state"
-            )
-        slots.append(known.get(name, slot))
-    if sorted(slot.name for slot in slots) != names:
-        raise StateError(f"expected a state made by state_dict(), got {shown_kind(state)}")
-    return slots
-
-
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    for name, shape in _pairs(state, "parameters"):
-        if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise StateError(f"parameters must pair names with shapes, got {name!r}: {shown_kind(shape)}")
-    return {name: tuple(shape) for name, shape in state["parameters"]}
-
-
-def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
-    for name, tensor in _pairs(state, key):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
-            raise StateError(
-                f"{key} must pair names with floating tensors of 16, 32 or 64 bits, "
-                f"got {name!r}: {shown_kind(tensor)}"
-            )
-    return dict(state[key])
-
-
-def _copied(key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    check_finite(key, tensors)
-    # Copies, for the user may go on with what was passed; at least of 32 bits, as memory is.
-    return {
-        name: tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        for name, tensor in tensors.items()
-    }
-
-
-def _pairs(state: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
-    """Return the (name, value) pairs under a key."""
-    pairs = state[key]
-    if not isinstance(pairs, list | tuple):
-        raise StateError(f"{key} must be a tuple of pairs of a name and a value, got {shown_kind(pairs)}")
-    for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise StateError(f"{key} must hold pairs of a name and a value, got {shown_kind(pair)}")
-    # A mapping could not have a name twice; pairs can, and the last would win unseen.
-    if len({name for name, _ in pairs}) < len(pairs):
-        raise StateError(f"{key} has a name twice; the state is damaged, load an earlier one")
-    return [(name, value) for name, value in pairs]
-
-
-def _count(state: Mapping[str, Any], key: str) -> int:
-    return whole_number(key, state[key], minimum=0, error=StateError)
 
 
 def check_model(
@@ -328,12 +301,12 @@ def _check_range(key: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[s
 
 def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec] | None) -> LoadedState:
     """Return the part of a state that is of these parameters (None: any), and of no single shard of one."""
+
+    def fits(label: str) -> bool:
+        return SHARD_MARK not in label and (specs is None or specs.keys() >= names_in(label))
+
     slots = {
-        slot: {
-            label: each
-            for label, each in tensors.items()
-            if SHARD_MARK not in label and (specs is None or specs.keys() >= names_in(label))
-        }
+        slot: {label: each for label, each in tensors.items() if fits(label)}
         for slot, tensors in loaded.slots.items()
     }
     return loaded._replace(slots=slots)

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 
 from thinwire.algorithms import Bucket, Commit
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Traffic, Transport, Work, true_for_all
+from thinwire.channel import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
-from thinwire.sync.lanes import Lane, Lanes, Specs
-from thinwire.sync.parts import BucketParts
-from thinwire.sync.places import Places
+from thinwire.sync.lanes import Lane, Lanes
+from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
-from thinwire.sync.settings import Settings
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 from thinwire.tensors import accelerators
+
+
+class _Divided(NamedTuple):
+    """A bucket whose mean inside of the machine is on its way; `by_place` is it in the order of places."""
+
+    lane: Lane
+    parts: BucketParts
+    flat: torch.Tensor
+    by_place: torch.Tensor
+    work: Work
 
 
 class Step:
@@ -36,9 +43,8 @@ class Step:
 
     def __init__(
         self,
-        lanes: Lanes,
+        engine: Lanes,
         wire: Transport,
-        traffic: Traffic,
         clock: StepClock,
         number: int,
         ended: Callable[[Step, bool], None],
@@ -47,34 +53,44 @@ class Step:
     ) -> None:
         self.is_open = True
         self.num_parameters = self.gradient_bytes = 0
-        self.lanes: list[Lane] = []
-        self._all_lanes = lanes
-        self._wire, self._traffic, self._clock = wire, traffic, clock
-        self._number = number
-        self._ended = ended
-        self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
-        self._name = f"step {number}"
+        self._engine, self._wire, self._clock, self._ended = engine, wire, clock, ended
+        self._number, self._name = number, f"step {number}"
+        self._pipelined = pipelined and engine.algorithm.pipelines_buckets
         self._exchange = Exchange(wire, self._name)
         self._streams = Streams()
+        self._lanes: list[Lane] = []  # which are in flight
         self._buckets: list[Bucket] = []
-        # On a machine of several processes: what is averaged inside of it; and all buckets, as they lie and
-        # in the order of places.
-        self._inside: deque[tuple[Lane, torch.Tensor, Work]] = deque()
-        self._divided: list[tuple[BucketParts, torch.Tensor, torch.Tensor]] = []
+        self._divided: list[_Divided] = []  # on a machine of several processes, all buckets
+        self._num_reduced = 0  # of these
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
-        self._loss_scale = lanes.settings.loss_scale
+        self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
-        self._finds_unused = False
+        # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the first
+        # one has no residual, a later one may.
+        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
+        means_unused = has_residual or engine.algorithm.mixes_parameters
+        self._finds_unused = engine.settings.may_be_unused and means_unused
         self._has_all = False
+
+    @contextmanager
+    def _at_work(self, *, are_ready: bool) -> Iterator[None]:
+        with (
+            self._clock.inside(self._engine.traffic, are_ready=are_ready),
+            full_precision(self._engine.device),
+            accelerators.shortfalls_kept_in(self._engine.shortfalls),
+        ):
+            yield
+
+    # Buckets, as they come.
 
     def start(self, lane: Lane | Specs, flat: torch.Tensor) -> None:
         """Send the first message of a bucket whose gradients are ready, and return."""
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
-        if specs in [*(each.specs for each in self.lanes), *(bucket.specs for bucket in self._held)]:
+        if specs in [*(each.specs for each in self._lanes), *(each.specs for each in self._held)]:
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
@@ -86,12 +102,8 @@ class Step:
             raise StepError(
                 f"the bucket of {specs[0].name} is in flight in another step; finish or abandon that first"
             )
-        self._clock.device = self._all_lanes.device = flat.device
-        with (
-            self._clock.inside(self._traffic),
-            full_precision(flat.device),
-            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
-        ):
+        self._clock.device = self._engine.device = flat.device
+        with self._at_work(are_ready=True):
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
@@ -102,54 +114,41 @@ class Step:
                 self._held.append(Bucket(specs, flat))
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
-        places = self._all_lanes.places
+        places = self._engine.places
         if lane.parts is None or places is None:
             self._send_part(lane, flat)
+            # Only now: where the message could not be sent, the lane stays free for another step.
+            self._take(lane)
             return
         # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
         by_place = lane.parts.by_place(flat)
         work = places.inside.scatter_mean(by_place, lane.parts.lengths, purpose)
-        self._traffic.inside_bytes += lane.parts.inside_bytes
-        self._take_lane(lane)
-        self._divided.append((lane.parts, flat, by_place))
-        self._inside.append((lane, lane.parts.own(by_place), work))
-        if len(self._inside) > 1:
-            self._send_reduced()
+        self._engine.traffic.inside_bytes += lane.parts.inside_bytes
+        self._take(lane)
+        self._divided.append(_Divided(lane, lane.parts, flat, by_place, work))
+        self._send_reduced(len(self._divided) - 1)
 
-    def _send_reduced(self) -> None:
-        lane, own, work = self._inside[0]
-        self._wait_for(work)
-        self._inside.popleft()
-        self._send_part(lane, own)
-
-    def _wait_for(self, work: Work) -> None:
-        start = time.perf_counter()
-        work.wait()
-        self._traffic.waiting_seconds += time.perf_counter() - start
-
-    def _take_lane(self, lane: Lane) -> None:
+    def _take(self, lane: Lane) -> None:
         lane.is_in_flight = True
-        self.lanes.append(lane)
+        self._lanes.append(lane)
+
+    def _send_reduced(self, end: int) -> None:
+        """Send what this process averages of the first buckets, once it is the mean of the machine."""
+        for each in self._divided[self._num_reduced : end]:
+            with self._engine.traffic.waiting():
+                each.work.wait()
+            self._num_reduced += 1
+            self._send_part(each.lane, each.parts.own(each.by_place))
 
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        lanes = self._all_lanes
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._wire.rank)
-        if not self._buckets:
-            # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
-            # first one has no residual, a later one may.
-            has_residual = bool(lanes.memory[ERROR] or lanes.unclaimed.get(ERROR))
-            means_unused = has_residual or lanes.algorithm.mixes_parameters
-            self._finds_unused = lanes.settings.may_be_unused and means_unused
         if self._finds_unused and bucket.specs:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))
-        memory = lanes.memory_at(self._number)
+        memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
-        # Only now: where the message could not be sent, the lane stays free for another step.
-        if lane.parts is None:
-            self._take_lane(lane)
         self._buckets.append(bucket)
         # Not on an accelerator: there its stream would wait, and with it the backward pass that is on it.
         if self._pipelined and flat.device.type == "cpu":
@@ -168,55 +167,49 @@ class Step:
             self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
+    # Round by round.
+
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, without waiting for that.
 
         All buckets must have been started. To be called at the same points of the run on all processes: what
-        is sent in between must be in the same order everywhere.
-
-        Returns:
-            Whether there is a round under way. If not, only `finish` is left to do.
+        is sent in between must be in the same order everywhere. Returns whether there is a round under way;
+        if not, only `finish` is left to do.
         """
         self._check_open()
-        # Not ready anew: the last gradients were when their bucket was started, and all since then is
-        # exposed.
-        with (
-            self._clock.inside(self._traffic, are_ready=False),
-            full_precision(self._all_lanes.device),
-            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
-        ):
+        # The last gradients were ready when their bucket was started, and all since then is exposed.
+        with self._at_work(are_ready=False):
             try:
-                if not self._has_all:
-                    self._complete()
-                return self._exchange.advance()
+                return self._advance()
             except BaseException:
                 self.abandon()
                 raise
 
-    def _complete(self) -> None:
-        """Take no more buckets, and send what waited until all are there."""
-        if not self.lanes and not self._held:
+    def _advance(self) -> bool:
+        if not self._has_all:
+            self._take_no_more()
+        return self._exchange.advance()
+
+    def _take_no_more(self) -> None:
+        """Send all that waited until all buckets are there."""
+        engine = self._engine
+        if not self._lanes and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         # Buckets may have been started on several streams; from here on all are worked on from one.
         self._streams.gather()
-        self._send_held()
-        while self._inside:
-            self._send_reduced()
-        if self._used:
-            # One message for all buckets, which travels with their second.
-            self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
-        self._has_all = True
-
-    def _send_held(self) -> None:
-        """Send the buckets that waited, after one comparison of the processes for all of them."""
-        lanes = self._all_lanes
-        opened = lanes.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
+        # One comparison of the processes for all that are new.
+        opened = engine.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
         # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
-        lanes.check_loaded()
+        engine.check_loaded()
         for bucket in self._held:
             self._send(opened[bucket.specs], bucket.flat)
         self._held = []
+        self._send_reduced(len(self._divided))
+        if self._used:
+            # One message for all buckets, which travels with their second.
+            self._exchange.close_with(keep_unapplied(self._buckets, self._used, engine.memory))
+        self._has_all = True
 
     def finish(self) -> bool:
         """Block until every gradient is the mean.
@@ -227,32 +220,21 @@ class Step:
             (`on_nonfinite`). Without `host_check` it is not known: True.
         """
         self._check_open()
-        with (
-            self._clock.inside(self._traffic, are_ready=False),
-            full_precision(self._all_lanes.device),
-            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
-        ):
+        on_cpu, is_under_way = self._engine.device.type == "cpu", True
+        with self._at_work(are_ready=False):
             try:
-                # What comes back is written while the last messages travel: an accelerator does that anyway.
-                # Not in `advance`: a caller that drops a step there may need its gradients as they were.
-                writes_early = self._all_lanes.device.type == "cpu"
-                while True:
-                    if writes_early:
+                while is_under_way:
+                    # What comes back is written while the last messages travel: an accelerator does that
+                    # anyway. Not in `advance`: a caller that drops a step there may need its gradients.
+                    if on_cpu:
                         self._exchange.commit_early()
-                    if not self.advance():
-                        break
+                    is_under_way = self._advance()
                 with shown("thinwire: commit"):
                     committed = self._commit()
-                lanes = self._all_lanes
-                if lanes.places is not None:
-                    self._gather_inside(lanes.places)
+                if self._engine.places is not None:
+                    self._gather_inside(self._engine.places)
                 # Behind the commit: exchanges go by the count of the steps before theirs.
-                if committed:
-                    lanes.memory.step += 1
-                    lanes.differing.update(spec.name for lane in self.lanes for spec in lane.specs)
-                else:
-                    lanes.nonfinite_steps += 1
-                lanes.note(self.lanes)
+                self._engine.note(self._lanes, committed=committed)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()
@@ -260,73 +242,61 @@ class Step:
         self._clock.end_step()
         self._ended(self, committed)
         # The engine keeps the step until the next one: a way back would keep its memory past its own end.
-        del self._ended, self._all_lanes
+        del self._ended, self._engine
         return committed
+
+    # The commit, of all buckets or none: had those that came early written their memory, a `GradScaler` that
+    # skips the step because of a late one would drop gradients that their residuals take for sent.
 
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
-        settings = self._all_lanes.settings
-        # All buckets or none: had those that came early written their memory, a `GradScaler` that skips the
-        # step because of a late one would drop gradients that their residuals take for sent.
-        if not self._must_ask(settings):
+        engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
+        if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
             self._exchange.commit(self._exchange.tasks)
-            self._traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self.lanes)
-            self._traffic.counted_bytes = self._traffic.message_bytes
+            traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
+            traffic.counted_bytes = traffic.message_bytes
             return True
         # Of what all members have received alike: all find the same, and need not ask each other.
-        is_healthy = self._exchange.is_healthy()
-        if settings.together is not None:
+        is_healthy, remembering = self._exchange.is_healthy(), None
+        purpose = f"{self._name}, whether it is healthy"
+        if engine.places is not None:
+            is_healthy, remembering = self._ask_machine(engine.places, is_healthy, purpose)
+        elif settings.together is not None:
             # Other shards have received other messages, so they do ask.
-            purpose = f"{self._name}, whether it is healthy"
-            if self._all_lanes.places is None:
-                is_healthy = true_for_all(is_healthy, settings.together, purpose)
-            else:
-                is_healthy, remembering = self._ask_machine(self._all_lanes.places, is_healthy, purpose)
+            is_healthy = true_for_all(is_healthy, settings.together, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)
-            self._all_lanes.count_unseen(is_healthy)
+            engine.count_unseen(is_healthy)
             return True
-        start = time.perf_counter()
-        committed = bool(is_healthy)  # waits for an accelerator
-        if self._all_lanes.places is not None and not self._all_lanes.algorithm.remembers:
-            self._all_lanes.may_remember = bool(remembering)
-        self._traffic.waiting_seconds += time.perf_counter() - start
+        with traffic.waiting():
+            committed = bool(is_healthy)  # waits for an accelerator
+            if remembering is not None and not engine.algorithm.remembers:
+                engine.may_remember = bool(remembering)
         self._commit_if(committed, fill)
         return committed
+
+    def _must_ask(self) -> bool:
+        """Return whether anybody wants to know if the step is healthy; the same on all processes."""
+        settings = self._engine.settings
+        if settings.on_nonfinite != "nan":
+            return True
+        if self._engine.places is not None:
+            return self._engine.may_remember
+        return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
 
     def _ask_machine(
         self, places: Places, is_healthy: torch.Tensor, purpose: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether the step is healthy everywhere, and how many processes remember something."""
-        traffic, lanes = self._traffic, self._all_lanes
+        engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
-        remembers = any(lanes.memory[slot] or lanes.unclaimed.get(slot) for slot in lanes.algorithm.slots)
+        remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
         said = places.sum_of(~is_healthy, [uncounted, remembers], purpose)
         traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
         traffic.counted_bytes += uncounted
         return said[0] == 0, said[2]
-
-    def _must_ask(self, settings: Settings) -> bool:
-        """Return whether anybody wants to know if the step is healthy; the same on all processes."""
-        if settings.on_nonfinite != "nan":
-            return True
-        if self._all_lanes.places is not None:
-            return self._all_lanes.may_remember
-        return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
-
-    def _gather_inside(self, places: Places) -> None:
-        """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
-        gathers = [
-            places.inside.gather_parts(
-                by_place, parts.lengths, f"{self._name}, the means of the bucket of {parts.specs[0].name}"
-            )
-            for parts, _, by_place in self._divided
-        ]
-        for (parts, flat, by_place), work in zip(self._divided, gathers, strict=True):
-            self._wait_for(work)
-            parts.write(flat, by_place)
 
     def _commit_if(self, is_healthy: bool, fill: float) -> None:
         if is_healthy:
@@ -340,9 +310,9 @@ class Step:
         if not accelerators.pays_per_launch(is_healthy.device):
             self._commit_if(bool(is_healthy), fill)
             return
-        by_themselves, memory = [], self._all_lanes.memory
+        by_themselves, memory = [], self._engine.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
-        for task, lane, bucket in zip(self._exchange.tasks, self.lanes, self._buckets, strict=True):
+        for task, lane, bucket in zip(self._exchange.tasks, self._lanes, self._buckets, strict=True):
             keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
@@ -356,24 +326,35 @@ class Step:
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
 
+    def _gather_inside(self, places: Places) -> None:
+        """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
+        gathers = []
+        for each in self._divided:
+            purpose = f"{self._name}, the means of the bucket of {each.lane.specs[0].name}"
+            gathers.append(places.inside.gather_parts(each.by_place, each.parts.lengths, purpose))
+        for each, work in zip(self._divided, gathers, strict=True):
+            with self._engine.traffic.waiting():
+                work.wait()
+            each.parts.write(each.flat, each.by_place)
+
     def abandon(self) -> None:
         """End a step that can't be finished. Memory is as it was before it."""
         # It does not wait for what is under way: where a member has died, that would hold back the error
         # until the group's timeout. What comes next does (`drain`).
         self._exchange.close()
         if self.is_open:
-            for lane in self.lanes:
+            for lane in self._lanes:
                 lane.is_in_flight = False
             self._streams.release()
         # They are as large as the gradients, and the engine keeps the step until the next one.
-        self._divided, self._buckets = [], []
-        self.is_open = False
+        del self._divided[: self._num_reduced], self._buckets[:]
+        self.is_open, self._num_reduced = False, 0
 
     def drain(self) -> None:
         """Wait for the messages that were under way when the step was abandoned."""
-        for _, _, work in self._inside:
+        for each in self._divided:
             with suppress(CommunicationError):
-                work.wait()
+                each.work.wait()
         self._exchange.drain()
 
     def _check_open(self) -> None:

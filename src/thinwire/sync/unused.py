@@ -20,20 +20,15 @@ GLANCE = 64
 def used_flags(bucket: Bucket) -> torch.Tensor:
     """Return 1 for each parameter whose gradient on this process is not zero, else 0: fp32.
 
-    To be called before the exchange.
-
     Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
     few launches.
     """
     if accelerators.pays_per_launch(bucket.flat.device):
         # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
-    flags = []
-    for gradient in bucket.gradients:
-        # A used gradient mostly shows at once.
-        glance = gradient[:GLANCE].any()
-        flags.append(glance if glance else gradient.any())
-    return torch.stack(flags).float()
+    # A used gradient mostly shows at once.
+    used = [bool(each[:GLANCE].any() or each.any()) for each in bucket.gradients]
+    return torch.tensor(used, dtype=torch.float32)
 
 
 def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:

@@ -16,21 +16,16 @@ from thinwire.plan import ParameterSpec
 
 @dataclass(frozen=True)
 class Blocks:
-    """How flat tensors, one after the other, are divided into blocks.
+    """How flat tensors, one after the other, are divided into blocks of `block` elements.
 
     Each begins a new one, and its last block may be shorter. So what becomes of it does not depend on its
-    neighbours.
-
-    Attributes:
-        numels: Elements of each tensor, as they lie one after the other.
-        block: Elements of a block.
-        num_members: Members of the group; each averages as many blocks as the others.
+    neighbours. Each member of the group averages as many blocks as the others.
     """
 
     numels: tuple[int, ...]
     block: int
     num_members: int
-    # By device, and kept: made anew in each step they would be copied there from the host each time.
+    # By device, and kept: made again in each step they would be copied there from the host each time.
     _lengths: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _firsts: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -122,32 +117,20 @@ class Blocks:
 
 
 class Run(NamedTuple):
-    """Chunks of one parameter that lie one behind the other.
+    """Chunks of one parameter that lie one behind the other."""
 
-    Attributes:
-        parameter: By index in the bucket.
-        first: Where the first one begins in the bucket, in elements.
-        num_chunks: How many they are.
-    """
-
-    parameter: int
-    first: int
+    parameter: int  # by index in the bucket
+    first: int  # where the first one begins in the bucket, in elements
     num_chunks: int
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of a bucket that have one length.
+    """The chunks of a bucket that have one length."""
 
-    Attributes:
-        length: Elements of each.
-        kept: Entries of each that are sent.
-        runs: Where they lie.
-    """
-
-    length: int
-    kept: int
-    runs: tuple[Run, ...]
+    length: int  # elements of each
+    kept: int  # entries of each that are sent
+    runs: tuple[Run, ...]  # where they lie
 
     @property
     def count(self) -> int:
@@ -172,10 +155,7 @@ def kept_of(length: int, density: float) -> int:
 
 
 def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
-    """Cut parameters into chunks, anew at each, in the order of memory; the last of each may be shorter.
-
-    Returns:
-        By length, each in the order of the bucket.
+    """Cut each parameter into chunks, of which the last may be shorter; return them by length, in order.
 
     Examples:
         >>> shapes = {"weight": (10, 10), "bias": (10,)}

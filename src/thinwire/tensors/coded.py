@@ -29,10 +29,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Write codes one behind the other, the lowest bit first, as one stream of bits.
-
-    Returns:
-        The bytes, uint8, shape (…, `packed_bytes(count, bits)`); the last one is filled up with zeros.
+    """Return codes as one stream of bits, the lowest first: uint8, shape (…, `packed_bytes(count, bits)`).
 
     Examples:
         >>> pack(torch.tensor([1, 2, 3, 4, 5]), bits=3).tolist()
@@ -65,11 +62,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Read codes back.
-
-    Returns:
-        The codes, shape (…, count), uint8 up to 8 bits and int32 above.
-    """
+    """Return what was packed: codes of shape (…, count), uint8 up to 8 bits and int32 above."""
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(count, bits):
         raise ConfigError(
@@ -123,22 +116,13 @@ Statistic: TypeAlias = Literal["largest", "root mean square", "mean magnitude"]
 
 @dataclass(frozen=True)
 class Codebook:
-    """What codes of some bits stand for.
-
-    Attributes:
-        bits: Of a code.
-        levels: Ascending and symmetric; a code is the place of one. Where a level is zero, zeros stay zeros.
-        statistic: Of a block: it is the scale; "largest" is divided by the last level, so that nothing is
-            cut off.
-        is_linear: Whether levels are whole numbers, one apart.
-        cubic: Where it is not 0, the level at k from the middle is k · (`cubic` + k²): so it is found without
-            a table, and exactly.
-    """
+    """What codes of some bits stand for."""
 
     bits: int
-    levels: tuple[float, ...]
-    statistic: Statistic
-    is_linear: bool = False
+    levels: tuple[float, ...]  # ascending and symmetric; a code is the place of one
+    statistic: Statistic  # of a block: its scale; "largest" over the last level, so nothing is cut off
+    is_linear: bool = False  # whether levels are whole numbers, one apart
+    # If not 0, the level at k from the middle is k · (`cubic` + k²): it is found exactly without a table.
     cubic: int = 0
 
 
@@ -176,14 +160,10 @@ class Coded:
     """Blocks as they travel: rows of equally many, in each the scales first and then the codes.
 
     Kernels write codes where they are sent from and read them where they arrive: nothing is copied between.
-
-    Attributes:
-        message: uint8, shape (rows, bytes); the bytes of a row lie one after the other.
-        share: Blocks of a row.
     """
 
-    message: torch.Tensor
-    share: int
+    message: torch.Tensor  # uint8, shape (rows, bytes); the bytes of a row lie one after the other
+    share: int  # blocks of a row
 
     @property
     def scales(self) -> torch.Tensor:

@@ -25,9 +25,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = tensors[0]
     offsets = [each.storage_offset() for each in tensors]
     step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
-    is_even = (
-        offsets == list(range(offsets[0], offsets[0] + step * len(tensors), step)) if step > 0 else False
-    )
+    is_even = step > 0 and offsets == [offsets[0] + step * place for place in range(len(tensors))]
     is_one = len({each.untyped_storage().data_ptr() for each in tensors}) == 1
     if not (is_even and is_one and all(each.is_contiguous() for each in tensors)):
         return None

@@ -21,15 +21,10 @@ WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Draws:
-    """A number for each element of some blocks.
+    """A number for each element of some blocks."""
 
-    Attributes:
-        keys: Of each block: that of its parameter, int64.
-        first: The place of each block's first element in its parameter, int64.
-    """
-
-    keys: torch.Tensor
-    first: torch.Tensor
+    keys: torch.Tensor  # of each block: that of its parameter, int64
+    first: torch.Tensor  # the place of each block's first element in its parameter, int64
 
     def of(self, some: slice) -> Draws:
         """Return those of some blocks."""

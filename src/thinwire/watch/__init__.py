@@ -1,6 +1,6 @@
 """What compression does during a run: recorded each step, for a file or for the loggers people have."""
 
-from thinwire.watch.reading import Run, read_run
+from thinwire.watch.records import Run, read_run
 from thinwire.watch.watch import Watch
 from thinwire.watch.writers import JSONLWriter, MetricsWriter, TensorBoardWriter, Writer
 

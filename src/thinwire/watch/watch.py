@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from thinwire.checks import whole_count
@@ -18,14 +17,15 @@ from thinwire.sync import GradientSync, Synced, engine_of, handle_of
 from thinwire.sync.handle import Counting
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch.records import COUNTED, FORMAT, RESERVED
+from thinwire.watch.records import FORMAT, RESERVED, Counted
 from thinwire.watch.writers import JSONLWriter, Writer
 
-# Below so many, a quarter of them is noise.
-MIN_SAMPLES = 32
+logger = logging.getLogger(__name__)
+
+COUNTED = tuple(Counted.__annotations__)
+MIN_SAMPLES = 32  # a quarter of fewer is noise
 MIN_STEPS = 1000
-MAX_GROWTH = 1.3
-STILL_GROWING = 1.1
+MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 
 
 class GrowthAlarm:
@@ -42,10 +42,6 @@ class GrowthAlarm:
         self._samples: list[float] = []
         self._grew = False
 
-    def start_anew(self) -> None:
-        """Forget all samples: the algorithm or the plan is another one."""
-        self._samples, self._grew = [], False
-
     def growth_after(self, relative_norm: float, step: int) -> float | None:
         """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
         samples = self._samples
@@ -54,21 +50,16 @@ class GrowthAlarm:
         # A power of two has a single bit: the number of samples has doubled since the last look.
         if count < MIN_SAMPLES or count & (count - 1):
             return None
-        growth = _ratio(samples[count // 2 :], samples[count // 4 : count // 2])
+
+        def growth_from(earlier: list[float], later: list[float]) -> float:
+            return fmean(later) / fmean(earlier) if fmean(earlier) > 0 else 1.0
+
+        growth = growth_from(samples[count // 4 : count // 2], samples[count // 2 :])
         # A residual that grew and then levelled off is no cause for a warning.
-        lately = _ratio(samples[-count // 4 :], samples[count // 2 : -count // 4])
+        lately = growth_from(samples[count // 2 : -count // 4], samples[-count // 4 :])
         grew_before, self._grew = self._grew, growth > MAX_GROWTH
         alarms = self._grew and grew_before and lately > STILL_GROWING and step >= MIN_STEPS
         return growth if alarms else None
-
-
-def _ratio(later: list[float], earlier: list[float]) -> float:
-    """Return the mean of some samples over that of earlier ones; 1 where those are zero."""
-    before = fmean(earlier)
-    return fmean(later) / before if before > 0 else 1.0
-
-
-logger = logging.getLogger(__name__)
 
 
 class Watch:
@@ -137,21 +128,18 @@ class Watch:
         self._start = self._last_end = time.perf_counter()
         # What was counted before is no step of this watch: it may begin in the middle of training.
         self._last = self._watched.counts()
-        # Since the last record.
-        self._steps = self._nonfinite_steps = 0
-        transport, between = self._engine.transport, self._engine.between
-        self._write(
-            "run",
-            {
-                "format": FORMAT,
-                "name": name,
-                "thinwire": __version__,
-                "unix_seconds": time.time(),
-                "processes": transport.size,
-                "machines": between.size,
-                "process_rank": transport.rank,
-            },
-        )
+        self._steps = self._nonfinite_steps = 0  # since the last record
+        transport = self._engine.transport
+        about = {
+            "format": FORMAT,
+            "name": name,
+            "thinwire": __version__,
+            "unix_seconds": time.time(),
+            "processes": transport.size,
+            "machines": self._engine.between.size,
+            "process_rank": transport.rank,
+        }
+        self._write("run", about)
         # Last: had the first record failed, a watch that nobody holds would go on.
         self._watched.observers.append(self._after_step)
 
@@ -159,12 +147,7 @@ class Watch:
         """Return the watch, which has begun already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop watching."""
         self.close()
 
@@ -187,12 +170,10 @@ class Watch:
         for name, value in values.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
-            # True is an int to Python, and hardly meant as a number; a tensor would make the host wait
-            # unseen.
+            # True is hardly meant as a number; a tensor would make the host wait unseen.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
-            # Python's whole numbers have no bound: `float` of a large one would raise within somebody's
-            # logger.
+            # Python's whole numbers have no bound: `float` of a large one would raise within a logger.
             if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
                 raise ConfigError(f"{name} must be a number that a float can hold, got one that is too large")
         self._write("log", {"seconds": time.perf_counter() - self._start, **values})
@@ -211,17 +192,15 @@ class Watch:
 
     def _write_step(self) -> None:
         now, counts = time.perf_counter(), self._watched.counts()
-        self._write(
-            "step",
-            {
-                "seconds": now - self._start,
-                "step_seconds": (now - self._last_end) / self._steps,
-                "steps": self._steps,
-                "nonfinite_steps": self._nonfinite_steps if self._engine.settings.host_check else None,
-                **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
-                "compression_ratio": counts.compression_ratio,
-            },
-        )
+        values = {
+            "seconds": now - self._start,
+            "step_seconds": (now - self._last_end) / self._steps,
+            "steps": self._steps,
+            "nonfinite_steps": self._nonfinite_steps if self._engine.settings.host_check else None,
+            **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
+            "compression_ratio": counts.compression_ratio,
+        }
+        self._write("step", values)
         if isinstance(self._watched, Counting):
             self.log(**self._watched.numbers())
         self._last, self._last_end = counts, now
@@ -237,20 +216,21 @@ class Watch:
         if algorithm == was and routes.items() <= self._routes.items():
             return
         self._routes = {**self._routes, **routes} if algorithm == was else routes
-        # Under another plan the residual levels off elsewhere, and growing up to there is no alarm.
-        self._alarm.start_anew()
+        # Under a different plan the residual levels off elsewhere, and growing up to there is no alarm.
+        self._alarm = GrowthAlarm()
         shown = algorithm if self._watched is self._engine else self._watched
-        self._write("plan", {"algorithm": str(shown), "routes": [_recorded(route) for route in plan.routes]})
+        recorded = ("label", "names", "detail", "is_compressed", "gradient_bytes", "message_bytes")
+        listed = [{name: getattr(route, name) for name in recorded} for route in plan.routes]
+        self._write("plan", {"algorithm": str(shown), "routes": listed})
 
     def _write_norms(self) -> None:
         stats = self._engine.stats()
-        # Of an algorithm without residual, or before the first step, there is nothing to tell.
-        if not stats.error_norm:
+        if not stats.error_norm:  # without a residual, or before the first step
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
-            worst = max(stats.relative_error, key=lambda label: stats.relative_error[label])
+            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
             logger.warning(
                 "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
@@ -261,9 +241,10 @@ class Watch:
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a record; where that fails in training, stop watching with a warning."""
-        # An error may have ended the watching long before: the training loop goes on calling `log`.
-        if self._writer is None:
+        """Write a record; if that fails in training, stop watching with a warning."""
+        if (
+            self._writer is None
+        ):  # an earlier error has ended the watching; the training loop still calls `log`
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
@@ -286,17 +267,6 @@ def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
             "thinwire.watch.MetricsWriter"
         )
     return writer
-
-
-def _recorded(route: Route) -> dict[str, Any]:
-    return {
-        "label": route.label,
-        "names": route.names,
-        "detail": route.detail,
-        "is_compressed": route.is_compressed,
-        "gradient_bytes": route.gradient_bytes,
-        "message_bytes": route.message_bytes,
-    }
 
 
 def _residual_in_steps(stats: Stats) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +12,6 @@ from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.json_records import MAX_NUMBER
 from thinwire.sync.stats import Stats
 from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, record_of
-
-Metrics = dict[str, float]
-
-# By default json writes NaN and Infinity, which are no JSON and which reading refuses.
-_strict = json.JSONEncoder(allow_nan=False).encode
 
 
 class Writer(Protocol):
@@ -51,36 +46,32 @@ class JSONLWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise ConfigError(
-                f"{self.path} can't be written: there is no folder {self.path.parent}; make it first"
-            )
-        if self.path.is_file() and self.path.stat().st_size > 0:
-            # Before anything is cut off. Bounded: another program's file may be one line of any length.
-            with self.path.open("rb") as file:
+        self.path = path = Path(path)
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} can't be written: there is no folder {path.parent}; make it first")
+        if path.is_file() and (size := path.stat().st_size) > 0:
+            with path.open("r+b") as file:
+                # Before anything is cut off. Bounded: another program's file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
-            if first is None or first["kind"] != "run":
-                raise ConfigError(
-                    f"{self.path} is there, and is no file of a thinwire.Watch; give another path"
-                )
-            if first["format"] != FORMAT:
-                raise ConfigError(
-                    f"{self.path} has format {first['format']}, this Thinwire writes format {FORMAT}; "
-                    "give a different path"
-                )
-            # A killed process may have left half a line; a record behind it would be damage, and end reading.
-            with self.path.open("r+b") as file:
-                # Longer lines are not read, so the last newline lies within so many bytes.
-                start = max(0, self.path.stat().st_size - MAX_LINE_BYTES)
+                if first is None or first["kind"] != "run":
+                    raise ConfigError(
+                        f"{path} is there, and is no file of a thinwire.Watch; give another path"
+                    )
+                if first["format"] != FORMAT:
+                    found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
+                    raise ConfigError(f"{found}; give a different path")
+                # A killed process may have left half a line, and a record after it could not be read. Longer
+                # lines are not read, so the last newline lies within so many bytes.
+                start = max(0, size - MAX_LINE_BYTES)
                 file.seek(start)
                 file.truncate(start + file.read().rfind(b"\n") + 1)
         # Line by line: what a killed process has done up to then can be read.
-        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+        self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """As `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
-        self._file.write(_strict(_readable({"kind": kind, "step": step, **values})) + "\n")
+        record = _readable({"kind": kind, "step": step, **values})
+        self._file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -109,11 +100,8 @@ class MetricsWriter:
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """As `Writer.write`: pass on steps, norms and what the user logs."""
-        if kind in ("step", "norms"):
-            self._log(dict(_named("thinwire", values)), step)
-        elif kind == "log":
-            # `seconds` is for the file: loggers have clocks of their own.
-            self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
+        if kind in ("step", "norms", "log"):
+            self._log(_metrics(kind, values), step)
 
     def close(self) -> None:
         """Do nothing: the logger is the caller's."""
@@ -137,27 +125,19 @@ class TensorBoardWriter:
                 "TensorBoardWriter needs tensorboard: pip install '.[tensorboard]' in a clone of Thinwire"
             ) from error
         self._summary: Any = SummaryWriter(os.fspath(log_dir))
-        self._metrics = MetricsWriter(self._add)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """As `Writer.write`: a scalar for each number."""
-        self._metrics.write(kind, step, values)
+        for name, value in _metrics(kind, values).items():
+            self._summary.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
         self._summary.close()
 
-    def _add(self, metrics: Metrics, step: int) -> None:
-        """Write scalars."""
-        for name, value in metrics.items():
-            self._summary.add_scalar(name, value, step)
-
 
 def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
-    """Return what a run has done so far as named numbers, for loggers.
-
-    A name means the same everywhere: sums since the start are called `total_…`; a record of a watch is of its
-    own steps.
+    """Return what a run has done so far as named numbers, for loggers; sums since the start are `total_…`.
 
     Examples:
         >>> metrics_of(Stats(message_bytes=50, gradient_bytes=100))["thinwire/compression_ratio"]
@@ -171,23 +151,27 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
     }
 
 
-def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the numbers of a record, those in mappings too, under names like paths."""
-    found: list[tuple[str, float]] = []
+def _metrics(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by name."""
+    if kind == "log":
+        # `seconds` is for the file: loggers have their own clocks.
+        return {name: float(value) for name, value in values.items() if name not in RESERVED}
+    return dict(_named("thinwire", values)) if kind in ("step", "norms") else {}
+
+
+def _named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record, those in mappings too, under names like paths."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found += _named(f"{prefix}/{key}", value)
+            yield from _named(f"{prefix}/{key}", value)
         elif isinstance(value, int | float):
-            found.append((f"{prefix}/{key}", float(value)))
-    return found
+            yield f"{prefix}/{key}", float(value)
 
 
 def _readable(value: Any) -> Any:
+    """Return a value with null for each number that reading refuses: NaN is within no bounds."""
     if isinstance(value, int | float):
-        # NaN is within no bounds, so it becomes null like what is too large.
         return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     if isinstance(value, Mapping):
         return {key: _readable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_readable(each) for each in value]
-    return value
+    return [_readable(each) for each in value] if isinstance(value, list | tuple) else value

@@ -71,7 +71,7 @@ def test_what_leaves_a_member_is_what_the_plan_says(bits: int) -> None:
     simulation, _ = stepped(Quantize(bits=bits), layout, 3)
     sent = simulation.engines[0].traffic.by_collective
     assert set(sent) == {"all_to_all", "all_gather"}
-    bytes_of = {name: each.sent_bytes for name, each in sent.items()}
+    bytes_of = {name: each.wire_bytes for name, each in sent.items()}
     assert bytes_of["all_to_all"] == bytes_of["all_gather"]
     plan_bytes = simulation.syncs[0].plan.message_bytes
     assert sum(bytes_of.values()) == wire_bytes("all_reduce", plan_bytes, 3)

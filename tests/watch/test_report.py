@@ -17,11 +17,10 @@ from catalog import buckets, random_gradients
 from thinwire import Cast, ConfigError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm
 from thinwire.cli.report import write_report
-from thinwire.report import page
-from thinwire.report.figures import VARIABLES
-from thinwire.report.page import report_page
 from thinwire.simulation import Simulation
 from thinwire.watch import read_run
+from thinwire.watch import report as page_of_runs
+from thinwire.watch.report import VARIABLES, report_page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -190,8 +189,8 @@ def test_too_much_for_a_page_is_left_out_and_told(
         lines.append(json.dumps(json.loads(plan) | {"algorithm": f"another-{number}", "step": 20}))
     log = {"kind": "log", "step": 20, "seconds": 9.0} | {f"n{k}": k for k in range(300)}
     path.write_text("\n".join([*lines, json.dumps(log), json.dumps(log)]) + "\n")
-    monkeypatch.setattr(page, "MAX_NAMES", 3)
-    monkeypatch.setattr(page, "MAX_PLANS", 2)
+    monkeypatch.setattr(page_of_runs, "MAX_NAMES", 3)
+    monkeypatch.setattr(page_of_runs, "MAX_PLANS", 2)
     write_report([path], tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text()
     told = checked(html)

@@ -1,0 +1,124 @@
+"""A switch with latency, jitter and loss, between the network interfaces of a lab's machines.
+
+The lab runs this file as a process of its own: the kernels that people have often lack netem.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
+
+READY = "the relay stands"
+
+EVERY_PROTOCOL = socket.htons(3)
+SOL_PACKET, PACKET_VNET_HDR = 263, 15
+# With this header each frame says which checksum it still lacks and how it is to be cut into packets. So
+# frames of 64 KiB pass as one, and no interface has to compute checksums.
+VNET_HEADER_BYTES = 10
+TO, SENDER, KIND = slice(10, 16), slice(16, 22), slice(22, 24)  # behind that header
+ADDRESS_RESOLUTION = b"\x08\x06"
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+FRAME_BYTES = VNET_HEADER_BYTES + 2**16 + 64
+BUFFER_BYTES = 64 * 2**20  # a busy computer may keep the relay waiting for a while
+FRAMES_IN_A_ROW = 64  # from one interface, before others have their turn
+
+
+@dataclass(frozen=True)
+class Delays:
+    """What happens to a frame on its way from one machine to another.
+
+    Attributes:
+        seconds: How long it is on its way.
+        jitter_seconds: How much longer or shorter at most. Frames of one machine keep their order.
+        loss: The probability that it is lost.
+    """
+
+    seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    loss: float = 0.0
+
+    def command(self, interfaces: list[str]) -> list[str]:
+        """Return the command line of a relay between interfaces of the namespace that it is run in."""
+        return [sys.executable, "-S", __file__, json.dumps({**asdict(self), "interfaces": interfaces})]
+
+
+def relay(delays: Delays, interfaces: list[str]) -> None:
+    """Forward frames until this process is ended."""
+    ports = [_opened(name) for name in interfaces]
+    with suppress(PermissionError):  # only root may go before others on a busy computer
+        os.nice(-20)
+    print(READY, flush=True)
+    draws = random.Random(0)
+    port_of: dict[bytes, int] = {}  # by hardware address, learned from what an interface sends
+    due_frames: list[tuple[float, int, list[int], bytes]] = []
+    last_due = [0.0] * len(ports)
+    count = 0
+    while True:
+        now = time.monotonic()
+        while due_frames and due_frames[0][0] <= now:
+            _, _, targets, frame = heappop(due_frames)
+            for target in targets:
+                _send(ports[target], frame)
+        wait_seconds = max(0.0, due_frames[0][0] - time.monotonic()) if due_frames else None
+        for port in select.select(ports, (), (), wait_seconds)[0]:
+            source = ports.index(port)
+            for frame in _received(port):
+                to, sender = frame[TO], frame[SENDER]
+                port_of[sender] = source
+                # Who has an address is asked within this network only: a real link carries no such question.
+                is_question = frame[KIND] == ADDRESS_RESOLUTION
+                if delays.loss and not is_question and draws.random() < delays.loss:
+                    continue
+                seconds = delays.seconds + delays.jitter_seconds * draws.uniform(-1, 1)
+                seconds = 0.0 if is_question else seconds
+                last_due[source] = max(last_due[source], time.monotonic() + seconds)
+                count += 1  # frames that are due at once leave in the order in which they came
+                others = [each for each in range(len(ports)) if each != source]
+                targets = [port_of[to]] if to in port_of else others
+                heappush(due_frames, (last_due[source], count, targets, frame))
+
+
+def _opened(interface: str) -> socket.socket:
+    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, EVERY_PROTOCOL)
+    port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
+    for forced, plain in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
+        try:
+            port.setsockopt(socket.SOL_SOCKET, forced, BUFFER_BYTES)
+        except PermissionError:  # not root outside of the lab: as much as the system allows
+            port.setsockopt(socket.SOL_SOCKET, plain, BUFFER_BYTES)
+    port.bind((interface, 0))
+    port.setblocking(False)
+    return port
+
+
+def _received(port: socket.socket) -> list[bytes]:
+    frames = []
+    for _ in range(FRAMES_IN_A_ROW):
+        try:
+            frame, address = port.recvfrom(FRAME_BYTES)
+        except BlockingIOError:
+            break
+        if address[2] != socket.PACKET_OUTGOING:  # what the relay itself has sent
+            frames.append(frame)
+    return frames
+
+
+def _send(port: socket.socket, frame: bytes) -> None:
+    with suppress(OSError):  # a full queue, or a machine that has ended: the frame is lost, as on a real link
+        port.send(frame)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab ends it
+    given = json.loads(sys.argv[1])
+    names = given.pop("interfaces")
+    relay(Delays(**given), names)

@@ -1,1 +1,0 @@
-"""One HTML page that compares runs, from the files of their `Watch`."""
