@@ -271,12 +271,16 @@ class LocalSGD(ModelAverager, Member):
             "outer optimizer": described_outer(self._outer),
         }
 
+    @property
+    def _has_outer(self) -> bool:
+        return self._make_outer is not None
+
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}
 
     def _adopted(self) -> None:
-        for each, last in self._fragments.lasts:
-            each.value.copy_(last)
+        for fragment in self._fragments:
+            fragment.show()
         self._work = [0.0] * len(self._fragments)
         self._changes, self._sent_work, self._sent_steps = {}, {}, 0
         self._follow(self._steps)

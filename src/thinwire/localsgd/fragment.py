@@ -165,11 +165,16 @@ class Fragment(Buckets):
     ) -> None:
         """As `step`, and let the model follow."""
         self.step(means, outer)
+        if not local_weight:
+            self.show()
+            return
         for each, last in self.lasts:
-            if local_weight:
-                each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
-            else:
-                each.value.copy_(last)
+            each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
+
+    def show(self) -> None:
+        """Make the model the last average."""
+        for each, last in self.lasts:
+            each.value.copy_(last)
 
 
 class Fragments(tuple[Fragment, ...]):

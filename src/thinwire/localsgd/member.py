@@ -19,7 +19,6 @@ from torch import nn
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description
-from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.localsgd.core import Averager
@@ -29,18 +28,19 @@ from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
 from thinwire.localsgd.outer import held_by
+from thinwire.localsgd.state import (
+    MEMBERS_KEY,
+    STATE_VERSION,
+    LoadedState,
+    checked_state,
+    members_of,
+)
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_kind, check_undamaged, with_checksum
+from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import in_memory_order
 
 Entered = TypeVar("Entered", bound="Member")
-STATE_VERSION = 5
-COUNTS = ("lineage", "commits", "step", "turns")
-KEYS = {
-    *COUNTS, "version", "last_average", "not_averaged", "sync", "residual_of", "outer", "optimizers",
-    "checksum",
-}  # fmt: skip
 
 
 class Member(Averager, Front):
@@ -73,7 +73,7 @@ class Member(Averager, Front):
         self._device = averaged[0].tensor.device
         self._membership = Elastic(self._group, engine, self, self._device)
         self._steps = self._turns = self._pending_steps = 0
-        self._loaded: Mapping[str, Any] | None = None  # until entry
+        self._loaded: LoadedState | None = None  # until entry
 
     @property
     def steps(self) -> int:
@@ -130,8 +130,9 @@ class Member(Averager, Front):
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
             if self._loaded is not None:
-                self._adopt(self._loaded)
-                self._membership.resume(self._loaded["lineage"], self._loaded["commits"])
+                self._start_from(self._loaded)
+                members = members_of(self._loaded)
+                self._membership.resume(members["lineage"], members["commits"])
                 self._loaded = None
             self._model.enter(self._model.tensors())
             # Now, where the user sees it; else the first newcomer would stop all others.
@@ -190,44 +191,68 @@ class Member(Averager, Front):
 
     def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""
-        return with_checksum(
-            {
-                "version": STATE_VERSION,
-                "lineage": self._membership.lineage,
-                "commits": self._membership.commits,
-                # As of the last averaging, which is what a newcomer gets: later steps are in no model but
-                # this one's.
-                "step": self._steps - self._pending_steps,
-                "turns": self._turns,
-                "last_average": self._held(),
-                "not_averaged": self._not_averaged(),
-                "sync": self._engine.common_state() if sync is None else sync,
-                "residual_of": tuple(sorted(self._engine.memory[ERROR])),
-                "outer": None if self._outer is None else self._outer.state_dict(),
-                "optimizers": [each.state_dict() for each in self._sent_optimizers],
-            }
-        )
+        # As of the last averaging, which is what a newcomer gets: later steps are in no model but this one's.
+        step = self._steps - self._pending_steps
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "step": step,
+            "sent_after": (step,),
+            "in_flight": (),
+            "last_average": self._held(),
+            "sync": self._engine.common_state() if sync is None else sync,
+            "outer": None if self._outer is None else self._outer.state_dict(),
+        }
+        state[MEMBERS_KEY] = {
+            "lineage": self._membership.lineage,
+            "commits": self._membership.commits,
+            "turns": self._turns,
+            "not_averaged": self._not_averaged(),
+            "residual_of": tuple(sorted(self._engine.memory[ERROR])),
+            "optimizers": [each.state_dict() for each in self._sent_optimizers],
+        }
+        return with_checksum(state)
+
+    def _checked(self, state: Mapping[str, Any]) -> LoadedState:
+        """Return a state that was saved or received, if it is one of this model."""
+        shapes = {each.name: tuple(each.value.shape) for each in self._model.tensors()}
+        loaded = checked_state(state, [shapes], has_outer=self._has_outer)
+        if loaded.in_flight:
+            raise StateError(
+                "the state was saved while an average was in flight, and members that come and go start from "
+                "an average; save after average()"
+            )
+        return loaded
+
+    @property
+    def _has_outer(self) -> bool:
+        return False
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        _check_kind(state)
-        averaged, others = self._held(), self._not_averaged()
-        _check_like("last_average", state["last_average"], averaged)
-        _check_like("not_averaged", state["not_averaged"], others)
-        loaded = self._engine.check_state_dict(state["sync"])
-        outers = [] if self._outer is None else [self._outer]
-        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
-        _load_optimizers([*outers, *self._sent_optimizers], sent)
-        errors = loaded.slots.get(ERROR, {})
-        common = {slot: tensors for slot, tensors in loaded.slots.items() if not slot.is_local}
-        self._engine.load(loaded._replace(slots=common))
+        self._start_from(self._checked(state))
+
+    def _start_from(self, loaded: LoadedState) -> None:
+        """Go on from a state. What may refuse comes first: then nothing has changed."""
+        held, others, members = self._held(), self._not_averaged(), members_of(loaded)
+        if loaded.members is not None:  # a fixed group's has no others
+            _check_like(members["not_averaged"], others)
+        of_engine = self._engine.check_state_dict(loaded.sync)
+        outer = self._outer if loaded.outer is not None else None
+        optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
+        if loaded.members is not None:
+            optimizers, states = [*optimizers, *self._sent_optimizers], [*states, *members["optimizers"]]
+        _load_optimizers(optimizers, states)
+        errors = of_engine.slots.get(ERROR, {})
+        common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
+        self._engine.load(of_engine._replace(slots=common))
         for spec in self._engine.specs:
             # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
-            if spec.name in errors or spec.name in state["residual_of"]:
+            if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
                 self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
-        for name, tensor in (averaged | others).items():
-            tensor.copy_((state["last_average"] | state["not_averaged"])[name])
-        self._steps, self._turns, self._pending_steps = int(state["step"]), int(state["turns"]), 0
+        for tensors, own in (loaded.last_average, held), (members["not_averaged"], others):
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
         self._adopted()
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,13 +284,12 @@ class Member(Averager, Front):
         model and (with `send_optimizer`) the optimizers become those of the state, on entry.
 
         Raises:
-            StateError: It is not such a state; or, on entry, it is of another model.
+                StateError: It is not such a state, or is of another model.
             StepError: The context was entered already.
         """
         if self._model.entered:
             raise StepError("load the state before the context is entered")
-        _check_kind(state)
-        self._loaded = copy.deepcopy(dict(state))
+        self._loaded = self._checked(copy.deepcopy(state))
 
 
 def _plain_module(model: object) -> nn.Module:
@@ -333,34 +357,18 @@ def _group_of_environment() -> Group:
     return TorchftGroup()
 
 
-def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state that is of other tensors than this member's."""
-    if (
-        not isinstance(tensors, Mapping)
-        or tensors.keys() != own.keys()
-        or not all(isinstance(each, torch.Tensor) for each in tensors.values())
-        or any(
-            tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
-        )
-    ):
+def _check_like(tensors: object, own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state whose tensors that are not averaged are others than this member's."""
+
+    def kind(of: object) -> object:
+        return (of.shape, of.dtype) if isinstance(of, torch.Tensor) else None
+
+    is_like = isinstance(tensors, Mapping) and tensors.keys() == own.keys()
+    if not is_like or any(kind(tensors[name]) != kind(own[name]) for name in own):  # type: ignore[index]
         raise StateError(
-            f"the state's {key} is of other tensors than this member's model; start the same script as the "
-            "others, or load the state of the same model"
+            "the state's not_averaged is of other tensors than this member's model; start the same script as "
+            "the others, or load the state of the same model"
         )
-
-
-def _check_kind(state: Mapping[str, Any]) -> None:
-    """Refuse what the group has sent to start from, or was loaded, if it is damaged or of another kind."""
-    check_kind(state, STATE_VERSION, KEYS, "an elastic member")
-    check_undamaged(state)
-    for key in COUNTS:
-        whole_number(key, state[key], minimum=0, error=StateError)
-    for key, kind in ("residual_of", str), ("optimizers", Mapping):
-        listed = state[key]
-        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
-            raise StateError(
-                f"the state's {key} must be a list of {kind.__name__}, got a {type(listed).__name__}"
-            )
 
 
 def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:

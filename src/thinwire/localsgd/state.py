@@ -23,6 +23,9 @@ from thinwire.sync.state import DTYPES
 STATE_VERSION = 4
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
 WARMUP_KEY = "warmup"  # where an algorithm of the warm-up still remembers something
+MEMBERS_KEY = "members"  # of those that come and go
+COUNTS = ("lineage", "commits", "turns")
+MEMBERS_KEYS = {*COUNTS, "not_averaged", "residual_of", "optimizers"}
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -39,6 +42,7 @@ class LoadedState(NamedTuple):
         outer: That of the outer optimizer, not checked; None if there was none.
         warmup: That of the engine of the warm-up, not checked; None if it had none of its own, or was over.
         checksum: Of all of it, for processes to compare what they loaded.
+        members: What members that come and go have besides, not checked against the model; None of others.
     """
 
     step: int
@@ -49,6 +53,7 @@ class LoadedState(NamedTuple):
     outer: Mapping[str, Any] | None
     warmup: Mapping[str, Any] | None
     checksum: str
+    members: Mapping[str, Any] | None = None
 
 
 def packed_state(
@@ -75,6 +80,15 @@ def packed_state(
     return with_checksum(state)
 
 
+def members_of(loaded: LoadedState) -> Mapping[str, Any]:
+    """Return what members that come and go resume from; of a fixed group's state, as if it were theirs."""
+    if loaded.members is not None:
+        return loaded.members
+    # Members that load the same state are of one lineage.
+    lineage = int(loaded.checksum.rpartition(":")[2], 16) | 1
+    return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
+
+
 def go_on_from(
     loaded: LoadedState, fragments: Fragments, outer: torch.optim.Optimizer | None, replica: Replica
 ) -> list[Flight[Fragment]]:
@@ -88,6 +102,8 @@ def go_on_from(
     for fragment, step in zip(fragments, sent_after, strict=True):
         fragment.take(loaded.last_average)
         fragment.sent_after = step
+        if loaded.members is not None:  # which save the model as well
+            fragment.show()
     # They have landed; each is applied at the step at which it would have been.
     return [
         Flight({fragments[place]: fragments[place].flat(means)}, None) for place, means in loaded.in_flight
@@ -125,12 +141,12 @@ def checked_state(
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
     check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
     assert isinstance(state, Mapping)
-    if state.keys() - {WARMUP_KEY} != KEYS:
+    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
         raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
-    state = {WARMUP_KEY: None, **state, "step": step, "checksum": checksum}
+    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if state[WARMUP_KEY] is not None and not has_warmup:
@@ -140,7 +156,20 @@ def checked_state(
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
     _check_flights(state, shapes)
+    if state[MEMBERS_KEY] is not None:
+        _check_members(state[MEMBERS_KEY])
     return LoadedState(**{key: state[key] for key in LoadedState._fields})
+
+
+def _check_members(members: object) -> None:
+    if not isinstance(members, Mapping) or members.keys() != MEMBERS_KEYS:
+        raise StateError(f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
+    for key in COUNTS:
+        whole_number(key, members[key], minimum=0, error=StateError)
+    for key, kind in ("residual_of", str), ("optimizers", Mapping):
+        listed = members[key]
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
+            raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
 
 
 def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:

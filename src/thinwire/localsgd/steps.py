@@ -126,7 +126,7 @@ class Steps(Member):
         return bool(all_finite(*self._flats))
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return {each.name: each.tensor.detach() for each in self._buckets}
+        return {each.name: each.value for each in self._buckets}
 
     def _adopted(self) -> None:
         self._flats, self._work = [], 0.0

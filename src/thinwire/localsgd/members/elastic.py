@@ -357,7 +357,7 @@ class Elastic:
         is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
         own = Presence(
             member=self._member,
-            lineage=self.lineage if group.received is None else int(group.received["lineage"]),
+            lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
             doubt=0 if self._doubt is None else self._doubt.lineage,
             step=0 if is_new else front.steps,
             min_members=group.min_members,
@@ -403,12 +403,13 @@ class Elastic:
         received = self._group.received
         if received is None:
             return
-        if not isinstance(received, Mapping) or type(received.get("lineage")) is not int:
+        members = received.get("members") if isinstance(received, Mapping) else None
+        if not isinstance(members, Mapping) or type(members.get("lineage")) is not int:
             raise StateError(
                 "what the group has sent this member to start from has no lineage, expected a mapping with "
                 f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
             )
-        if self._doubt is not None and received["lineage"] == self._doubt.lineage:
+        if self._doubt is not None and members["lineage"] == self._doubt.lineage:
             # They have committed what this member had prepared: with that it stands where they do, and keeps
             # its residual.
             self._group.received = None
@@ -515,7 +516,7 @@ class Elastic:
             logger.warning("this member was away: it starts from the others%s", owed)
             self.stats.lost_error += lost
         self._front._adopt(received)
-        self.lineage, self.commits = int(received["lineage"]), int(received["commits"])
+        self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
         self._error_members = self._group.transport.size
         self._present = ()
         self._group.received = None
