@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.channel import InProcessTransport, run_members
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from training import batch_of, flat, new_model, new_optimizer, train
 
 Result = TypeVar("Result")

@@ -197,7 +197,7 @@ found = {"strangers": list(strangers), "all": list(sys.modules)}
 named = [thinwire.checkpoint.save, thinwire.powersgd.Config, hasattr(thinwire, "nothing")]
 print(json.dumps({**found, "named": list(map(str, named))}))
 """
-LATER = ("demo", "cli", "checkpoint", "powersgd", "integrations", "advice", "fronts.local_sgd", "localsgd")
+LATER = ("demo", "cli", "checkpoint", "powersgd", "integrations", "advice", "localsgd")
 
 
 def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> None:

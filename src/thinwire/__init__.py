@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     )
     from thinwire.fronts.attach import attach
     from thinwire.fronts.join import join
-    from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
     from thinwire.fronts.replicas import check_replicas
+    from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
     from thinwire.plan import Plan
     from thinwire.sync import GradientSync
     from thinwire.sync.stats import Stats
@@ -98,7 +98,7 @@ _HOMES = {
     "algorithms": ("AllReduce", "Cast", "PowerSGD", "Quantize", "TopK"),
     "fronts.attach": ("attach",),
     "fronts.join": ("join",),
-    "fronts.local_sgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
+    "localsgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
     "fronts.replicas": ("check_replicas",),
     "plan": ("Plan",),
     "sync": ("GradientSync",),

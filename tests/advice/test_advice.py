@@ -38,7 +38,7 @@ from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, pric
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
 from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers, run_members
 from thinwire.cli.advise import _called, _function, show
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from thinwire.probe.result import PairTiming
 from thinwire.sync import Engine, engine_of
 

@@ -12,8 +12,8 @@ from thinwire.channel import Message, Work, run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
-from thinwire.elastic.member import Member
 from thinwire.errors import CommunicationError
+from thinwire.localsgd.member import Member
 
 Front = TypeVar("Front", bound=Member)
 

@@ -22,7 +22,8 @@ from torch import nn
 from elastic.worker import Deadly, checksum
 from thinwire.algorithms import Quantize
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
-from thinwire.elastic import DiLoCo, Group, TorchftGroup, torchft_group
+from thinwire.elastic import DiLoCo, Group, TorchftGroup
+from thinwire.localsgd.members import torchft_group
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3
 USUAL = 4  # members: torchft's outer learning rate is chosen for so many
@@ -126,14 +127,13 @@ def learn(
         raise
 
 
-def diloco(learner: Learner, group: Group, *, send_optimizer: bool = True) -> DiLoCo:
+def diloco(learner: Learner, group: Group) -> DiLoCo:
     return DiLoCo(
         learner.model,
         learner.optimizer,
         every_steps=EVERY,
         group=group,
         algorithm=Quantize(bits=4, error_feedback=True),
-        send_optimizer=send_optimizer,
     )
 
 

@@ -19,8 +19,8 @@ from elastic.learner import BATCH, EVERY, USUAL, Learner, diloco, heldout_loss
 from thinwire.channel import run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
-from thinwire.elastic.local_sgd import LocalSGD
 from thinwire.errors import CommunicationError
+from thinwire.localsgd.elastic import LocalSGD
 
 STRIKE_EVERY = 13
 DATA = 50  # apart are the members' numbers of two runs on other samples
@@ -39,10 +39,9 @@ class Training:
         data: int = 0,
     ) -> None:
         self.num_steps, self.seed, self.struck, self.data = averagings * EVERY, seed, struck, data
-        self.send_optimizer = send_optimizer
         self.joins_at, self.strikes_at = [0] * USUAL, dict[int, list[int]]()
         self.draw_strikes(averagings, random.Random(seed + 17))
-        self.lighthouse = InProcessLighthouse(1, 1e9)
+        self.lighthouse = InProcessLighthouse(1, 1e9, send_optimizer=send_optimizer)
         self.groups = {
             member: InProcessGroup(self.lighthouse) for member, at in enumerate(self.joins_at) if not at
         }
@@ -82,7 +81,7 @@ class Training:
         steps, number = self.num_steps, member + DATA * self.data
         learner = Learner(os.devnull, number, steps=steps, seed=self.seed, dies_at=None)
         group, strikes_at = self.groups[member], self.strikes_at.get(member, [])
-        local = self.fronts[member] = diloco(learner, group, send_optimizer=self.send_optimizer)
+        local = self.fronts[member] = diloco(learner, group)
         with local:
             while local.steps < steps:
                 averaging, rest = divmod(local.steps, EVERY)

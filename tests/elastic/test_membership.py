@@ -31,14 +31,13 @@ from thinwire.elastic import (
     InProcessLighthouse,
     LocalSGD,
     Steps,
-    handing,
-    local_sgd,
-    member,
 )
-from thinwire.elastic.handing import packed, unpacked
-from thinwire.elastic.presence import MembershipStats, Presence, count_changes
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.localsgd import member
+from thinwire.localsgd.fragment import Fragment
+from thinwire.localsgd.members import handing
+from thinwire.localsgd.members.elastic import MembershipStats, Presence, count_changes
+from thinwire.localsgd.members.handing import packed, unpacked
 from thinwire.watch import read_run
 
 EVERY = 2
@@ -68,6 +67,8 @@ class Run(InTurns[LocalSGD]):
         kind: Callable[..., LocalSGD] = LocalSGD,
         min_members: int = 1,
         wait_seconds: float = 60.0,
+        weigh_by: str = "steps",
+        send_optimizer: bool = True,
         **shared: Any,
     ) -> None:
         self.steps, self.kind, self.options = steps, kind, options or {}
@@ -75,7 +76,8 @@ class Run(InTurns[LocalSGD]):
         self.models: dict[tuple[int, int], torch.Tensor] = {}  # by step and member, after averagings
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
-        super().__init__(InProcessLighthouse(min_members, wait_seconds), joins_at, ends, faults)
+        of_group = {"weigh_by": weigh_by, "send_optimizer": send_optimizer}
+        super().__init__(InProcessLighthouse(min_members, wait_seconds, **of_group), joins_at, ends, faults)
 
     def train(self, member: int) -> str:
         group = self.groups[member]
@@ -245,12 +247,11 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
-    prepare = local_sgd._Front.prepare
+    start = LocalSGD._start
 
-    def noted(front: Any, scale: float) -> Any:
-        local = front._local
+    def noted(local: Any, scale: float, step: int) -> Any:
         scales[local._turns, local._group.transport.rank] = scale
-        return prepare(front, scale)
+        return start(local, scale, step)
 
     conclude = InProcessGroup.conclude
 
@@ -258,7 +259,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
         conclude(group, committed)
         group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
 
-    monkeypatch.setattr(local_sgd._Front, "prepare", noted)
+    monkeypatch.setattr(LocalSGD, "_start", noted)
     monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
@@ -398,7 +399,7 @@ def test_of_a_compiled_block_newcomers_are_sent_besides_only_what_is_not_average
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
     with LocalSGD(model, optimizer, every_steps=2, group=group):
-        assert set(group.provide()["not_averaged"]) == {"0.bias"}
+        assert set(group.provide()["members"]["not_averaged"]) == {"0.bias"}
 
 
 def test_work_that_nobody_has_counted_is_told() -> None:
@@ -414,7 +415,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.elastic.membership.PAUSE_SECONDS", 0.0),
+        patch("thinwire.localsgd.members.elastic.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):
@@ -525,22 +526,21 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
         model = nn.Linear(32, 16)
         # Two, as Muon and AdamW are used together.
         optimizers.append([torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])])
-        groups.append(InProcessGroup(InProcessLighthouse()))
-        settings: Any = {"every_steps": 2, "send_optimizer": is_sent}
-        fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], **settings))
+        groups.append(InProcessGroup(InProcessLighthouse(send_optimizer=is_sent)))
+        fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], every_steps=2))
     with fronts[0], fronts[1]:
         for _ in range(3):
             fronts[0].module(torch.ones(1, 32)).sum().backward()
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert fronts[0].steps == 3
-        fronts[1]._front.adopt(unpacked(packed(groups[0].provide())))
+        fronts[1]._adopt(unpacked(packed(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
             assert held.keys() == (sent.keys() if is_sent else set())
             assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
-        assert fronts[0]._front.described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
+        assert fronts[0]._described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
 
 
 def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
@@ -558,8 +558,8 @@ def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
 
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a later version": (lambda state: {"version": 9}, "of version 9 with"),
-    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "of version tensor"),
+    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 4"),
+    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "version must be"),
     "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
     "a long step": (lambda state: {"step": 10**5000}, "16610 bits"),
     "residuals of a number": (
@@ -599,6 +599,14 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """Return a state with some values replaced, its own or those of members."""
+    members = state["members"]
+    others = change(state | members)
+    inside = {key: others.pop(key) for key in members.keys() & others.keys()}
+    return {**state, **others, "members": members | inside, "checksum": None}
+
+
 @pytest.mark.parametrize("front", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
@@ -607,14 +615,14 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
     change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(front, opened), entered(front, opened)
-        sent = unpacked(packed(first._front.state()))
-        held = unpacked(packed(second._front.state()))
+        sent = unpacked(packed(first._state()))
+        held = unpacked(packed(second._state()))
         assert held["checksum"] != sent["checksum"]
         with pytest.raises(StateError, match=told):
-            second._front.adopt(sent | change(sent) | {"checksum": None})
-        assert second._front.state()["checksum"] == held["checksum"]
-        second._front.adopt(sent)  # nothing stands in its way
-        assert second._front.state()["optimizers"][1]["state"]
+            second._adopt(changed(sent, change))
+        assert second._state()["checksum"] == held["checksum"]
+        second._adopt(sent)  # nothing stands in its way
+        assert second._state()["members"]["optimizers"][1]["state"]
 
 
 class Harmful:
@@ -712,11 +720,11 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             reference.step()
             assert torch.equal(weight, last.bfloat16().expand(4, 4))
         assert last.bfloat16() != 1
-        members[1]._front.adopt(unpacked(packed(members[0]._front.state())))
+        members[1]._adopt(unpacked(packed(members[0]._state())))
         assert torch.equal(others, weight)
         for front in members:
             assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)
-            assert front._front.state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+            assert front._state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -746,14 +754,17 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    with pytest.raises(ConfigError, match="delay_steps must be 0 where members come and go, got 2"):
-        DiLoCo(model, optimizer, group=group, streaming=Streaming(delay_steps=2))
+    with pytest.raises(ConfigError, match=r"less than every_steps / fragments .* got 2 with 4 / 2"):
+        DiLoCo(model, optimizer, every_steps=4, group=group, streaming=Streaming(fragments=2, delay_steps=2))
     with pytest.raises(ConfigError, match='"steps" or "work"'):
-        LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
+        InProcessGroup(InProcessLighthouse(weigh_by="tokens"))
     one = torch.optim.SGD([model.weight], lr=0.1)
     with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):
         LocalSGD(model, one, every_steps=2, group=group)
-    LocalSGD(model, one, every_steps=2, group=group, send_optimizer=False)
+    unsent = InProcessGroup(InProcessLighthouse(send_optimizer=False))
+    LocalSGD(model, one, every_steps=2, group=unsent)
+    with pytest.raises(ConfigError, match="needs a group with send_optimizer=True"):
+        Steps(model, optimizer, AllReduce(), group=unsent)
     for several in ([], [one, one]):
         with pytest.raises(ConfigError, match="each once, got"):
             LocalSGD(model, several, every_steps=2, group=group)

@@ -24,9 +24,10 @@ from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.channel import process_group
 from thinwire.channel.process_group import ReconfigurableTransport
-from thinwire.elastic import TorchftGroup, torchft_group
+from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
+from thinwire.localsgd.members import torchft_group
 
 pytest.importorskip("torchft")
 
@@ -81,6 +82,30 @@ def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) ->
     assert job.check_equal() > 3
 
 
+@pytest.mark.parametrize("averages_gradients", [False, True], ids=["models", "gradients"])
+def test_a_whole_group_that_was_killed_resumes_and_makes_the_same_models(
+    job: Job, averages_gradients: bool
+) -> None:
+    options: dict[str, Any] = {"min_members": 2, "averages_gradients": averages_gradients}
+    first = [job.start(member, saves_at=10, **options) for member in range(2)]
+    job.wait_for_averagings(0, 8)
+    for process in first:
+        process.kill()
+        process.join()
+    again = [job.start(member, resumes=True, **options) for member in range(2)]
+    job.wait(lambda: len(job.told(event="joined")) == 4)
+    assert {line["step"] for line in job.told(event="joined")[2:]} == {10}
+    job.wait_for_averagings(0, 8)
+    pids = {process.pid for process in again}
+    runs: tuple[dict[int, str], dict[int, str]] = {}, {}
+    for line in job.told(event="averaged", member=0):
+        if line["step"] > 10:
+            runs[line["pid"] in pids][line["step"]] = line["checksum"]
+    both = runs[0].keys() & runs[1].keys()
+    assert len(both) > 3
+    assert all(runs[0][step] == runs[1][step] for step in both)
+
+
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) -> None:
     job.start(0, min_members=2), job.start(1, min_members=2)
     job.wait_for_averagings(0)
@@ -104,7 +129,7 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
 
 @pytest.mark.parametrize(("found", "is_too_old"), [("0.1.9", True), ("0.2.0", False), ("2026.8.1", False)])
 def test_a_torchft_that_is_too_old_is_refused(found: str, is_too_old: bool) -> None:
-    with patch("thinwire.elastic.torchft_group.version", return_value=found):
+    with patch("thinwire.localsgd.members.torchft_group.version", return_value=found):
         if is_too_old:
             with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
                 TorchftGroup("http://127.0.0.1:1")
@@ -192,7 +217,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 
         with (
             patch.object(group._manager, "start_quorum", no_answer),
-            patch("thinwire.elastic.torchft_group.PAUSE_SECONDS", 0.0),
+            patch("thinwire.localsgd.members.torchft_group.PAUSE_SECONDS", 0.0),
         ):
             group.meet()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.

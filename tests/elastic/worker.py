@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.channel import Message, Work
 from thinwire.channel.metered import Wrapped
-from thinwire.elastic import DiLoCo, Steps, TorchftGroup, torchft_group
+from thinwire.elastic import DiLoCo, Steps, TorchftGroup
+from thinwire.localsgd.members import torchft_group
 
 
-def new_model(seed: int, width: int = 16) -> nn.Sequential:
+def new_model(seed: int, width: int = 16, *, has_buffers: bool = True) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, 4))
+    norm = nn.BatchNorm1d(width) if has_buffers else nn.Identity()
+    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), norm, nn.Linear(width, 4))
 
 
 class Deadly(Wrapped):
@@ -63,11 +66,14 @@ def train(
     width: int = 16,
     dies_at: tuple[str, int] | None = None,
     averages_gradients: bool = False,
+    saves_at: int = -1,
+    resumes: bool = False,
     **options: Any,
 ) -> None:
     """Train up to so many steps of the group, and append to a file what happens.
 
     `dies_at`: words of a message's purpose, and the how manieth such kills the process as it is sent.
+    `saves_at`: after which step it saves to a file of its own, from which one that `resumes` goes on.
     """
     torch.set_num_threads(1)
     out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
@@ -75,11 +81,8 @@ def train(
     def tell(**said: Any) -> None:
         out.write(json.dumps({"pid": os.getpid(), "member": member, "time": time.time(), **said}) + "\n")
 
-    model = new_model(member, width)
-    if averages_gradients:  # which leaves buffers alone
-        model = nn.Sequential(model[0], model[1], model[3])
+    model = new_model(member, width, has_buffers=not averages_gradients)  # which leaves buffers alone
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(1000 + member)
     target = torch.linspace(-1, 1, 32 * 4).view(32, 4)
     settings = {"timeout_seconds": 5.0, "wait_seconds": 60.0, "hostname": "127.0.0.1", **options}
     try:
@@ -94,15 +97,21 @@ def train(
             local = Steps(model, optimizer, algorithm, group=group)
         else:
             local = DiLoCo(model, optimizer, every_steps=every_steps, group=group, algorithm=algorithm)
+        file = Path(path).with_name(f"member{member}.pt")
+        if resumes:
+            local.load_state_dict(checkpoint.load(file))
         with local:
             tell(event="joined", step=local.steps, checksum=checksum(model))
             while local.steps < steps:
-                inputs = torch.randn(64, 32)
+                draws = torch.Generator().manual_seed(1000 * member + local.steps)
+                inputs = torch.randn(64, 32, generator=draws)
                 loss = (model(inputs) - (inputs @ target).sin()).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 time.sleep(step_seconds)
                 local.step() if isinstance(local, Steps) else optimizer.step()
+                if local.steps == saves_at:
+                    checkpoint.save(local.state_dict(), file)
                 if local.steps % every_steps == 0:
                     told = vars(local.membership()) | {"loss": loss.item()}
                     tell(event="averaged", step=local.steps, checksum=checksum(model), **told)

@@ -30,7 +30,7 @@ from fronts.test_sharded import (
 from pool import Pool, in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
 from thinwire.channel import InProcessTransport, Metered, ProcessGroupTransport, run_members
-from thinwire.fronts.local_sgd import sharded_replica
+from thinwire.localsgd import sharded_replica
 from training import error_of
 
 pytestmark = runs_on_cpus

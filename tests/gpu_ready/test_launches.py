@@ -34,8 +34,6 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.channel import Machines
-from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
@@ -43,6 +41,8 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
+from thinwire.localsgd import LocalSGD
+from thinwire.localsgd import model as local_sgd_model
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room

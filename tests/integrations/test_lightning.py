@@ -33,7 +33,7 @@ from accelerated import assert_chosen_alike
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
 from pool import Pool, in_each_process
-from thinwire import PowerSGD, hooks
+from thinwire import ConfigError, PowerSGD, elastic, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
 from thinwire.sync import engine_of
 from training import agreed, flat, gathered
@@ -525,3 +525,51 @@ def test_mistakes_are_refused_at_once(name: str) -> None:
 def test_the_callback_refuses_a_strategy_with_nothing_to_log(tmp_path: Path) -> None:
     with pytest.raises(thinwire.ConfigError, match="got DDPStrategy"):
         fit(DDPStrategy(), tmp_path, callbacks=[ThinwireCallback()])
+
+
+def member(**settings: Any) -> Any:
+    """What makes a member that is alone."""
+    group = elastic.InProcessGroup(elastic.InProcessLighthouse())
+    return partial(elastic.DiLoCo, every_steps=4, algorithm=POWER, group=group, **settings)
+
+
+def alone(folder: Path, callback: ThinwireCallback, resume: str | None = None, **options: Any) -> Trainer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            callbacks=[callback, ModelCheckpoint(folder, "at-{step}", every_n_train_steps=6, save_top_k=-1)],
+            num_sanity_val_steps=0,
+            **options,
+        )
+        trainer.fit(Regression(), batches(), ckpt_path=resume)
+    return trainer
+
+
+def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_path: Path) -> None:
+    looked = []
+
+    class Looking(ThinwireCallback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            assert self.local is not None
+            looked.append((self.local.steps, self.local.stats().compression_ratio))
+            super().on_train_end(trainer, pl_module)
+
+    clipped: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": 12}
+    trainer = alone(tmp_path, Looking(elastic=member()), max_epochs=4, **clipped)
+    assert trainer.global_step == 12
+    assert looked[0][0] == 12
+    assert looked[0][1] > 2
+    saved = str(next(tmp_path.glob("*step=6.ckpt")))
+    again = alone(tmp_path / "again", Looking(elastic=member()), saved, max_epochs=4, **clipped)
+    assert again.global_step == 12
+    assert trainer.model is not None
+    assert again.model is not None
+    assert torch.equal(flat(trainer.model), flat(again.model))
+    with pytest.raises(ConfigError, match="elastic must make a member"):
+        ThinwireCallback(elastic=partial(thinwire.DiLoCo, every_steps=2))

@@ -28,6 +28,7 @@ from accelerated import assert_chosen_alike, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import in_each_process
+from thinwire import elastic
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -333,3 +334,21 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     assert isinstance(callback, ThinwireCallback)
     with pytest.raises(thinwire.AttachError, match="attached already"):
         attach(trainer, ALGORITHM)
+
+
+def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_path: Path) -> None:
+    def trained(folder: Path, checkpoint: str | None = None) -> tuple[Tensor, int]:
+        group = elastic.InProcessGroup(elastic.InProcessLighthouse())
+        make = partial(elastic.DiLoCo, every_steps=2, algorithm=ALGORITHM, group=group)
+        trainer = new_trainer(str(folder), gradient_accumulation_steps=2)
+        callback = attach(trainer, make, checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert isinstance(callback.local, elastic.DiLoCo)
+        assert callback.local.stats().compression_ratio > 1
+        return flat(model_of(trainer)), callback.local.steps
+
+    straight, steps = trained(tmp_path)
+    assert steps == 6
+    resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
+    assert steps == 6
+    assert torch.equal(straight, resumed)

@@ -22,7 +22,7 @@ from thinwire.channel import CALL, agree, gather_numbers
 from thinwire.checks import true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.local_sgd.validation import check_trains
+from thinwire.localsgd.model import check_trains
 from thinwire.sync import GradientSync, engine_of
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.ddp import BucketFront, front_of, switched
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import LocalSGD
 from thinwire.sync import Engine, engine_of
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_lo
 from thinwire.advice.result import Advice, Prediction
 from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming
-from thinwire.fronts.local_sgd.schedule import WHOLE
+from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming
+from thinwire.localsgd.schedule import WHOLE
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'

@@ -35,9 +35,9 @@ from thinwire.demo.model import (
     next_byte_loss,
     sample_batch,
 )
-from thinwire.elastic.torchft_group import MEMBER
 from thinwire.errors import ConfigError
 from thinwire.launch import LOOK_EVERY_SECONDS, join_local_job, leave_group, python_module
+from thinwire.localsgd.members.torchft_group import MEMBER
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.channel import ProcessGroupTransport, gather_stacked
 from thinwire.checks import shown
 from thinwire.errors import AgreementError, AttachError, ConfigError
-from thinwire.fronts.local_sgd.fragment import held_of
+from thinwire.tensors.layout import held_of
 
 # As wide as the numbers of a tensor, to read their bits as whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

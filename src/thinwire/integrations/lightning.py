@@ -24,11 +24,18 @@ from thinwire.channel import Layout
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
-from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
+from thinwire.integrations.local import (
+    Makes,
+    checked_averaging,
+    checked_steps,
+    makes_auto,
+    makes_elastic,
+    new_local,
+)
+from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of
@@ -61,7 +68,7 @@ __all__ = [
 
 CHECKPOINT_KEY = "thinwire"
 
-Remembering: TypeAlias = "GradientSync | PowerSGDState | LocalSGD"
+Remembering: TypeAlias = "GradientSync | PowerSGDState | ModelAverager"
 
 
 class ThinwireStrategy(DDPStrategy):
@@ -140,7 +147,7 @@ class ThinwireStrategy(DDPStrategy):
         check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
-        self.local: LocalSGD | None = None
+        self.local: ModelAverager | None = None
         self.auto: Auto | None = None
         # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
         self._is_training = False
@@ -246,7 +253,7 @@ class ThinwireStrategy(DDPStrategy):
     def _leave(self, kind: type[BaseException] | None) -> None:
         if self.local is not None and self._is_training:
             self._is_training = False
-            self.local.__exit__(kind)
+            self.local.__exit__(kind, None, None)
 
     def _register_ddp_hooks(self) -> None:
         """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
@@ -288,23 +295,41 @@ class ThinwireCallback(Callback):
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
+        elastic: What makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
+            every_steps=30)`. Each member has a Trainer of one process, without a `ThinwireStrategy`, which
+            stops once the members have made `max_steps`; `local` is the member around its training.
+            `LeftError` comes out of `fit()` when it was asked to leave.
 
     Raises:
         ConfigError: `log_every_n_steps` is not a whole number of at least 1, or (when training begins)
-            the Trainer's strategy is not a `ThinwireStrategy` with an algorithm or a `PowerSGDState`.
+            the Trainer's strategy is not a `ThinwireStrategy` with an algorithm or a `PowerSGDState`; or,
+            with `elastic`, the Trainer has several processes.
 
     Cost: `GradientSync.stats` at each log; `GradientSync.state_dict`, a collective, at each checkpoint.
     """
 
-    def __init__(self, log_every_n_steps: int = 50) -> None:
+    def __init__(self, log_every_n_steps: int = 50, elastic: Makes | None = None) -> None:
         self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
+        if elastic is not None and not makes_elastic(elastic):
+            raise ConfigError(
+                "elastic must make a member, such as functools.partial(thinwire.elastic.DiLoCo, "
+                f"every_steps=30), got {elastic!r}"
+            )
+        self._make = elastic
+        self.local: ModelAverager | None = None
         self._logged_step = 0
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """As `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
         strategy = trainer.strategy
-        if stage == TrainerFn.FITTING and not (
+        if self._make is not None:
+            if trainer.world_size > 1:
+                raise ConfigError(
+                    f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}; "
+                    "pass Trainer(devices=1) and start each member by itself"
+                )
+        elif stage == TrainerFn.FITTING and not (
             isinstance(strategy, ThinwireStrategy)
             and (strategy.algorithm is not None or strategy.remembering is not None)
         ):
@@ -316,22 +341,57 @@ class ThinwireCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `Callback.on_fit_start`: restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
+        if self._make is not None:
+            return
         if self._loaded is not None:
             remembering = _remembering(trainer)
-            if isinstance(remembering, LocalSGD):
+            if isinstance(remembering, ModelAverager):
                 remembering.load_state_dict(self._loaded)
             else:
                 remembering.load_state_dict(self._loaded, strict=pl_module.strict_loading)
         self._loaded = None
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `Callback.on_train_start`: let a member that comes and goes join."""
+        if self._make is None:
+            return
+        optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.local = new_local(self._make, pl_module, optimizer, scaler)
+        if self._loaded is not None:
+            self.local.load_state_dict(self._loaded)
+        self._loaded = None
+        self.local.__enter__()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `Callback.on_validation_start`: average a member's model first."""
+        if self.local is not None:
+            self.local.average()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As `Callback.on_train_end`: average what is left of a member's model, and leave."""
+        self._leave(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """As `Callback.on_exception`: leave at once; the others go on."""
+        self._leave(type(exception))
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        local, self.local = self.local, None
+        if local is not None:
+            local.__exit__(kind, None, None)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
         """As `Callback.on_train_batch_end`: log every `log_every_n_steps`."""
+        # A member that joins takes over the others' count, which is not its Trainer's.
+        if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
+            trainer.should_stop = True
         # With accumulated gradients several batches have the same step.
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:
             return
         self._logged_step = step
-        metrics = metrics_of(_remembering(trainer).stats())
+        metrics = metrics_of((self.local or _remembering(trainer)).stats())
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -340,7 +400,9 @@ class ThinwireCallback(Callback):
     ) -> None:
         """As `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
         # Lightning has averaged models for the module's state just before: both are of one moment.
-        checkpoint[CHECKPOINT_KEY] = _remembering(trainer).state_dict()
+        checkpoint[CHECKPOINT_KEY] = (self.local or _remembering(trainer)).state_dict()
+        if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
+            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -351,7 +413,7 @@ class ThinwireCallback(Callback):
 
 def _remembering(trainer: Trainer) -> Remembering:
     remembering = getattr(trainer.strategy, "remembering", None)
-    if not isinstance(remembering, GradientSync | PowerSGDState | LocalSGD):
+    if not isinstance(remembering, GradientSync | PowerSGDState | ModelAverager):
         raise AttachError("nothing is attached: trainer.fit() attaches when it wraps the model")
     return remembering
 

@@ -16,18 +16,19 @@ from thinwire.algorithms.base import no_algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.localsgd import elastic
+from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import OnNonfinite
 
-# Such as functools.partial(thinwire.DiLoCo, every_steps=30), or thinwire.auto.
-Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"
+# Such as functools.partial(thinwire.DiLoCo, every_steps=30), that of thinwire.elastic, or thinwire.auto.
+Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
 def checked_averaging(given: object) -> Algorithm | Makes:
     """Return how a framework's runs are averaged: an algorithm, a `LocalSGD`'s maker, or `thinwire.auto`."""
     # An algorithm's class can be called, too, and is a mistake.
-    makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
+    makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, ModelAverager))
     if not (isinstance(given, Algorithm) or makes_local):
         raise ConfigError(
             "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto, or what makes a "
@@ -76,7 +77,14 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
     return given is auto
 
 
-def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
+def makes_elastic(given: object) -> bool:
+    """Return whether it is a member that comes and goes, or a `functools.partial` of one's class."""
+    while isinstance(given, partial):
+        given = given.func
+    return isinstance(given, type) and issubclass(given, elastic.LocalSGD)
+
+
+def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> ModelAverager:
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
     # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
     # every forward pass. (Their own option for it is deprecated by torch.)
@@ -88,7 +96,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
         optimizer = optimizer.optimizer
     try:
         local = make(model, optimizer, grad_scaler=grad_scaler)
-        if not isinstance(local, LocalSGD):
+        if not isinstance(local, ModelAverager):
             raise ConfigError(
                 "expected a function that makes a thinwire.LocalSGD of a model and an optimizer, such as "
                 f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"

@@ -27,8 +27,15 @@ from thinwire.checkpoint import load, save
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
-from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
+from thinwire.integrations.local import (
+    Makes,
+    checked_averaging,
+    checked_steps,
+    makes_auto,
+    makes_elastic,
+    new_local,
+)
+from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of
@@ -80,6 +87,9 @@ def attach(
             with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
             without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
+            Or what makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
+            every_steps=30)`: each member has a Trainer of one process, which stops once the members have made
+            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
@@ -158,7 +168,7 @@ class ThinwireCallback(TrainerCallback):
         self._steps = steps
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
-        self.local: LocalSGD | None = None
+        self.local: ModelAverager | None = None
         self.auto: Auto | None = None
 
     @property
@@ -177,8 +187,7 @@ class ThinwireCallback(TrainerCallback):
 
         Collective if models are averaged: all processes take the first one's.
         """
-        # Then the Trainer wraps no model, and there are no other processes.
-        if args.world_size == 1:
+        if not self._averages_in(args.world_size):
             return
         if state.is_hyper_param_search:
             raise AttachError(
@@ -195,7 +204,8 @@ class ThinwireCallback(TrainerCallback):
             local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
             if saved is not None:
                 local.load_state_dict(saved)
-            self.local, self._sync = local.__enter__(), local.sync
+            self.local, self._sync = local, local.sync
+            local.__enter__()
             return
         # A second train() goes on with the same one.
         if model is not self._model:
@@ -209,11 +219,21 @@ class ThinwireCallback(TrainerCallback):
         if saved is not None:
             self.sync.load_state_dict(saved, strict=self._strict)
 
+    def _averages_in(self, world_size: int) -> bool:
+        """Return whether a Trainer of so many processes averages."""
+        is_elastic = makes_elastic(self._algorithm)
+        if is_elastic and world_size > 1:
+            raise AttachError("a member that comes and goes is one process; start each by itself")
+        return is_elastic or world_size > 1
+
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
-        if self.local is not None and (
-            control.should_evaluate or control.should_save or control.should_training_stop
-        ):
+        if self.local is None:
+            return
+        # A member that joins takes over the others' count, which is not its Trainer's.
+        if makes_elastic(self._algorithm) and self.local.steps >= state.max_steps:
+            control.should_training_stop = True
+        if control.should_evaluate or control.should_save or control.should_training_stop:
             self.local.average()
 
     # What happens after each epoch is decided in the same way.
@@ -259,7 +279,7 @@ class ThinwireCallback(TrainerCallback):
         return {"mesh" if self.averages_models else "replicas": mesh}
 
     @property
-    def _handle(self) -> GradientSync | LocalSGD:
+    def _handle(self) -> GradientSync | ModelAverager:
         return self.sync if self.local is None else self.local
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:

@@ -60,3 +60,10 @@ def fill_alike(
     if whole is None or other is None or len(distances) > 1:
         return None
     return (whole, other) if other.untyped_storage().nbytes() == other.nbytes else None
+
+
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, which shares its memory."""
+    detached = tensor.detach()
+    # Of a DTensor, not by its type: that takes seconds to import.
+    return detached.to_local() if hasattr(detached, "to_local") else detached

@@ -1,0 +1,181 @@
+"""What is common to all that average models, or gradients with members that change: a counted context."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from thinwire.algorithms import Algorithm
+from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.model import AveragedModel
+from thinwire.localsgd.outer import Outer, device_of, new_outer
+from thinwire.localsgd.schedule import Schedule
+from thinwire.localsgd.state import DistributedState
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.handle import not_copied
+from thinwire.sync.stats import Stats
+
+
+class Averager(ABC):
+    """A context around a training loop, in which something is averaged.
+
+    Attributes:
+        sync: What averages: its plan, and switching the algorithm.
+        observers: Are called after every step, with True; see `thinwire.Watch`.
+    """
+
+    def __init__(self, model: AveragedModel, engine: Engine, sync: GradientSync) -> None:
+        super().__init__()
+        self._model, self._engine, self.sync = model, engine, sync
+        self.observers: list[Callable[[bool], None]] = []
+        self._attached = ExitStack()
+        self._is_inside = False
+        self._steps_here = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(f"a {type(self).__name__}")
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without what is around it."""
+        return self._model.module
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Attempted steps; a member that joins takes over those of the others."""
+
+    def stats(self) -> Stats:
+        """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
+
+        `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
+        them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
+        sent within a subgroup is not in it, nor the time spent waiting for processes that are slower.
+        """
+        return self._compared(self.sync.stats())
+
+    def counts(self) -> Stats:
+        """Return `stats()` without errors; see `Engine.counts`."""
+        return self._compared(self._engine.counts())
+
+    def _compared(self, stats: Stats) -> Stats:
+        # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
+        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
+        return replace(stats, steps=self.steps, gradient_bytes=self._steps_here * step_bytes)
+
+    def _tell_observers(self) -> None:
+        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+            observer(True)
+
+    @abstractmethod
+    def __enter__(self) -> Any:
+        """Start. Collective."""
+
+    @abstractmethod
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
+        """End: average what is left, unless an exception is under way. Collective."""
+
+    @abstractmethod
+    def _check_inside(self, call: str) -> None:
+        """Refuse a call outside the context, or with a model that has changed."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run resumes from. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state saved by `state_dict`; before entering."""
+
+    def distributed_state(self) -> DistributedState:
+        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
+
+        `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
+        processes must save. Their models differ between averagings, so what that module saves of a model that
+        is not sharded is one process's: call `average()` before.
+
+        Cost: as of `state_dict`, and its bytes, on each process.
+
+        Examples:
+            >>> import thinwire, torch
+            >>> model = torch.nn.Linear(64, 32)  # in a process group
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> local = thinwire.LocalSGD(model, optimizer, every_steps=10)
+            >>> with local:
+            ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
+            ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        """
+        return DistributedState(
+            lambda: self.state_dict() if self._model.entered else None, self.load_state_dict
+        )
+
+
+class ModelAverager(Averager):
+    """Averages a model, every so many steps, with those that `_members` find."""
+
+    _schedule: Schedule
+    _make_outer: Outer | None
+    _fragments = Fragments()  # none before entry
+    _outer: torch.optim.Optimizer | None = None
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
+
+    @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """The outer optimizer, from entry on; for a learning-rate schedule, say."""
+        return self._outer
+
+    def _divided(
+        self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm
+    ) -> tuple[Fragments, torch.optim.Optimizer | None]:
+        """Return new fragments of the model, and the outer optimizer that steps them."""
+        parts = fragments_of(averaged, self._schedule.num_fragments)
+        fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
+        parameters = fragments.outer_parameters(averaged)
+        every_steps = self._schedule.every_steps
+        return fragments, new_outer(self._make_outer, parameters, num_members, every_steps, algorithm)
+
+    @abstractmethod
+    def average(self) -> None:
+        """Average now. Collective."""
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
+
+        Between averagings each process's model is its own, and with fragments their last averages are of
+        different steps. Nothing is sent. What the model held comes back afterwards, averaged buffers too.
+        Others, such as BatchNorm's `num_batches_tracked`, are left alone: evaluate with `model.eval()`. Save
+        `model.state_dict()` in it to keep the averaged model alone.
+
+        Cost: a copy of what is averaged.
+
+        Raises:
+            StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
+
+        Examples:
+            >>> import thinwire
+            >>> model = nn.Linear(8, 4)  # in a process group
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
+            ...     start = model.weight.detach().clone()
+            ...     model(torch.ones(1, 8)).sum().backward()
+            ...     optimizer.step()
+            ...     with local.averaged():
+            ...         print(torch.equal(model.weight, start))
+            True
+        """
+        self._check_inside("averaged()")
+        with self._fragments.holding_average():
+            try:
+                yield
+            finally:
+                # What was gathered for an evaluation is of the average, and would be used again.
+                self._model.replica.show_shards()

@@ -1,0 +1,369 @@
+"""`elastic.LocalSGD` and `elastic.DiLoCo`: what users enter around a loop whose other members come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from itertools import chain
+from time import monotonic
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.channel import Description
+from thinwire.checks import checked_scaler, number, shown
+from thinwire.errors import ConfigError, LeftError, StepError
+from thinwire.localsgd.core import ModelAverager
+from thinwire.localsgd.flight import Flight, are_finite
+from thinwire.localsgd.fragment import Fragment
+from thinwire.localsgd.loop import after_each_step
+from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.model import check_gradient_settings
+from thinwire.localsgd.outer import Outer, check_outer, described_outer, warn_of_momentum
+from thinwire.localsgd.schedule import WHOLE, Schedule
+from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
+
+EXACT = AllReduce()
+MANY_STEPS = 30
+
+
+class LocalSGD(ModelAverager, Member):
+    """Train each process on its own for some steps, then average with whoever is there.
+
+    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
+    stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
+    repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
+    comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
+    optimizer and counters, and holds the same parameters to the bit; and the state of one member's
+    optimizers inside, as of their last steps.
+
+    Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
+    What it has not transmitted (the residual) stays when others come or go. A member that leaves on purpose (SIGTERM, or `leave()`) hands it
+    over at its last averaging, after which the context ends: `LeftError` is raised in the loop, from
+    the optimizer's step, and swallowed at the end of the context. What a member that vanishes has not
+    transmitted is lost, and `membership()` and a warning say how much.
+
+    Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
+
+    Args:
+        model: A module; not a DDP model, whose group can't change.
+        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
+            steps: the last one's are counted. Their state is never averaged.
+        every_steps: Steps from one averaging of a parameter to the next.
+        every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
+            and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
+        group: Who is there; None for `TorchftGroup()`.
+        algorithm: How the changes become their mean over the group.
+        outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
+            by the number of members.
+        streaming: As of `thinwire.LocalSGD`; one fragment is in flight at a time, so a delay is shorter than
+            `every_steps` over the number of fragments. An averaging that has lost a member on its way is done
+            again when it is due, with all that the others have learnt until then.
+        warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
+            Its `algorithm` averages their changes in them, and what it has not transmitted goes,
+            uncompressed, with the last of these steps.
+        grad_scaler: The `GradScaler`, if there is one.
+
+    Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
+    96 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
+    the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
+            its state is sent.
+        AttachError: A DDP or a sharded model, or one that is all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        group: Group | None = None,
+        algorithm: Algorithm = EXACT,
+        outer: Outer | None = None,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        self._warmup = Warmup(0) if warmup is None else warmup
+        if not isinstance(self._warmup, Warmup):
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
+        if (every_steps is None) is (every_seconds is None):
+            raise ConfigError(
+                f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
+                "is due after so many steps of a member, or after so long"
+            )
+        # The least, for what follows from them: the outer momentum.
+        every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
+        self._schedule = schedule = Schedule(
+            every_steps, self._warmup.steps, streaming=streaming, every_seconds=every_seconds
+        )
+        if streaming.delay_steps >= every_steps // streaming.fragments:
+            raise ConfigError(
+                "delay_steps must be less than every_steps / fragments where members come and go, got "
+                f"{streaming.delay_steps} with {every_steps} / {streaming.fragments}: a change of members "
+                "breaks off what is in flight, so that is one fragment at a time; take a shorter delay"
+            )
+        check_outer(outer)
+        check_gradient_settings(schedule, grad_scaler, replace(self._warmup, algorithm=None))
+        self._make_outer, self._algorithm = outer, algorithm
+        self._grad_scaler = checked_scaler(grad_scaler)
+        super().__init__(
+            model,
+            optimizer,
+            algorithm,
+            group,
+            average_buffers=streaming.average_buffers,
+            fragments=streaming.fragments,
+        )
+        self._work: list[float] = []  # of this member since each fragment's last averaging
+        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
+        # Of what is in flight: by fragment the work that it is of, and the steps that were pending then.
+        self._sent_work: dict[int, float] = {}
+        self._sent_steps = 0
+        self._averaged_at = monotonic()
+        self._is_warming_up = self._warmup.steps > 0
+        self._follow(0)
+
+    def __str__(self) -> str:
+        return f"elastic.{super().__str__()}"
+
+    def count_work(self, amount: float) -> None:
+        """Add to what this member's change weighs in the next averaging, if the group weighs by "work".
+
+        Args:
+            amount: Of what this member has learnt from: tokens, say.
+
+        Raises:
+            ConfigError: It is not a number, or negative, or steps are what counts.
+            StepError: Outside the context.
+        """
+        if self._group.weigh_by != "work":
+            raise ConfigError(
+                'count_work() is for a group with weigh_by="work"; here all steps count the same'
+            )
+        self._check_inside("count_work()")
+        added = float(number("amount", amount, minimum=0))
+        self._work = [work + added for work in self._work]
+
+    # The context.
+
+    def _begin(self) -> None:
+        # The learning rate that goes by the number of members is chosen at every averaging.
+        self._fragments, self._outer = self._divided(self._model.tensors(), 1, self._algorithm)
+        for fragment in self._fragments:
+            fragment.take()
+        self._work = [0.0] * len(self._fragments)
+        warn_of_momentum(self._outer, self._algorithm, stacklevel=3)
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
+        with self._attached:
+            # Inside: the end of this block leaves the group, and the last averaging must come before.
+            if kind is None and self._pending_steps and not self.has_left:
+                with suppress(LeftError):
+                    self._land()
+                    self.leave()
+                    self._transact(self._membership.average)
+        return kind is not None and issubclass(kind, LeftError) and self.has_left
+
+    def average(self) -> None:
+        """Average now with whoever is there: what is in flight, then each fragment. Collective.
+
+        With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
+        does not call it takes part at its next averaging, one fragment at a time.
+
+        Raises:
+            StepError: Outside the context, or this member's parameters are not finite, and it has left.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+        """
+        self._check_inside("average()")
+        self._average_pending()
+
+    def _average_pending(self) -> None:
+        self._land()
+        for _ in range(1 if self._is_warm_up(self._steps) else len(self._fragments)):
+            self._transact(self._membership.average)
+
+    def _land(self) -> None:
+        if self._membership.is_open:
+            self._transact(self._membership.finish)
+
+    # What happens after a step.
+
+    def _after_own_step(self) -> None:
+        self._check_inside("a step")
+        self._steps += 1
+        self._steps_here += 1
+        self._pending_steps += 1
+        if self._group.weigh_by == "steps":
+            self._work = [work + 1 for work in self._work]
+        schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
+        if self._membership.is_open:
+            if self._pending_steps - self._sent_steps >= schedule.delay_steps:
+                self._land()
+        # As many steps lie between two averagings as spread the fragments evenly.
+        elif is_warm_up or schedule.ends_turn(
+            self._turns, self._pending_steps, monotonic() - self._averaged_at
+        ):
+            self._transact(self._membership.start)
+            if is_warm_up or not schedule.delay_steps:
+                self._land()
+        self._tell_observers()
+
+    def _check_inside(self, call: str) -> None:
+        super()._check_inside(call)
+        self._fragments.check_own(call)
+
+    # What the members see of it.
+
+    @property
+    def _due(self) -> int:
+        return self._turns % self._schedule.num_fragments
+
+    def _place(self, turns_ahead: int) -> int:
+        return (self._turns + turns_ahead) % len(self._fragments)
+
+    def _weight(self, turns_ahead: int = 0) -> float:
+        place = self._place(turns_ahead)
+        # What the averaging in doubt has taken is no part of the next one.
+        return self._work[place] - (self._sent_work.get(place, 0.0) if turns_ahead else 0.0)
+
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        fragments = [self._fragments[self._place(turns_ahead)]]
+        if self._is_warm_up(self._steps):
+            fragments = list(self._fragments)
+        self._changes = {fragment: fragment.changes() for fragment in fragments}
+        return are_finite(self._changes, None)
+
+    def _described(self) -> Description:
+        # Who joins is to use what the others do, however far they are.
+        step = (self._group.received or {}).get("step")
+        self._follow(step if isinstance(step, int) else self._steps - self._pending_steps)
+        return {
+            **super()._described(),
+            "every_steps": str(self._schedule.every_steps),
+            "every_seconds": str(self._schedule.every_seconds),
+            "streaming": str(self._schedule.streaming),
+            "warmup": str(self._warmup),
+            "weigh_by": self._group.weigh_by,
+            "outer optimizer": described_outer(self._outer),
+        }
+
+    @property
+    def _has_outer(self) -> bool:
+        return self._make_outer is not None
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {each.name: last for each, last in self._fragments.lasts}
+
+    def _adopted(self) -> None:
+        for fragment in self._fragments:
+            fragment.show()
+        self._work = [0.0] * len(self._fragments)
+        self._changes, self._sent_work, self._sent_steps = {}, {}, 0
+        self._follow(self._steps)
+
+    def _start(self, scale: float, step: int) -> Flight[Fragment]:
+        is_exact = self._is_warm_up(step)
+        places = range(len(self._fragments)) if is_exact else [self._due]
+        fragments = [self._fragments[place] for place in places]
+        changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
+        # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
+        for flat in chain(*changes.values()):
+            flat.mul_(scale)
+        self._sent_work = {place: self._work[place] for place in places}
+        self._sent_steps = self._pending_steps
+        is_delayed = self._schedule.delay_steps > 0 and not is_exact
+        return Flight(changes, self._engine, is_delayed=is_delayed)
+
+    def _committed(
+        self, flight: Flight[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        self._changes, self._averaged_at = {}, monotonic()
+        if flight is None:
+            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            if self._pending_steps and not may_be_empty:
+                raise StepError(
+                    "no member has counted any work since the last averaging, so nothing was averaged: call "
+                    "count_work() before optimizer.step()"
+                )
+            return
+        is_exact = self._is_warm_up(step)
+        if self._outer is not None and isinstance(self._make_outer, Nesterov):
+            for group in self._outer.param_groups:
+                group["lr"] = self._make_outer.lr_for(num_members, self._engine.algorithm)
+        made = self._pending_steps - self._sent_steps  # while it was in flight
+        weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
+        for fragment, means in flight.changes.items():
+            fragment.move(means, None if is_exact else self._outer, weight)
+        for place, work in self._sent_work.items():
+            self._work[place] -= work
+        self._steps, self._pending_steps = step + made, made
+        self._sent_work, self._sent_steps = {}, 0
+        self._turns += not is_exact
+        self._follow(step)
+
+    def _follow(self, step: int) -> None:
+        """Use the algorithm of the warm-up until its last step, which sends what that has kept."""
+        if not self._is_warming_up:
+            return
+        wanted = EXACT if self._warmup.algorithm is None else self._warmup.algorithm
+        if step >= self._warmup.steps - 1:
+            wanted = EXACT if step < self._warmup.steps else self._algorithm
+        self._is_warming_up = step < self._warmup.steps
+        if self._engine.algorithm != wanted:
+            self._engine.use(wanted)
+
+    def _is_warm_up(self, step: int) -> bool:
+        return 0 < step <= self._warmup.steps
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    `elastic.LocalSGD`, which it is, with the outer step and the defaults of `thinwire.DiLoCo`.
+
+    Args:
+        model: As of `elastic.LocalSGD`.
+        optimizer: Trains the model; or several, as of `elastic.LocalSGD`.
+        every_steps: Steps from one averaging of a parameter to the next; 30, unless there is `every_seconds`.
+        algorithm: How the changes become their mean over the group.
+        outer: The outer step; as of `elastic.LocalSGD`.
+        settings: All others, as of `elastic.LocalSGD`.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: A DDP or a sharded model, or one that is all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        every_steps: int | None = None,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        **settings: Any,
+    ) -> None:
+        if every_steps is None and settings.get("every_seconds") is None:
+            every_steps = MANY_STEPS
+        super().__init__(
+            model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
+        )

@@ -1,0 +1,531 @@
+"""`LocalSGD`: what users enter around their training loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.channel.agreement import alike_on_all_shards
+from thinwire.channel.process_group import notify_of_step
+from thinwire.checks import checked_scaler, shown
+from thinwire.errors import AttachError, ConfigError, StepError
+from thinwire.fronts.common import Shadow
+from thinwire.localsgd.core import ModelAverager
+from thinwire.localsgd.flight import Flight
+from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, fragments_of
+from thinwire.localsgd.loop import after_each_step, check_ddp
+from thinwire.localsgd.members.fixed import Fixed, Subgroups
+from thinwire.localsgd.model import (
+    AveragedModel,
+    check_gradient_settings,
+    checked_optimizer,
+    replica_of,
+    unwrapped,
+)
+from thinwire.localsgd.outer import (
+    Outer,
+    check_outer,
+    described_outer,
+    warn_of_momentum,
+)
+from thinwire.localsgd.schedule import WHOLE, Schedule
+from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
+from thinwire.localsgd.state import (
+    LoadedState,
+    checked_state,
+    go_on_from,
+    packed_state,
+)
+from thinwire.sync.precision import full_precision
+from thinwire.tensors.layout import held_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+EXACT = AllReduce()
+
+
+class LocalSGD(ModelAverager, Joinable):
+    """Train each process on its own for some steps, then average the models: fewer messages.
+
+    A context manager around the training loop; to be entered on every process of the group alike. The loop,
+    the model and the optimizer stay as they are. What travels is each process's *change* of the parameters
+    since the last averaging, through the same exchange as gradients: `algorithm` may be any of Thinwire's,
+    with its error memory. After an averaging all processes hold the same parameters to the bit. They are
+    written in place.
+
+    One counter, that of attempted steps, says what happens after each:
+
+    | model | subgroup | warm-up, each step | later, each step | later, every `every_steps` steps |
+    |---|---|---|---|---|
+    | plain module | none | parameters, group | nothing | parameters, group |
+    | plain module | given | parameters, group | parameters, subgroup | parameters, group |
+    | DDP model | none | gradients, group | nothing | parameters, group |
+    | DDP model | given | gradients, group | gradients, subgroup | parameters, group |
+
+    The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
+    but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
+    `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
+
+    On entry all processes take the model of the group's first process, buffers included, as DDP does; not
+    if a state was loaded. On a clean exit the steps since the last averaging are averaged, so that all
+    processes leave with the same model. When an exception leaves the context, nothing is sent. After it, a
+    DDP model averages its gradients over its whole group again.
+
+    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich, "Local SGD Converges Fast and
+    Communicates Little" (arXiv 1805.09767); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv
+    1808.07217, post-local and hierarchical); Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1).
+
+    Args:
+        model: A module, or a `DistributedDataParallel` model without a hook, built with
+            `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
+            the result of `torch.compile` on either).
+        optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
+        every_steps: Steps from one averaging over the group to the next.
+        algorithm: How the changes become their mean over the group.
+        outer: The outer step, which moves the last averaged parameters along the mean change: a
+            `thinwire.Nesterov`; or a function that makes an optimizer of them, which steps with minus the
+            mean change as their gradient. None for the mean itself.
+        streaming: In how many parts the model travels, and while training goes on or not.
+        warmup: Steps at the start that are plain data-parallel training; None for none.
+        replicas: The processes that average: a group, None for that of the DDP model or the default one. In
+            tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
+            well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
+        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
+            what goes to the group is sent once for each, each process a part; see docs/machines.md.
+        grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
+            as well. Its `step` is replaced on this object while the context lasts.
+
+    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
+    those that hold the same shards of other replicas, whose changes, last average and outer state are of
+    that shard. No weights are gathered. A replica counts as one member, and as what a subgroup is.
+
+    Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
+    `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
+    and synchronises with the host three times.
+
+    Attributes:
+        sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
+            a model whose parameters have no values yet, or are all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(8, 4)  # in a process group
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...         optimizer.step()
+        >>> local.stats().steps, local.stats().messages, local.stats().compression_ratio
+        (10, 2, 5.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int,
+        algorithm: Algorithm = EXACT,
+        outer: Outer | None = None,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        check_outer(outer)
+        module, ddp = unwrapped(model)
+        has_ddp, has_subgroup = ddp is not None, subgroup is not None
+        warmup = Warmup(0) if warmup is None else warmup
+        if not isinstance(warmup, Warmup):
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
+        self._schedule = Schedule(every_steps, warmup.steps, has_ddp, has_subgroup, streaming)
+        replica = replica_of(module, replicas, has_subgroup=has_subgroup)
+        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+        self._make_outer = outer
+        averaged = held.tensors()
+        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
+        self._optimizer = checked_optimizer(optimizer, averaged, module)
+        self._grad_scaler = checked_scaler(grad_scaler)
+        check_gradient_settings(self._schedule, grad_scaler, warmup)
+        group, within = held.transports(subgroup)
+        if ddp is not None:
+            check_ddp(ddp)
+        given: dict[str, Any] = {"model": held, "schedule": self._schedule, "algorithm": algorithm}
+        given |= {"warmup": warmup, "averaged": averaged, "parts": parts}
+        self._averagings = Fixed(group, **given) if within is None else Subgroups(within, group, **given)
+        engine = self._averagings.engine
+        super().__init__(held, engine, replica.sync_of(engine))
+        self._loaded: LoadedState | None = None  # until entry
+
+    @property
+    def steps(self) -> int:
+        """Attempted steps."""
+        return self._averagings.step
+
+    def __enter__(self) -> LocalSGD:
+        """Start: all processes take the first one's model, unless a state was loaded. Collective."""
+        if self._averagings.fragments:
+            raise StepError(
+                "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
+                "with load_state_dict(state_dict())"
+            )
+        loaded, group = self._loaded, self._engine.transport
+        replica, averaged = self._model.replica, self._model.tensors()
+        # The models first: those of other shapes could not even be divided alike.
+        alike_on_all_shards(
+            replica.inside,
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
+            lambda: self._engine.agree(averaged[0].value.device),
+        )
+        self._check_as_made(averaged)
+        num_members, algorithm = self._averagings.num_members, self._engine.algorithm
+        fragments, outer = self._divided(averaged, num_members, algorithm)
+        # All know before the first message whether the others start anew, which is collective, or go on.
+        self._agree_on(self._described(outer))
+        flights: list[Flight[Fragment]] = []
+        if loaded is None:
+            # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
+            tensors = chain(self.module.parameters(), self.module.buffers())
+            copy_from(group.rank == 0, map(held_of, tensors), group)
+            for fragment in fragments:
+                fragment.take()
+        else:
+            flights = go_on_from(loaded, fragments, outer, replica)
+        warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
+        with ExitStack() as attached:
+            # Where the latter refuses, the former is taken off.
+            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
+            attached.enter_context(self._averagings.gradients(self))
+            self._attached = attached.pop_all()
+        # Only now: until here another attempt to enter is allowed.
+        self._averagings.fragments = self._fragments = fragments
+        self._averagings.outer = self._outer = outer
+        self._averagings.flights = flights
+        self._model.enter(averaged)
+        self._loaded, self._is_inside = None, True
+        self._averagings.end_warmup()
+        return self
+
+    def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
+        """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
+        # Planned is what was trained when this was made: messages of other lengths would end the process, and
+        # those of equal lengths be averaged with other parameters'.
+        others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
+        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+        self._agree_on(changed)
+        if others:
+            raise StepError(
+                "the model's trainable parameters or buffers are others than when this "
+                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+                "make it"
+            )
+
+    def _agree_on(self, described: dict[str, str]) -> None:
+        transport, inside, purpose = self._engine.transport, self._model.replica.inside, "entering LocalSGD"
+        alike_on_all_shards(inside, purpose, lambda: described, lambda: agree(transport, described, purpose))
+
+    def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
+        """Return what must be the same on all processes, by subject."""
+        schedule = self._schedule
+        described = {
+            "every_steps": schedule.every_steps,
+            "warmup_steps": schedule.warmup_steps,
+            "algorithm of the warm-up": self._averagings.warmup.algorithm,
+            "streaming": schedule.streaming,
+            "subgroup": schedule.has_subgroup,
+            "outer optimizer": described_outer(outer),
+            "loaded state": self._loaded is not None and self._loaded.checksum,
+        }
+        return {subject: str(value) for subject, value in described.items()}
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End: average what is left, unless an exception is under way, and take all hooks off."""
+        try:
+            # After an exception other processes may be anywhere: a collective could meet another one.
+            if kind is None:
+                self.average()
+        finally:
+            # After an average nothing is in flight; after an exception nobody waits for what is.
+            self._averagings.abandon()
+            self._is_inside = False
+            self._attached.close()
+
+    def average(self) -> None:
+        """Average over the group now, before an evaluation or a checkpoint, say. Collective.
+
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
+        flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
+        perhaps another one trains it.
+
+        Raises:
+            StepError: Outside the context, or processes are at different steps, or a process's parameters
+                are not finite, or the settings of `outer` differ; nothing was averaged.
+            CommunicationError: A collective failed.
+        """
+        with self._averaging("average()"):
+            self._averagings.average_all()
+
+    # What happens after a step.
+
+    def _after_own_step(self) -> None:
+        """Count a step that the optimizer, or the scaler, has attempted."""
+        # Before all that the step sends: processes that shadow it are waiting for this message.
+        notify_of_step(self)
+        self._averagings.own_pending_steps += 1
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """Count a step, of this process or (in a join context) of others while it has no more input.
+
+        If an averaging is due, it takes part with what it has changed since the last one: without input,
+        its own last steps at first, then nothing.
+        """
+        # Not all of `_check_inside`: it looks at the whole model, which is too much for every step.
+        self._fragments.check_own("a step")
+        self._steps_here += 1
+        self._averagings.step += 1
+        self._averagings.end_warmup()
+        if self._averagings.is_due:
+            with self._averaging("a step"):
+                self._averagings.go_on()
+        self._tell_observers()
+
+    @contextmanager
+    def _averaging(self, call: str) -> Iterator[None]:
+        """Check the model first; where anything fails inside, forget what is in flight."""
+        self._check_inside(call)
+        if not self._engine.has_agreed:  # perhaps because of another algorithm since the last averaging
+            warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
+        try:
+            # The step may stand under autocast, which would round the arithmetic on changes.
+            with full_precision(self._fragments.device):
+                yield
+        except BaseException:
+            self._averagings.abandon()
+            raise
+
+    def _check_inside(self, call: str) -> None:
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        self._fragments.check_own(call)
+        self._model.check_unchanged()
+
+    # Uneven inputs: see thinwire.join.
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Return, for a join context, how this process shadows the others once it has no more input.
+
+        Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
+        contributors: the processes that had input since the last averaging. At the end of the join
+        context what is left is averaged.
+
+        Raises:
+            StepError: The LocalSGD context is not entered.
+            AttachError: The model is a DDP model, which averages gradients of its own, or a sharded one.
+            ConfigError: Division by the contributors with a subgroup, fragments or a delay.
+        """
+        if not self._is_inside:
+            raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
+        if self._model.ddp is not None:
+            raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
+        if self._model.replica.is_sharded:
+            raise AttachError(
+                "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; give "
+                "all processes as many batches"
+            )
+        by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
+        if by_contributors and schedule.has_subgroup:
+            raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
+        if by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+            raise ConfigError(
+                "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
+                "way before it is known who contributes to it"
+            )
+        self._averagings.divides_by_contributors = by_contributors
+        return Shadow(self, self._after_step, lambda _: self.average())
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where a join context's own messages are.
+
+        Raises:
+            StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
+        """
+        self._check_inside("join_device")
+        return self._fragments.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined.
+
+        Raises:
+            AttachError: There is none: this averages over a transport.
+        """
+        transport = self._engine.transport
+        if not isinstance(transport, ProcessGroupTransport):
+            raise AttachError(f"there is no process group to join: this averages over {transport!r}")
+        return transport.group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule, the last average and what algorithm and outer optimizer remember. Collective.
+
+        The same on every process. The model and the optimizer are the user's to save: between averagings
+        they differ from process to process, so save them on each to resume to the bit; or call
+        `average()` first and save one model. `torch.load(weights_only=True)` takes it.
+
+        What is in flight is waited for and saved as it came; it is applied when it is due, here and in the
+        run that resumes.
+
+        Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
+
+        Raises:
+            StepError: It was not entered yet, or processes are at different steps.
+            CommunicationError: A collective failed.
+            AgreementError: The processes have made different steps, or have other algorithms.
+        """
+        now = self._averagings
+        if not now.fragments:
+            raise StepError("there is nothing to save before the context is entered: with local: …")
+        # What algorithms remember of a step is known when it has ended.
+        if any(not flight.has_landed for flight in now.flights):
+            with self._averaging("state_dict()"):
+                now.finish_all()
+        # Once it is over, nothing of it is needed.
+        warmup = now.warmup if now.warmup.algorithm != EXACT else None
+        return packed_state(now, self.sync, warmup, self._model.replica)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
+
+        Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
+        fragments may be another one, unless something was in flight. The outer optimizer goes on with the
+        learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
+        optimizers do: to change them, write to `outer.param_groups` after entering.
+
+        Raises:
+            StateError: It is not such a state, or is of another model.
+            StepError: The context was entered already.
+        """
+        if self._averagings.fragments:
+            raise StepError("load the state before the context is entered")
+        replica, num_fragments = self._model.replica, self._schedule.num_fragments
+        shapes = [
+            {each.name: replica.shape_of(each.name, each.value) for each in part}
+            for part in fragments_of(self._model.tensors(), num_fragments)
+        ]
+        loaded = checked_state(
+            state,
+            shapes,
+            has_outer=self._make_outer is not None,
+            has_warmup=self._averagings.has_warmup,
+        )
+        loaded = loaded._replace(
+            last_average=replica.own(loaded.last_average),
+            in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
+        )
+        # A copy: it is used on entry, and the caller's own may have changed by then.
+        loaded = copy.deepcopy(loaded)
+        of_warmup = self._averagings.warmup
+        warmup = None if loaded.warmup is None else of_warmup.check_state_dict(loaded.warmup)
+        # First what may refuse: then nothing else has changed.
+        self.sync.load_state_dict(loaded.sync)
+        if warmup is not None:
+            of_warmup.load(warmup)
+        self._loaded = loaded
+        self._averagings.step = loaded.step
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    A context manager around the training loop: `LocalSGD` with other defaults. See there what is averaged,
+    when, and what is refused, and all other settings. The outer optimizer is SGD with Nesterov's momentum on
+    the last averaged parameters; changes travel in four bits a number. With `streaming` it is Streaming
+    DiLoCo: the model is averaged in parts, one at a time, while training goes on.
+
+    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725), for Muon inside.
+
+    Args:
+        model: As of `LocalSGD`.
+        optimizer: Trains the model (AdamW, Muon); of several, the one that steps last.
+        every_steps: Steps from one averaging of a parameter to the next.
+        algorithm: How the changes become their mean over the group.
+        outer: The outer step; as of `LocalSGD`.
+        streaming: As of `LocalSGD`, and all that follow.
+        warmup: As of `LocalSGD`.
+        replicas: As of `LocalSGD`.
+        subgroup: As of `LocalSGD`. A subgroup counts as one member.
+        grad_scaler: As of `LocalSGD`.
+
+    Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
+            a model whose parameters have no values yet, or are all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(64, 32)  # in a process group
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
+        ...     for _ in range(60):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        >>> print(local)
+        DiLoCo(every_steps=30), Quantize(bits=4)
+        >>> local.stats().compression_ratio > 200
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int = 30,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            every_steps=every_steps,
+            algorithm=algorithm,
+            outer=outer,
+            streaming=streaming,
+            warmup=warmup,
+            replicas=replicas,
+            subgroup=subgroup,
+            grad_scaler=grad_scaler,
+        )

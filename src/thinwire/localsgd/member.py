@@ -1,0 +1,393 @@
+"""Members that come and go, to their user: how they join, leave, count, and are saved."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from itertools import chain
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Description
+from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
+from thinwire.fronts.ddp_model import is_fsdp2, plain_name
+from thinwire.localsgd.core import Averager
+from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
+from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
+from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.members.handing import plain
+from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
+from thinwire.localsgd.outer import held_by
+from thinwire.localsgd.state import (
+    MEMBERS_KEY,
+    STATE_VERSION,
+    LoadedState,
+    checked_state,
+    members_of,
+)
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.checksum import with_checksum
+from thinwire.sync.precision import full_precision
+from thinwire.sync.state import in_memory_order
+
+Entered = TypeVar("Entered", bound="Member")
+
+
+class Member(Averager, Front):
+    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
+
+    _outer: torch.optim.Optimizer | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        group: Group | None,
+        *,
+        average_buffers: bool,
+        fragments: int = 1,
+    ) -> None:
+        module = _plain_module(model)
+        held = AveragedModel(module, buffers=average_buffers)
+        averaged = held.tensors()
+        self._group = _group_of_environment() if group is None else group
+        must_hold_all = self._group.send_optimizer
+        # If there are several optimizers, the one that steps last is enough to count steps.
+        self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=must_hold_all)
+        self._sent_optimizers = self._optimizers if must_hold_all else ()
+        parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
+        specs = [each.spec for each in averaged]
+        engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
+        super().__init__(held, engine, GradientSync(engine))
+        self._device = averaged[0].tensor.device
+        self._membership = Elastic(self._group, engine, self, self._device)
+        self._steps = self._turns = self._pending_steps = 0
+        self._loaded: LoadedState | None = None  # until entry
+
+    @property
+    def steps(self) -> int:
+        """Steps so far; a member that joins takes over those of the others."""
+        return self._steps
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this member leaves after its next averaging."""
+        return self._membership.is_leaving
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this member has left."""
+        return self._membership.has_left
+
+    def membership(self) -> MembershipStats:
+        """Return who has come and gone so far, as this member has seen it."""
+        return replace(self._membership.stats)
+
+    def numbers(self) -> dict[str, float]:
+        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
+        return {name: float(value) for name, value in vars(self._membership.stats).items()}
+
+    def leave(self) -> None:
+        """Leave after the next averaging, handing over what this member has not transmitted."""
+        self._membership.is_leaving = True
+
+    def __enter__(self: Entered) -> Entered:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing. After
+        `load_state_dict` it starts from the state, with all that have loaded it.
+        """
+        if self._model.entered:
+            raise StepError("this context has been entered before; make a new one")
+        self._begin()
+        with ExitStack() as attached:
+            attached.enter_context(self._joined())
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Make what a member needs only inside the context."""
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return nullcontext()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Join, and leave at the end of the context. Collective."""
+        with ExitStack() as attached:
+            attached.callback(self._membership.leave)
+            if self._loaded is not None:
+                self._start_from(self._loaded)
+                members = members_of(self._loaded)
+                self._membership.resume(members["lineage"], members["commits"])
+                self._loaded = None
+            self._model.enter(self._model.tensors())
+            # Now, where the user sees it; else the first newcomer would stop all others.
+            plain(self._state())
+            attached.callback(setattr, self, "_is_inside", False)
+            # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
+            # left ends the process.
+            if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
+                attached.enter_context(_on_sigterm(self.leave))
+            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
+            with suppress(LeftError):
+                self._transact(self._membership.average)
+            self._is_inside = True
+            yield
+
+    def _transact(self, average: Callable[[], Any]) -> Any:
+        """Average, or a part of it. Collective."""
+        if self._membership.stats.averagings == 1:
+            plain(self._state())  # again: optimizers have their state only since the first step
+        with full_precision(self._device):  # the step may stand under autocast
+            return average()
+
+    def _check_inside(self, call: str) -> None:
+        if self.has_left:
+            raise LeftError(f"{call} came after this member has left its group; end the loop")
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        self._model.check_unchanged()
+
+    def _not_averaged(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
+        # By identity: a compiled block's names are not those it is averaged under.
+        averaged = {id(each.tensor) for each in self._model.tensors()}
+        held = chain(self.module.named_parameters(), self.module.named_buffers())
+        return {plain_name(name): tensor.detach() for name, tensor in held if id(tensor) not in averaged}
+
+    @abstractmethod
+    def _held(self) -> dict[str, torch.Tensor]:
+        """Return by name what is the same on all members after an averaging, the tensors themselves."""
+
+    @abstractmethod
+    def _adopted(self) -> None:
+        """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
+
+    # What all members must have alike, and what one starts from.
+
+    def _described(self) -> Description:
+        sent = ", ".join(type(each).__name__ for each in self._sent_optimizers)
+        return {
+            **self._engine.described("an averaging", self._device),
+            "torch": torch.__version__.partition("+")[0],
+            "group": self._group.kind,
+            "kind": type(self).__name__,
+            "optimizer": sent or "each its own",
+        }
+
+    def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        # As of the last averaging, which is what a newcomer gets: later steps are in no model but this one's.
+        step = self._steps - self._pending_steps
+        state: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "step": step,
+            "sent_after": (step,),
+            "in_flight": (),
+            "last_average": self._held(),
+            "sync": self._engine.common_state() if sync is None else sync,
+            "outer": None if self._outer is None else self._outer.state_dict(),
+        }
+        state[MEMBERS_KEY] = {
+            "lineage": self._membership.lineage,
+            "commits": self._membership.commits,
+            "turns": self._turns,
+            "not_averaged": self._not_averaged(),
+            "residual_of": tuple(sorted(self._engine.memory[ERROR])),
+            "optimizers": [each.state_dict() for each in self._sent_optimizers],
+        }
+        return with_checksum(state)
+
+    def _checked(self, state: Mapping[str, Any]) -> LoadedState:
+        """Return a state that was saved or received, if it is one of this model."""
+        shapes = {each.name: tuple(each.value.shape) for each in self._model.tensors()}
+        loaded = checked_state(state, [shapes], has_outer=self._has_outer)
+        if loaded.in_flight:
+            raise StateError(
+                "the state was saved while an average was in flight, and members that come and go start from "
+                "an average; save after average()"
+            )
+        return loaded
+
+    @property
+    def _has_outer(self) -> bool:
+        return False
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        self._start_from(self._checked(state))
+
+    def _start_from(self, loaded: LoadedState) -> None:
+        """Go on from a state. What may refuse comes first: then nothing has changed."""
+        held, others, members = self._held(), self._not_averaged(), members_of(loaded)
+        if loaded.members is not None:  # a fixed group's has no others
+            _check_like(members["not_averaged"], others)
+        of_engine = self._engine.check_state_dict(loaded.sync)
+        outer = self._outer if loaded.outer is not None else None
+        optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
+        if loaded.members is not None:
+            optimizers, states = [*optimizers, *self._sent_optimizers], [*states, *members["optimizers"]]
+        _load_optimizers(optimizers, states)
+        errors = of_engine.slots.get(ERROR, {})
+        common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
+        self._engine.load(of_engine._replace(slots=common))
+        for spec in self._engine.specs:
+            # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
+            if spec.name in errors or spec.name in members["residual_of"]:
+                error = errors.get(spec.name, torch.zeros(spec.shape))
+                self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
+        for tensors, own in (loaded.last_average, held), (members["not_averaged"], others):
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
+        self._adopted()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
+
+        What is pending is averaged first, so the model is the last average. All members that are there take
+        part, those that do not call this at their next averaging; the residual becomes its mean over them,
+        here and in the state. So the states of all members that call it are the same but for the optimizers
+        inside, of which each has its own. Any number of members may resume from one.
+
+        Raises:
+            StepError: Outside the context.
+            LeftError: This member has left.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+        """
+        self._check_inside("state_dict()")
+        self._transact(self._average_pending)
+        state = self._state(self._transact(self._membership.save))
+        copied: dict[str, Any] = plain(state)
+        return copy.deepcopy(copied)
+
+    def _average_pending(self) -> None:
+        """Average what has not been averaged yet. Collective."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; before entering.
+
+        Members that have loaded it start from it together; those that have not take it over from them. The
+        model and (with `send_optimizer`) the optimizers become those of the state, on entry.
+
+        Raises:
+                StateError: It is not such a state, or is of another model.
+            StepError: The context was entered already.
+        """
+        if self._model.entered:
+            raise StepError("load the state before the context is entered")
+        self._loaded = self._checked(copy.deepcopy(state))
+
+
+def _plain_module(model: object) -> nn.Module:
+    """Return the module that a member trains."""
+    module, ddp = unwrapped(model)
+    if ddp is not None:
+        raise AttachError(
+            "a DDP model's process group can't change; pass the plain module, and do not call "
+            "init_process_group: the members find each other through the lighthouse"
+        )
+    if is_fsdp2(module):
+        raise AttachError(
+            f"{type(module).__name__} is sharded by fully_shard; a member that comes and goes is "
+            "one process with a whole model. thinwire.LocalSGD averages sharded ones"
+        )
+    return module
+
+
+def _checked_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    averaged: Sequence[Averaged],
+    module: nn.Module,
+    *,
+    must_hold_all: bool,
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that train a module, in the order of their steps."""
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    optimizers = tuple(checked_optimizer(each, averaged, module) for each in listed)
+    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
+        raise ConfigError(f"expected one optimizer or several, each once, got {listed}")
+    held = set[int]().union(*map(held_by, optimizers))
+    # Statistics are buffers, which nobody trains.
+    trained = [each for each in averaged if not each.spec.is_statistic]
+    others = [each.name for each in trained if id(each.tensor) not in held]
+    if must_hold_all and others:
+        raise ConfigError(
+            f"{len(others)} of the model's {len(trained)} trainable parameters, such as {others[0]!r}, are "
+            "in none of the optimizers that were passed, and a member that joins is given the state of these "
+            "only: pass all that train the model, [first, second], in the order of their steps, and freeze "
+            "what none of them trains: requires_grad_(False)"
+        )
+    return optimizers
+
+
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGTERM while this is open."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None is a handler that was not installed from Python; it can't be put back from here.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def _group_of_environment() -> Group:
+    """Return a `TorchftGroup` as the environment says."""
+    # Imported here: torchft is an extra, and a group of another kind does without.
+    from thinwire.localsgd.members.torchft_group import TorchftGroup  # noqa: PLC0415
+
+    return TorchftGroup()
+
+
+def _check_like(tensors: object, own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state whose tensors that are not averaged are others than this member's."""
+
+    def kind(of: object) -> object:
+        return (of.shape, of.dtype) if isinstance(of, torch.Tensor) else None
+
+    is_like = isinstance(tensors, Mapping) and tensors.keys() == own.keys()
+    if not is_like or any(kind(tensors[name]) != kind(own[name]) for name in own):  # type: ignore[index]
+        raise StateError(
+            "the state's not_averaged is of other tensors than this member's model; start the same script as "
+            "the others, or load the state of the same model"
+        )
+
+
+def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
+    """Let optimizers go on from a state: all of them, or none."""
+    if len(states) != len(optimizers):
+        raise StateError(
+            f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
+            "the others"
+        )
+    before = [(each.state, each.param_groups) for each in optimizers]
+    for optimizer, its_state in zip(optimizers, states, strict=True):
+        try:
+            # Loading does not look into them, and the next step would.
+            if not all(isinstance(each, Mapping) for each in its_state["state"].values()):
+                raise TypeError("it has a parameter's state that is no mapping")
+            optimizer.load_state_dict(dict(its_state))
+        except Exception as error:  # optimizers raise what they like
+            for each, (state, groups) in zip(optimizers, before, strict=True):
+                each.state, each.param_groups = state, groups
+            raise StateError(
+                f"the state is of another {type(optimizer).__name__} than this member's: {error}"
+            ) from error

@@ -1,0 +1,1 @@
+"""Who averages: a group that stays, subgroups, shards, and members that come and go."""

@@ -1,0 +1,563 @@
+"""Members that come and go: who takes part in an averaging, which all commit or none, and who has gone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Description, gather_bytes, gather_numbers
+from thinwire.channel.agreement import check_same
+from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
+from thinwire.localsgd.flight import Flight
+from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.members.handing import broadcast_residual
+from thinwire.sync import Engine
+
+logger = logging.getLogger(__name__)
+
+NUMBER_BITS = 52  # a float64 holds every such number
+PAUSE_SECONDS = 0.5
+
+
+class Presence(NamedTuple):
+    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds.
+
+    Attributes:
+        member: Drawn when it joined.
+        lineage: Of the committed averagings that its model comes from.
+        doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
+        step: Steps so far.
+        min_members: That it needs for an averaging.
+        weight: What its part weighs.
+        weight_behind_doubt: What it weighs if what it is in doubt of was committed.
+        error_norm: Norm of its residual.
+        is_finite: Whether what it would put in is.
+        is_leaving: Whether it leaves after this averaging.
+        is_new: Whether it starts from the others' state.
+        is_saving: Whether it saves behind this averaging.
+    """
+
+    member: int
+    lineage: int
+    doubt: int
+    step: int
+    min_members: int
+    weight: float
+    weight_behind_doubt: float
+    error_norm: float
+    is_finite: bool
+    is_leaving: bool
+    is_new: bool
+    is_saving: bool = False
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Presence:
+        """Return what a row of numbers says."""
+        member, lineage, doubt, step, min_members = map(int, row[:5])
+        weight, weight_behind_doubt, error_norm, *flags = row[5:]
+        whole = member, lineage, doubt, step, min_members
+        return cls(*whole, weight, weight_behind_doubt, error_norm, *map(bool, flags))
+
+
+@dataclass
+class MembershipStats:
+    """Who has come and gone, as this member has seen it.
+
+    Attributes:
+        members: In the last averaging.
+        averagings: Committed, since this member joined.
+        retries: Averagings that failed and were repeated.
+        joins: Members that joined after this one.
+        leaves: Members that left on purpose, and handed over their residual.
+        losses: Members that vanished.
+        lost_error: Sum of the norms of residuals that vanished with them, as last known.
+        quorum_seconds: Time spent waiting for it to be decided who takes part.
+    """
+
+    members: int = 0
+    averagings: int = 0
+    retries: int = 0
+    joins: int = 0
+    leaves: int = 0
+    losses: int = 0
+    lost_error: float = 0.0
+    quorum_seconds: float = 0.0
+
+
+def kept_lineage(present: Sequence[Presence]) -> int:
+    """Return the lineage that all go on from; whoever is of another one must start anew."""
+    lineages = [each.lineage for each in present]
+    committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
+    if committed:  # somebody has committed what others are in doubt of
+        return min(committed)
+    # Newcomers have no vote: they would count the member that has sent them its model twice.
+    counts = Counter([each.lineage for each in present if not each.is_new] or lineages)
+    # All see the same rows, and so all choose the same: the most frequent, of several the first.
+    return max(counts, key=lambda lineage: counts[lineage])
+
+
+def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Sequence[Presence]) -> None:
+    """Count who has come and gone from one committed averaging to the next."""
+    stats.members = len(now)
+    members = {each.member for each in now}
+    for gone in (each for each in before if each.member not in members):
+        if gone.is_leaving:
+            stats.leaves += 1
+            continue
+        stats.losses += 1
+        stats.lost_error += gone.error_norm
+        owed = (
+            f", and with it a residual of norm {gone.error_norm:g}, as last known" if gone.error_norm else ""
+        )
+        logger.warning("a member has vanished after step %d%s", gone.step, owed)
+    if before:
+        stats.joins += len(members - {each.member for each in before})
+
+
+class Front(ABC):
+    """What is averaged of a member: a model's changes, or its gradients."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps so far, of those who have been here longest."""
+
+    @abstractmethod
+    def _weight(self, turns_ahead: int = 0) -> float:
+        """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
+
+    @abstractmethod
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        """Return whether what this member would put in is finite."""
+
+    @abstractmethod
+    def _described(self) -> Description:
+        """Return what must be the same on all members, by subject."""
+
+    @abstractmethod
+    def _state(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from: tensors and plain values."""
+
+    @abstractmethod
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Start from such a state. All is checked before anything is changed."""
+
+    @abstractmethod
+    def _start(self, scale: float, step: int) -> Flight[Any]:
+        """Send the first messages of an averaging. Collective."""
+
+    @abstractmethod
+    def _committed(
+        self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        """Take the means of a committed averaging; None where nobody had anything to average."""
+
+
+@dataclass
+class _Averaging:
+    """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
+
+    flight: Flight[Any] | None
+    lineage: int
+    present: tuple[Presence, ...]
+
+    def abandon(self) -> None:
+        """Forget it; nothing has changed."""
+        if self.flight is not None:
+            self.flight.abandon()
+
+
+class _TryAgainError(Exception):
+    """This averaging is not possible, but no message failed; every member knows, so all retry."""
+
+
+class _TooFewError(_TryAgainError):
+    """Others are waited for."""
+
+
+class Elastic:
+    """Lets a front average with whoever is there, as often as it takes; keeps track of the members.
+
+    An averaging is committed by all members or by none. The last of its messages says that everybody has
+    received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
+    and learns at its next meeting with the others whether they have committed.
+
+    What each member has not transmitted counts in the mean over the members of its averaging. When their
+    number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
+
+    Attributes:
+        stats: Who has come and gone.
+        is_leaving: Whether this member leaves after its next averaging, and hands over its residual. To be
+            set.
+        has_left: Whether it has left.
+        lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
+        commits: How many these were.
+    """
+
+    def __init__(self, group: Group, engine: Engine, front: Front, device: torch.device) -> None:
+        self.stats = MembershipStats()
+        self.is_leaving = self.has_left = False
+        self.lineage = self.commits = 0
+        self._group, self._engine, self._front, self._device = group, engine, front, device
+        self._member = _drawn()
+        self._present: tuple[Presence, ...] = ()  # at the last committed averaging
+        # Over whose mean this member's residual counts; 0 for those who resume together.
+        self._error_members = 1
+        self._agreed_changes = 0
+        self._open: _Averaging | None = None
+        self._doubt: _Averaging | None = None
+        self._is_saving = False
+        self._saved: dict[str, Any] | None = None
+        group.provide = self._provided
+        group.is_leaving = lambda: self.is_leaving
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an averaging was started, and not finished."""
+        return self._open is not None
+
+    def average(self) -> None:
+        """Average once with whoever is there, however often that must be tried. Collective."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Meet, and send the first messages of an averaging. Collective."""
+        if self.has_left:
+            raise LeftError("this member has left the group; start the process again to join anew")
+        self._repeated(self._start)
+
+    def finish(self) -> None:
+        """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
+        self._repeated(self._finish)
+        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
+        if self._present[self._group.transport.rank].is_leaving:
+            self.leave()
+            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def save(self) -> dict[str, Any]:
+        """Return what the engine remembers, its residual the mean over all who are there. Collective."""
+        self._is_saving, self._saved = True, None
+        try:
+            while self._saved is None:
+                self.average()
+            return self._saved
+        finally:
+            self._is_saving = False
+
+    def resume(self, lineage: int, commits: int) -> None:
+        """Stand where a saved state does, of which others may be, too."""
+        self.lineage, self.commits, self._error_members = lineage, commits, 0
+        self._group.start_over(commits)
+
+    def leave(self) -> None:
+        """Go at once. What has not been handed over is lost."""
+        if self.has_left:
+            return
+        for each in (self._open, self._doubt):
+            if each is not None:
+                each.abandon()
+        self._open, self.has_left = None, True
+        self._group.leave()
+
+    def _repeated(self, attempt: Callable[[], None]) -> None:
+        """Try until it succeeds, or the group's patience is over."""
+        give_up_at, said = math.inf, ""
+        while True:
+            try:
+                attempt()
+                return
+            except (CommunicationError, _TryAgainError) as error:
+                # From the first failure on: the others may come late by as long as a quorum may take.
+                now = time.monotonic()
+                give_up_at = min(give_up_at, now + self._group.wait_seconds)
+                # First of all: it breaks the others' messages off, which would wait for this member until
+                # they time out.
+                self._group.conclude(False)
+                self.stats.retries += not isinstance(error, _TooFewError)
+                if str(error) != said:  # who waits for others meets the same again and again
+                    said, waits = str(error), isinstance(error, _TooFewError)
+                    happens = "waiting for more members" if waits else "an averaging failed and is repeated"
+                    logger.warning("%s: %s", happens, error)
+                if now >= give_up_at:
+                    raise CommunicationError(
+                        f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
+                        f"{error}. Nothing was averaged; see whether the lighthouse and at least "
+                        f"min_members={self._group.min_members} members are there"
+                    ) from error
+
+    def _start(self) -> None:
+        group, present = self._group, self._met()
+        # The same on all of this quorum, and on nobody else: of the past, and of who was there. (The quorum's
+        # number is not enough: a lighthouse that has died and come back counts from the beginning.)
+        members = [each.member for each in present]
+        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
+        lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
+        total = sum(each.weight for each in present)
+        flight = None
+        if total:
+            own = present[group.transport.rank].weight
+            flight = self._front._start(own * len(present) / total, max(each.step for each in present))
+        self._open = _Averaging(flight, lineage, present)
+
+    def _finish(self) -> None:
+        if self._open is None:
+            self._start()
+        assert self._open is not None
+        opened, self._open = self._open, None
+        try:
+            if opened.flight is not None:
+                with self._engine.clock.inside(self._engine.traffic):
+                    opened.flight.send()
+            purpose = "whether all have received everything"
+            try:
+                gather_numbers([1.0], self._group.transport, purpose)
+            except CommunicationError:
+                # Not abandoned: another member may have got this message, and committed.
+                self._doubt = opened
+                raise
+        except BaseException:
+            if self._doubt is None:
+                opened.abandon()
+            raise
+        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
+        # failure takes nothing back.
+        self._group.conclude(True)
+        self._commit(opened)
+        self._hand_over(opened.present)
+        # Those who leave have handed over what they owed, and would count it again.
+        is_anyone_leaving = any(each.is_leaving for each in opened.present)
+        if not is_anyone_leaving and any(each.is_saving for each in opened.present):
+            self._saved = self._engine.state_dict()
+
+    def _met(self) -> tuple[Presence, ...]:
+        """Return who takes part in the next averaging, all of one lineage and configured alike."""
+        group = self._group
+        start = time.perf_counter()
+        try:
+            group.meet()
+        except LeftError:
+            self.leave()
+            raise
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        self._note_received()
+        is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
+        own = Presence(
+            member=self._member,
+            lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+            doubt=0 if self._doubt is None else self._doubt.lineage,
+            step=0 if is_new else front.steps,
+            min_members=group.min_members,
+            weight=0.0 if is_new else front._weight(),
+            weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
+            error_norm=self._engine.error_norm(),
+            is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
+            is_leaving=self.is_leaving,
+            is_new=is_new,
+            is_saving=self._is_saving,
+        )
+        rows = gather_numbers(
+            [float(each) for each in own], group.transport, "who takes part in an averaging"
+        )
+        present = tuple(map(Presence.of, rows))
+        # In this order, and by the rows alone: all refuse at the same place, and nobody sends to one that has
+        # gone back to meet.
+        self._check_number(present)
+        present = self._of_one_lineage(present)
+        self._check_finite(present)
+        if self._agreed_changes != group.num_changes:
+            # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
+            # fails: the next change of members starts from this number.
+            self._agree(present)
+            self._adopt()
+            # Those who resume from one state have its mean each; who joins them has nothing.
+            before = self._error_members or sum(not each.is_new for each in present)
+            self._engine.regroup(group.transport.size / before)
+            self._error_members = group.transport.size
+            self._agreed_changes = group.num_changes
+        return present
+
+    def _provided(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from."""
+        if self._device.type != "cpu":
+            # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
+            torch.accelerator.synchronize(self._device)
+        # Send what it is about to load: its own model is not shared yet.
+        return self._front._state() if self._group.received is None else self._group.received
+
+    def _note_received(self) -> None:
+        """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
+        received = self._group.received
+        if received is None:
+            return
+        members = received.get("members") if isinstance(received, Mapping) else None
+        if not isinstance(members, Mapping) or type(members.get("lineage")) is not int:
+            raise StateError(
+                "what the group has sent this member to start from has no lineage, expected a mapping with "
+                f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
+            )
+        if self._doubt is not None and members["lineage"] == self._doubt.lineage:
+            # They have committed what this member had prepared: with that it stands where they do, and keeps
+            # its residual.
+            self._group.received = None
+            self._resolve_doubt(was_committed=True)
+            return
+        self._member = _drawn()  # to the others, it is a new one
+
+    def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
+        """Return the members with their true lineage; those of another one than most must start anew."""
+        kept = kept_lineage(present)
+        if self._doubt is not None:
+            was_committed = self._doubt.lineage == kept
+            self._resolve_doubt(was_committed=was_committed)
+            if was_committed:
+                self._group.received = None
+        present = tuple(
+            each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
+            if each.doubt == kept
+            else each
+            for each in present
+        )
+        if any(each.lineage != kept for each in present):
+            if present[self._group.transport.rank].lineage != kept:
+                self._group.received = None
+                self._group.start_over()
+            raise _TryAgainError(
+                "members come from different averagings, and some must start from the others"
+            )
+        return present
+
+    def _resolve_doubt(self, *, was_committed: bool) -> None:
+        assert self._doubt is not None
+        doubt, self._doubt = self._doubt, None
+        if was_committed:
+            self._commit(doubt)
+        else:
+            doubt.abandon()
+
+    def _check_number(self, present: Sequence[Presence]) -> None:
+        # First: where some had enough and others had not, some would send, and others meet again.
+        own = self._group.min_members
+        needed = [each.min_members for each in present if not each.is_new]
+        usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
+        error = AgreementError(
+            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
+            "refused, and the others go on; start all with the same one"
+        )
+        self._refuse([each.min_members != usual for each in present], "have other min_members", error)
+        if len(present) < own:
+            if self.is_leaving:
+                self.leave()
+                raise LeftError(
+                    f"this member has left the group, in which too few were left ({len(present)} of "
+                    f"min_members={own}) to hand over to"
+                )
+            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
+            there = "1 member is" if len(present) == 1 else f"{len(present)} members are"
+            raise _TooFewError(f"{there} there, and min_members={own} are needed")
+
+    def _check_finite(self, present: Sequence[Presence]) -> None:
+        error = StepError(
+            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
+            "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
+            "a GradScaler); started again, it takes the model of the others"
+        )
+        self._refuse([not each.is_finite for each in present], "are not finite", error)
+
+    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
+        """Let some members leave with an error, and the others try again without them."""
+        if are_refused[self._group.transport.rank]:
+            # Before it is raised: the others meet again at once, and should not wait for this member.
+            self.leave()
+            raise error
+        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
+        if ranks:
+            raise _TryAgainError(f"members {ranks} {why}, and are refused")
+
+    def _agree(self, present: Sequence[Presence]) -> None:
+        """Refuse a member that is configured otherwise than those who were here before."""
+        group = self._group
+        described, purpose = self._front._described(), "joining a group"
+        data = gather_bytes(json.dumps(described).encode(), group.transport, purpose)
+        everyone: list[dict[str, str]] = list(map(json.loads, data))
+        texts = [json.dumps(each, sort_keys=True) for each in everyone]
+        before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
+        counts = Counter(before)
+        usual = max(counts, key=lambda text: counts[text])
+        refused = AgreementError()
+        try:
+            others = [everyone[texts.index(usual)], described]
+            check_same(others, f"{purpose}, of which process 0 is a member")
+        except AgreementError as error:
+            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
+        self._refuse([text != usual for text in texts], "are configured otherwise", refused)
+
+    def _adopt(self) -> None:
+        received = self._group.received
+        if received is None:
+            return
+        lost = self._engine.error_norm()
+        # What a run that resumes owed, those who went on before this member have.
+        if self.lineage and self._error_members:
+            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away: it starts from the others%s", owed)
+            self.stats.lost_error += lost
+        self._front._adopt(received)
+        self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
+        self._error_members = self._group.transport.size
+        self._present = ()
+        self._group.received = None
+
+    def _commit(self, averaging: _Averaging) -> None:
+        flight, present = averaging.flight, averaging.present
+        if flight is not None:
+            flight.land()  # whatever can raise: if a mean is not finite, nothing has moved
+        self.lineage = averaging.lineage
+        self.commits += 1
+        may_be_empty = any(each.is_new or each.is_saving for each in present)
+        step = max(each.step for each in present)
+        self._front._committed(flight, step, len(present), may_be_empty=may_be_empty)
+        self.stats.averagings += flight is not None
+        count_changes(self.stats, self._present, present)
+        self._present = present
+
+    def _hand_over(self, present: Sequence[Presence]) -> None:
+        """Let those who stay take over, in equal parts, the residual of those who leave."""
+        stayers = [rank for rank, each in enumerate(present) if not each.is_leaving]
+        leavers = [rank for rank, each in enumerate(present) if each.is_leaving]
+        errors, transport = self._engine.memory[ERROR], self._group.transport
+        # On which parameters there is a residual is the same on all members.
+        names = sorted(errors)
+        if not stayers or not names:
+            return
+        for place, rank in enumerate(leavers):
+            try:
+                arrived = broadcast_residual([errors[name] for name in names], transport, rank)
+            except CommunicationError as error:
+                # No message comes behind one that has failed, so those of the other leavers are lost, too.
+                logger.warning(
+                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                )
+                self.stats.lost_error += sum(present[each].error_norm for each in leavers[place:])
+                return
+            if transport.rank in stayers:
+                for name, part in zip(names, arrived, strict=True):
+                    errors[name].add_(part, alpha=1 / len(stayers))
+
+
+def _drawn() -> int:
+    """Return a number that no other member has; whatever seeds the user's script sets."""
+    return random.SystemRandom().getrandbits(NUMBER_BITS) | 1

@@ -1,0 +1,395 @@
+"""Members that stay: the processes of a group, or its subgroups."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.channel import Machines, ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.errors import StepError
+from thinwire.fronts.common import averaging_model
+from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
+from thinwire.localsgd.fragment import Averaged, Fragment, Fragments
+from thinwire.localsgd.loop import driven_gradients
+from thinwire.localsgd.model import AveragedModel
+from thinwire.localsgd.outer import settings_digest
+from thinwire.localsgd.schedule import Level, Schedule
+from thinwire.localsgd.settings import Warmup
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+
+logger = logging.getLogger(__name__)
+
+EXACT = AllReduce()
+MAX_LISTED = 8
+
+
+class Answer(NamedTuple):
+    """What a process says of itself.
+
+    Attributes:
+        step: Attempted steps.
+        is_finite: Whether what it has to average is.
+        contributes: Whether it had input since the last averaging.
+        has_changed: Whether its parameters have changed since the last averaging without a step that counts.
+        outer: Digest of the outer optimizer's settings, which a schedule changes; below 2**32.
+    """
+
+    step: int
+    is_finite: bool
+    contributes: bool
+    has_changed: bool
+    outer: int
+
+
+class Consensus:
+    """The answers of all members of a group, under way until they are read. Collective.
+
+    Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
+    """
+
+    def __init__(self, own: Answer, transport: Transport) -> None:
+        # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
+        numbers = [own.step, own.is_finite + 2 * own.contributes + 4 * own.has_changed, own.outer]
+        self._own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._own.new_empty(transport.size, len(numbers))
+        purpose = f"step {own.step}, the consensus check before an averaging"
+        self._work = transport.all_gather(self._rows, self._own, purpose)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers, by rank. Blocks until all have come."""
+        self._work.wait()
+        rows = [[int(number) for number in row] for row in self._rows.tolist()]
+        return [
+            Answer(step, bool(flags & 1), bool(flags & 2), bool(flags & 4), outer)
+            for step, flags, outer in rows
+        ]
+
+    def checked(self) -> list[Answer]:
+        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come."""
+        answers = self.answers()
+        broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
+        if broken:
+            raise StepError(
+                f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); "
+                "nothing was averaged, and every process has kept its own. Find what diverged there "
+                "(learning rate, loss, overflow in fp16 without a GradScaler) and restart all processes from "
+                "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
+                "infinite: average_buffers=False"
+            )
+        if len({answer.step for answer in answers}) > 1:
+            steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
+            raise StepError(
+                f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
+                "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
+                "batches (different numbers of them), train inside thinwire.join as well: with local, "
+                "thinwire.join(local): … Call average() on all processes or on none"
+            )
+        if not do_agree(answers):
+            usual = Counter(answer.outer for answer in answers).most_common(1)[0][0]
+            others = [place for place, answer in enumerate(answers) if answer.outer != usual]
+            raise StepError(
+                f"the outer optimizer's settings on process {_listed(others)} differ from the other "
+                "processes', so models would differ; nothing was averaged. Step a schedule of local.outer on "
+                "all processes alike, not by what differs between them, such as their own losses"
+            )
+        return answers
+
+
+def do_agree(answers: Sequence[Answer]) -> bool:
+    """Return whether all are at one step, finite, and average alike."""
+    courses = {(answer.step, answer.outer) for answer in answers}
+    return len(courses) == 1 and all(answer.is_finite for answer in answers)
+
+
+def _listed(values: Sequence[object]) -> str:
+    listed = ", ".join(map(str, values[:MAX_LISTED]))
+    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"
+
+
+class Fixed:
+    """The members of a group that does not change; each is a process, or the processes of an FSDP2 replica.
+
+    What is collective raises on all processes alike: `StepError` where they are at different steps or one has
+    parameters that are not finite, `CommunicationError` where a collective failed.
+
+    Attributes:
+        engine: Averages changes over the group.
+        warmup: Averages what the warm-up does.
+        fragments: Of the model; none before entry.
+        outer: Steps them; None for the mean itself.
+        flights: In the order of their start.
+        step: Attempted steps.
+        own_pending_steps: This process's own since the last averaging.
+        divides_by_contributors: Whether to divide by those alone that had input since then.
+    """
+
+    def __init__(
+        self,
+        group: Transport,
+        model: AveragedModel,
+        schedule: Schedule,
+        algorithm: Algorithm,
+        warmup: Warmup,
+        averaged: Sequence[Averaged],
+        parts: Sequence[Sequence[tuple[ParameterSpec, ...]]],
+        machines: Machines | None = None,
+    ) -> None:
+        self.fragments = Fragments()
+        self.outer: torch.optim.Optimizer | None = None
+        self.flights: list[Flight[Fragment]] = []
+        self.step = self.own_pending_steps = 0
+        self.divides_by_contributors = False
+        self._model, self._schedule = model, schedule
+        specs, shards = [each.spec for each in averaged], model.replica.shards
+        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+        settings = Settings(together=shards)
+        self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+        # What else averages over the same group counts with it; a subgroup's network is another, fast one.
+        counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
+        counts["machines"] = machines
+        settings = Settings(on_nonfinite=warmup.on_nonfinite, together=shards)
+        self._exact = Engine(EXACT, group, specs, settings, **counts)
+        # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
+        # averages when the warm-up ends.
+        self.warmup = self._exact
+        if warmup.algorithm is not None:
+            self.warmup = Engine(warmup.algorithm, group, specs, settings, **counts)
+        # The processes of a machine have the same changes, so they need not ask each other.
+        self._together = self.engine.settings.together if self.engine.places is None else None
+        # And not read yet, in the order in which they were asked.
+        self._asked: list[Consensus] = []
+
+    @property
+    def num_members(self) -> int:
+        """Members that train on their own: processes of the group, or its subgroups."""
+        return self.engine.transport.size
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the warm-up has an engine with memory of its own."""
+        return self.warmup is not self._exact
+
+    def gradients(self, owner: object) -> AbstractContextManager[None]:
+        """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
+        if self._model.ddp is None:
+            return averaging_model(owner, self._model.module, self.engine.transport)
+        return driven_gradients(
+            self._model.ddp, self._gradient_engines(), lambda: self._schedule.gradients_in(self.step)
+        )
+
+    def _gradient_engines(self) -> dict[Level, Engine]:
+        return {"group": self.warmup}
+
+    def end_warmup(self) -> None:
+        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
+        if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup_steps - 1:
+            self.warmup.use(EXACT)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether anything is to be sent or waited for after this step."""
+        return self._schedule.after(self.step) is not None or bool(self.flights)
+
+    def go_on(self) -> None:
+        """Average within the subgroup, advance what is in flight, and start what is due. Collective."""
+        schedule, step = self._schedule, self.step
+        sent = [self.fragments[number] for number in schedule.fragments_after(step)]
+        is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
+        self._average_within(() if is_delayed else sent)
+        # A fragment that is still in flight lands before its next change is taken.
+        for flight in tuple(self.flights):
+            self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
+        if not sent:
+            return
+        changes = {each: each.changes() for each in sent}
+        asked = self._ask(changes)
+        if not is_delayed:
+            # The answers first: who is at another step sends no changes, and would be waited for in vain.
+            self._average_now(changes, self._read(asked))
+            return
+        # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
+        if not self.engine.has_agreed:
+            self._read(asked)
+        self.flights.append(Flight(changes, self.engine, asked, is_delayed=True))
+        for fragment in sent:
+            fragment.sent_after = step
+
+    def average_all(self) -> None:
+        """Apply what is in flight, then average what has changed since each fragment was sent. Collective."""
+        changes = {each: each.changes() for each in self.fragments}
+        self._agree_within(changes)
+        # An optimizer that steps after the one whose steps count, or in its place, leaves models that differ.
+        in_flight = {each for flight in self.flights for each in flight.changes}
+        quiet = [each for each in self.fragments if self.step == each.sent_after and each not in in_flight]
+        has_changed = bool(quiet) and have_moved({each: changes[each] for each in quiet}, self._together)
+        if has_changed:
+            logger.warning(
+                "parameters have changed since the last averaging without a step of the optimizer that was "
+                "given; they are averaged now, and were not in between. If another optimizer trains them, or "
+                "it was made anew, pass the one that steps last"
+            )
+        asked = self._ask(changes, has_changed=has_changed)
+        answers = self._read(asked)
+        anyone_has_changed = any(answer.has_changed for answer in answers)
+        # A copy of the list, for what lands leaves it.
+        for flight in tuple(self.flights):
+            (fragment,) = flight.changes
+            self._land(flight, asked)
+            changes[fragment] = fragment.changes()
+        pending = [each for each in self.fragments if anyone_has_changed or self.step > each.sent_after]
+        if self._schedule.is_warm_up(self.step):
+            turns = [pending] if pending else []
+        else:
+            # Each by itself as ever, those first that have waited longest: the same order everywhere.
+            turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
+        # All are known to be at this step: one question is enough for all turns.
+        for fragments in turns:
+            self._average_now({each: changes[each] for each in fragments}, answers)
+
+    def finish_all(self) -> None:
+        """Wait for all that is in flight; it is applied when it is due. Collective."""
+        # Read before anything is waited for: members that are at other steps send other rounds.
+        asked = self._ask({})
+        self._read(asked)
+        for flight in self.flights:
+            flight.finish(self._read, asked)
+
+    def abandon(self) -> None:
+        """Forget what is in flight: it is sent again when its turn comes."""
+        for flight in self.flights:
+            flight.abandon()
+            # What it has changed is still to be sent, so the next averaging must not pass over it.
+            for fragment in flight.changes:
+                fragment.sent_after = min(fragment.sent_after, self.step - 1)
+        self.flights, self._asked = [], []
+
+    def _average_now(self, changes: Changes, answers: Sequence[Answer]) -> None:
+        """Average over the group, all members having agreed."""
+        num_contributors = sum(answer.contributes for answer in answers)
+        # What goes in is scaled, not what comes out: the residual keeps one unit.
+        if self.divides_by_contributors and num_contributors:
+            for flat in chain(*changes.values()):
+                flat.mul_(len(answers) / num_contributors)
+        # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
+        is_exact = self._schedule.is_warm_up(self.step)
+        engine = self._exact if is_exact else self.engine
+        # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
+        with engine.clock.inside(engine.traffic):
+            Flight(changes, engine).land()
+        # Only when all have come: where one fails, no fragment has moved.
+        for fragment, means in changes.items():
+            fragment.move(means, None if is_exact else self.outer)
+            fragment.sent_after = self.step
+        self.own_pending_steps = 0
+
+    # What is in flight.
+
+    def _advance(self, flight: Flight[Fragment], *, is_sent_again: bool) -> None:
+        """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
+
+        Whatever may be sent, a question goes before it. So a process that has left the common course, and
+        asks before it averages what is left, meets a question of the others, and all learn of it.
+        """
+        # What is delayed is sent one fragment at a time.
+        (fragment,) = flight.changes
+        age = self.step - fragment.sent_after
+        # A fragment is sent again before it has landed only after resuming with other settings.
+        if age >= self._schedule.delay_steps or is_sent_again:
+            self._land(flight, None if flight.has_landed else self._ask({}))
+            return
+        num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
+        if flight.num_rounds < num_rounds and not flight.has_landed:
+            flight.send(num_rounds, self._read, self._ask({}))
+
+    def _land(self, flight: Flight[Fragment], asked: Consensus | None) -> None:
+        """Wait until a flight's changes are their means, and move its fragment by them."""
+        flight.finish(self._read, asked)
+        # Only then: what has raised above is still to be abandoned.
+        self.flights.remove(flight)
+        local_weight = self._schedule.local_weight(self.engine.algorithm)
+        for fragment, means in flight.changes.items():
+            # Without a step since it was sent there is nothing of one's own to keep.
+            fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
+
+    # What members ask each other.
+
+    def _average_within(self, sent: Sequence[Fragment]) -> None:
+        """Average inside of a member what is not sent now; here a member is one process."""
+
+    def _agree_within(self, changes: Changes) -> None:
+        """Check inside of a member that its processes may average."""
+
+    def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
+        """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
+        asked = Consensus(self._answer(changes, has_changed=has_changed), self.engine.transport)
+        self._asked.append(asked)
+        return asked
+
+    def _answer(self, changes: Changes, *, has_changed: bool = False) -> Answer:
+        # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
+        is_finite = not changes or are_finite(changes, self._together)
+        contributes = self.own_pending_steps > 0
+        return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self.outer))
+
+    def _read(self, until: Consensus | None) -> list[Answer]:
+        """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""
+        answers: list[Answer] = []
+        while until in self._asked:
+            # In the order of asking, the same everywhere: so all refuse at the same question.
+            answers = self._asked.pop(0).checked()
+        return answers
+
+
+class Subgroups(Fixed):
+    """Fixed members that are subgroups of processes, which average inside at every step, exactly."""
+
+    def __init__(self, within: Transport, group: Transport, **settings: Any) -> None:
+        # The processes of a subgroup have the same changes, so each sends a part of them.
+        machines, why_flat = None, ""
+        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+            machines, why_flat = machines_of_subgroups(group, within)
+        super().__init__(group, **settings, machines=machines)
+        if why_flat:
+            self.engine.shortfalls[why_flat] = None
+        self._within = Engine(EXACT, within, self.engine.specs, self._exact.settings)
+
+    @property
+    def num_members(self) -> int:
+        """As `Fixed.num_members`."""
+        return super().num_members // self._within.transport.size
+
+    def _gradient_engines(self) -> dict[Level, Engine]:
+        return {**super()._gradient_engines(), "subgroup": self._within}
+
+    def _average_within(self, sent: Sequence[Fragment]) -> None:
+        if not self._schedule.meets_in_subgroups:
+            return
+        changes: Changes = {each: each.changes() for each in self.fragments}
+        self._agree_within(changes)
+        # What the group averages at once needs no mean of the subgroup before.
+        within = {each: flats for each, flats in changes.items() if each not in sent}
+        if within:
+            Flight(within, self._within).land()
+            for fragment, means in within.items():
+                fragment.write(means)
+
+    def _agree_within(self, changes: Changes) -> None:
+        """Check consistency before averaging, so that all members raise together. Collective; blocks.
+
+        The subgroup is asked first each time, so that members at different steps meet there, and not in
+        different groups. If they disagree, they ask the group at once, where the others, the next time that
+        they ask it, refuse with them.
+        """
+        own = self._answer(changes)
+        if self._schedule.meets_in_subgroups and not do_agree(
+            Consensus(own, self._within.transport).answers()
+        ):
+            Consensus(own, self.engine.transport).checked()

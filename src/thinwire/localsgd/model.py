@@ -1,0 +1,220 @@
+"""The model that a user gave: what is around it, what this process holds of it, and what is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.checks import shown
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
+from thinwire.localsgd.fragment import Averaged
+from thinwire.localsgd.outer import held_by
+from thinwire.localsgd.replica import Replica
+from thinwire.localsgd.schedule import Schedule
+from thinwire.localsgd.settings import Warmup
+from thinwire.sync.settings import checked_on_nonfinite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(eq=False)
+class AveragedModel:
+    """A model whose tensors are looked up anew each time: a user may freeze, replace or resize some.
+
+    Attributes:
+        module: The model, not wrapped.
+        replica: What this process holds of it.
+        ddp: The DDP model around it, which may leave some of its parameters out.
+        buffers: Whether saved floating buffers are averaged.
+        entered: What each averaged tensor was on entry, by name; none before.
+    """
+
+    module: nn.Module
+    replica: Replica = field(default_factory=Replica)
+    ddp: DistributedDataParallel | None = None
+    buffers: bool = True
+    entered: Mapping[str, object] = field(default_factory=dict)
+
+    def tensors(self) -> list[Averaged]:
+        """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
+
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
+        save (masks, position tables) are constants.
+        """
+        # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
+        self.replica.show_shards()
+        ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
+        found = []
+        # In the model's order, which is the same on every process and decides what travels where.
+        for parameter, name in names_of(self.module, ignored).items():
+            if not parameter.requires_grad:
+                continue
+            if nn.parameter.is_lazy(parameter):
+                raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
+            if hasattr(parameter, "to_local") and not self.replica.is_sharded:
+                raise GradientError(
+                    f"{name} is sharded over processes, expected whole parameters, or those of a model "
+                    "that fully_shard held when it was given to LocalSGD: call fully_shard before; LocalSGD "
+                    "averages no others"
+                )
+            found.append(Averaged(name, parameter, is_buffer=False))
+        if not found:
+            raise AttachError("no parameter of the model is trained, so there is nothing to average")
+        # Module by module: which buffers are not saved only the module knows that has them. One that modules
+        # share is averaged once.
+        seen: set[int] = set()
+        for prefix, part in self.module.named_modules() if self.buffers else ():
+            for own_name, buffer in part.named_buffers(recurse=False):
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
+                    seen.add(id(buffer))
+                    if buffer.is_floating_point() and name not in ignored:
+                        found.append(Averaged(name, buffer, is_buffer=True))
+        _check_values(found)
+        return found
+
+    def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
+        """Return what carries messages over the group, and within the subgroup if there is one."""
+        device, given = self.tensors()[0].tensor.device, self.replica.replicas
+
+        def transport_of(given: Any) -> Transport:
+            return given if isinstance(given, Transport) else ProcessGroupTransport(given, device)
+
+        group = transport_of(self.ddp.process_group if self.ddp is not None and given is None else given)
+        if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
+            raise ConfigError(
+                "replicas is not the group of the DDP model; leave it out, or build both with the same one"
+            )
+        inner = None if subgroup is None else transport_of(subgroup)
+        # Of other transports nobody knows who is at their ends.
+        if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
+            members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
+            if others - members:
+                raise ConfigError(
+                    f"processes {sorted(others - members)} of the subgroup are not in the process group; "
+                    "make subgroups of it: torch.distributed.new_subgroups(group_size=…)"
+                )
+        return group, inner
+
+    def enter(self, averaged: Iterable[Averaged]) -> None:
+        """Take note of what is averaged from now on."""
+        self.entered = {each.name: each.identity for each in averaged}
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with other tensors than on entry."""
+        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
+        now = {each.name: each.identity for each in self.tensors()}
+        changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
+        if changed:
+            raise StepError(
+                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
+                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
+
+
+def _check_values(found: Iterable[Averaged]) -> None:
+    for each in found:
+        if each.tensor.is_meta:
+            raise AttachError(
+                f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
+                "initialise or load it, then average the model"
+            )
+
+
+def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the module, and the DDP model around it if there is one."""
+    # What torch.compile was given.
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module, inner
+    if not isinstance(inner, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}")
+    # Its shards are of parameters that were joined end to end, so that none has a name.
+    if is_sharded(inner) and not is_fsdp2(inner):
+        raise AttachError(
+            f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
+            "torch.distributed.fsdp.fully_shard instead, or pass the plain module if it fits on each device"
+        )
+    return inner, None
+
+
+def replica_of(
+    module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
+) -> Replica:
+    """Return what is known of this process's replica of a model."""
+    if not is_fsdp2(module):
+        if hasattr(replicas, "get_group"):  # by its type: that takes seconds to import
+            raise ConfigError(
+                "a mesh is for models of fully_shard; pass replicas=mesh.get_group() with this one"
+            )
+        return Replica(replicas)
+    if has_subgroup:
+        raise ConfigError(
+            "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
+        )
+    # DTensors take seconds to import; with a sharded model that is done.
+    made: Replica = import_module("thinwire.localsgd.sharded_replica").ShardedReplica(module, replicas)
+    return made
+
+
+def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None, warmup: Warmup) -> None:
+    """Refuse settings of gradients where none are averaged, or not by all."""
+    on_nonfinite = checked_on_nonfinite(warmup.on_nonfinite, grad_scaler)
+    if on_nonfinite != "nan" and not schedule.has_ddp:
+        raise ConfigError(
+            f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+            "is a plain module, whose parameters are averaged; leave it out"
+        )
+    if on_nonfinite == "raise" and schedule.has_subgroup:
+        raise ConfigError(
+            'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
+            'raise; use "zero"'
+        )
+    if warmup.algorithm is not None and not schedule.has_ddp:
+        raise ConfigError(
+            f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
+            "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
+            "leave it out"
+        )
+
+
+def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse the optimizer of a different model."""
+    if not held_by(optimizer) & {id(each) for each in parameters}:
+        raise ConfigError(
+            "the optimizer holds none of the model's trainable parameters; build it from this model: "
+            "optimizer = torch.optim.SGD(model.parameters(), …)"
+        )
+
+
+def checked_optimizer(
+    optimizer: object, averaged: Sequence[Averaged], module: nn.Module
+) -> torch.optim.Optimizer:
+    """Return the optimizer whose steps are counted."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+    # Wrappers may derive from Optimizer without calling its __init__.
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise ConfigError(
+            f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
+        )
+    check_trains(optimizer, (each.tensor for each in averaged))
+    # Fewer than the model's are fine: several optimizers may train it.
+    foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
+    if foreign:
+        raise ConfigError(
+            f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
+            "averaged; put all that is trained into one module and pass that"
+        )
+    return optimizer

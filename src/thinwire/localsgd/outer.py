@@ -1,0 +1,151 @@
+"""The outer optimizer, which steps the last averages: made, described, and its state saved by shards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map
+
+from thinwire.algorithms import Algorithm
+from thinwire.checks import shown
+from thinwire.errors import ConfigError, StateError
+from thinwire.localsgd.replica import Replica
+from thinwire.localsgd.settings import Nesterov
+
+Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""The outer step; or what makes an optimizer of the last averaged parameters."""
+
+PLAIN = bool | int | float
+OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
+
+
+def check_outer(outer: object) -> None:
+    """Refuse what does not make an outer optimizer."""
+    if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
+        raise ConfigError(
+            "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
+            f"{shown(outer)}; {OUTER_EXAMPLE}"
+        )
+
+
+def device_of(outer: Outer | None) -> torch.device | str | None:
+    """Return where last averages are kept; None for where the model is."""
+    return outer.device if isinstance(outer, Nesterov) else None
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def new_outer(
+    make: Outer | None,
+    parameters: list[torch.Tensor],
+    num_members: int,
+    every_steps: int,
+    algorithm: Algorithm,
+) -> torch.optim.Optimizer | None:
+    """Return the outer optimizer of `parameters`, if there is to be one."""
+    if make is None:
+        return None
+    if isinstance(make, Nesterov):
+        return make.optimizer(parameters, num_members, every_steps, algorithm)
+    outer: object = make(parameters)
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
+    # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
+    if held_by(outer) != set(map(id, parameters)):
+        raise ConfigError(
+            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+        )
+    return outer
+
+
+def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, *, stacklevel: int) -> None:
+    """Warn of a momentum that does not go with an algorithm."""
+    if outer is None or not algorithm.sends_few_entries:
+        return
+    if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
+        warnings.warn(
+            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
+            "moves it on in all the steps in which nothing was sent of it; "
+            "leave momentum out: outer=thinwire.Nesterov(lr=1, momentum=0)",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def described_outer(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    # What else there is (functions, tensors) may print differently on every process.
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, PLAIN)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def settings_digest(outer: torch.optim.Optimizer | None) -> int:
+    """Return a CRC-32 of an outer optimizer's settings as they are now; 0 for none."""
+    if outer is None:
+        return 0
+    now = [
+        [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
+        for group in outer.param_groups
+    ]
+    # Of 32 bits: members compare it in a message of float64, which holds those exactly.
+    return zlib.crc32(repr(now).encode())
+
+
+def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
+    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
+    # Copies: an optimizer hands out its own tensors, which go on changing.
+    state: dict[str, Any] = tree_map(
+        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
+        outer.state_dict(),
+    )
+    for name, parameter, kept, key in _tensors(outer, names, state):
+        # What has an element for each of the parameter's is in shards as it is; step counts are not.
+        if kept[key].shape == parameter.shape:
+            kept[key] = replica.whole({name: kept[key]})[name]
+    return state
+
+
+def load_outer(
+    outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica, state: Mapping[str, Any]
+) -> None:
+    """Let an outer optimizer go on from what `saved_outer` has returned."""
+    own = copy.deepcopy(dict(state))
+    for name, parameter, kept, key in _tensors(outer, names, own):
+        if kept[key].shape == replica.shape_of(name, parameter):
+            kept[key] = replica.own({name: kept[key]})[name]
+    try:
+        outer.load_state_dict(own)
+        # It takes the settings of most others, too, and would fail in the first step for want of its own.
+        missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
+    except KeyError as error:
+        missing = list(error.args)
+    except ValueError as error:
+        raise StateError(f"the state is of another outer optimizer: {error}") from error
+    if missing:
+        raise StateError(
+            f"the state is of another outer optimizer: it has no {', '.join(missing)}, which "
+            f"{type(outer).__name__} needs; pass outer= as when it was saved"
+        )
+
+
+def _tensors(
+    outer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
+    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
+    # A state calls parameters by their place in the optimizer's groups, one after the other.
+    parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
+    for place, kept in state["state"].items():
+        if place >= len(parameters):
+            continue  # of another optimizer: this one refuses it when it is loaded
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                yield names[id(parameters[place])], parameters[place], kept, key

@@ -1,0 +1,161 @@
+"""`elastic.Steps`: gradients averaged at every step, with whoever is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from thinwire.algorithms import Algorithm, all_finite
+from thinwire.checks import number
+from thinwire.errors import ConfigError, LeftError, StepError
+from thinwire.localsgd.flight import Flight
+from thinwire.localsgd.fragment import Averaged, Buckets
+from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.group import Group
+
+
+class Steps(Member):
+    """Average the gradients of every step with whoever is there, and take the optimizer's step.
+
+    What `thinwire.attach` does for a DDP model, on a group whose members change. `step()` stands in the
+    place of `optimizer.step()`. If a member is lost meanwhile, the averaging is done again among those who
+    are left, with the same gradients, and then all take the same step: parameters and optimizer are the same
+    on all members to the bit, after each. A member that joins receives model, optimizer and counters, and
+    then takes the step of the others with them. Residuals, leaving, and members that vanish: as
+    `elastic.DiLoCo`.
+
+    Each step asks the lighthouse who is there, which takes milliseconds near it, and a round trip more over
+    the slow link than `thinwire.attach` needs; all is sent after the backward pass. Where that is too much,
+    `elastic.DiLoCo` asks every so many steps.
+
+    Args:
+        model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
+        optimizer: Trains the whole model; or several that do together, which step in this order. A schedule
+            of a learning rate should go by `steps`: a member that joins takes over the optimizers' settings,
+            and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
+        algorithm: How the gradients become their mean over the group.
+        group: Who is there; None for `TorchftGroup()`.
+
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 96 bytes from each member before it and
+    8 bytes behind it. When members change, as of `elastic.LocalSGD`.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: A DDP or a sharded model, or one that is all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> from thinwire import PowerSGD, elastic
+        >>> model = nn.Linear(64, 32)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> group = elastic.InProcessGroup(elastic.InProcessLighthouse())  # else elastic.TorchftGroup()
+        >>> with elastic.Steps(model, optimizer, PowerSGD(matrix_rank=2), group=group) as steps:
+        ...     while steps.steps < 3:
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         steps.step()
+        >>> steps.membership().averagings
+        3
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        *,
+        group: Group | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, algorithm, group, average_buffers=False)
+        # All of the optimizers step here, for a member that joins does so on entry, before its loop.
+        if not self._group.send_optimizer:
+            raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
+        self._buckets = Buckets(self._model.tensors())
+        self._work = 0.0  # that this member's gradients are of; 0 once they are applied
+        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
+
+    def __str__(self) -> str:
+        return f"elastic.Steps, {self.sync.algorithm}"
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Leave. Swallows `LeftError`."""
+        self._attached.close()
+        return kind is not None and issubclass(kind, LeftError)
+
+    def step(self, work: float = 1.0) -> None:
+        """Average the gradients with whoever is there, and let the optimizer step. Collective.
+
+        The gradients are the means afterwards. A parameter without one counts as zeros.
+
+        Args:
+            work: What this member's gradients weigh: such as the tokens that their mean is over. 0 to add
+                nothing to the step of the others, of whom one at least must weigh something.
+
+        Raises:
+            StepError: Outside the context; or this member's gradients are not finite, and it has left; or
+                those of all members weigh 0, and no step was taken.
+            LeftError: This member has left, after this step, as it was asked to; the context swallows it.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+            ConfigError: `work` is not a number, or negative.
+        """
+        self._check_inside("step()")
+        self._work = float(number("work", work, minimum=0))
+        self._transact(self._membership.average)
+        self._tell_observers()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return the gradients by bucket, flat; zeros where there is none."""
+        # Copies: an averaging that fails is repeated with the same gradients.
+        flats = self._buckets.empty()
+        for each, part in self._parts(flats):
+            part.zero_() if each.tensor.grad is None else part.copy_(each.tensor.grad)
+        return flats
+
+    def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
+        """Yield each parameter with its part of what is flat, of its own type."""
+        for each, part in self._buckets.parts(flats):
+            yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
+
+    # What the members see of it.
+
+    def _weight(self, turns_ahead: int = 0) -> float:
+        return 0.0 if turns_ahead else self._work
+
+    def _is_finite(self, turns_ahead: int = 0) -> bool:
+        self._flats = self._gradients()
+        return bool(all_finite(*self._flats))
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {each.name: each.value for each in self._buckets}
+
+    def _adopted(self) -> None:
+        self._flats, self._work = [], 0.0
+
+    def _start(self, scale: float, step: int) -> Flight[Buckets]:
+        flats, self._flats = self._flats or self._gradients(), []
+        for flat in flats:
+            flat.mul_(scale)
+        return Flight({self._buckets: flats}, self._engine, what="gradient")
+
+    def _committed(
+        self, flight: Flight[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        self._flats = []
+        if flight is None:
+            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            if self._is_inside and not may_be_empty:
+                raise StepError(
+                    "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
+                    "and no step was taken; give the work that they are of, or leave the step out on all"
+                )
+            return
+        for each, mean in self._parts(flight.changes[self._buckets]):
+            each.tensor.grad = mean
+        # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._work = 0.0
+        self._steps = step + 1
+        self._steps_here += 1

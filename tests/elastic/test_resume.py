@@ -1,0 +1,411 @@
+"""Members that come and go: their runs saved and resumed, and what they do as fixed members do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import thinwire
+from elastic.in_turns import InTurns, Killed, Turn
+from thinwire import Nesterov, Streaming, Warmup, checkpoint
+from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport, run_members
+from thinwire.channel.in_process import wait_for
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
+from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.localsgd import elastic
+
+FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
+VOTE = "whether all have received everything"
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
+
+
+class Run(InTurns[Any]):
+    """Members that train for some steps, after which some save; or resume from what others have saved.
+
+    `saves_at`: after which step all save, and go on. `states`: what each resumes from, or nothing.
+    """
+
+    def __init__(
+        self,
+        members: int,
+        kind: Callable[..., Any],
+        *,
+        steps: int = 12,
+        saves_at: int = -1,
+        states: dict[int, Any] | None = None,
+        ends: dict[int, tuple[int, str]] | None = None,
+        faults: dict[int, tuple[Any, ...]] | None = None,
+        joins_at: list[int] | None = None,
+    ) -> None:
+        self.kind, self.steps, self.saves_at, self.states = kind, steps, saves_at, states or {}
+        self.saved: dict[int, Any] = {}
+        self.models: dict[tuple[int, int], torch.Tensor] = {}
+        super().__init__(InProcessLighthouse(1, 60.0), joins_at or [0] * members, ends, faults)
+
+    def train(self, member: int) -> str:
+        torch.manual_seed(member)
+        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        front = self.fronts[member] = self.kind(model, optimizer, group=self.groups[member])
+        if member in self.states:
+            front.load_state_dict(self.states[member])
+        end = self.ends.get(member, (-1, ""))
+        with front:
+            while front.steps < self.steps:
+                if front.steps == end[0]:
+                    self.groups[member].leave = lambda: None  # type: ignore[method-assign]
+                    raise Killed
+                # Of the step and the member alone: a run that resumes draws the same.
+                draws = torch.Generator().manual_seed(100 * front.steps + member)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draws)
+                front.step() if isinstance(front, Steps) else optimizer.step()
+                if front.steps == self.saves_at:
+                    self.saved[member] = front.state_dict()
+                wait_for(Turn())
+                self.models[front.steps, member] = flat(model)
+            if not isinstance(front, Steps):
+                front.average()
+                self.models[front.steps, member] = flat(model)
+        return "done"
+
+    def residual(self, member: int) -> torch.Tensor:
+        errors = self.fronts[member]._engine.memory[ERROR]
+        return torch.cat([errors[name].flatten() for name in sorted(errors)])
+
+
+local = partial(partial, LocalSGD, every_steps=3, algorithm=FEW_BITS)
+diloco = partial(partial, DiLoCo, every_steps=4, algorithm=FEW_BITS)
+KINDS: dict[str, Any] = {
+    "local": local(),
+    "diloco": diloco(outer=Nesterov(lr=0.7, momentum=0.9)),
+    "topk": diloco(algorithm=TopK(density=1 / 8)),
+    "fragments": diloco(streaming=Streaming(fragments=2), algorithm=PowerSGD(matrix_rank=2)),
+    "delay": diloco(streaming=Streaming(delay_steps=2)),
+    "warm-up": local(warmup=Warmup(8, FEW_BITS), algorithm=TopK(density=1 / 8)),
+    "steps": partial(Steps, algorithm=PowerSGD(matrix_rank=2)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_resumes_is_the_run_that_went_on_to_the_bit(kind: str) -> None:
+    """Of three members, each with its own optimizer; saved in the middle of a turn, or of a warm-up."""
+    whole = Run(3, KINDS[kind], saves_at=7)
+    assert whole.results == ["done"] * 3
+    resumed = Run(3, KINDS[kind], states=whole.saved)
+    assert resumed.results == ["done"] * 3, resumed.errors
+    after = {at: model for at, model in whole.models.items() if at[0] > 7}
+    assert after.keys() == resumed.models.keys()
+    assert all(torch.equal(model, resumed.models[at]) for at, model in after.items())
+    assert all(torch.equal(whole.residual(member), resumed.residual(member)) for member in range(3))
+    assert resumed.fronts[0].membership().lost_error == 0
+    if kind != "delay":
+        assert torch.equal(resumed.models[12, 0], resumed.models[12, 2])
+
+
+@pytest.mark.parametrize("kind", ["local", "topk", "fragments", "steps"])
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_any_number_of_members_resume_from_one_file_and_nothing_that_was_owed_is_lost(
+    kind: str, members: int, tmp_path: Path
+) -> None:
+    whole = Run(3, KINDS[kind], saves_at=7)
+    # The optimizers inside apart, it does not matter whose it is.
+    assert len({str(state["sync"]["checksum"]) for state in whole.saved.values()}) == 1
+    for name in ("run.pt", "run.safetensors"):
+        checkpoint.save(whole.saved[1], tmp_path / name)
+    states = [checkpoint.load(tmp_path / name) for name in ("run.pt", "run.safetensors")]
+    # The last of them starts with nothing, and the others' model wins, whoever came first.
+    loaded = {member: states[member % 2] for member in range(1, members)} or {0: states[0]}
+    resumed = Run(members, KINDS[kind], steps=whole.saved[1]["step"], states=loaded)
+    assert resumed.results == ["done"] * members, resumed.errors
+    owed = dict(whole.saved[1]["sync"]["error"])
+    expected = torch.cat([owed[name].flatten() for name in sorted(owed)])
+    assert expected.norm() > 0
+    mean = torch.stack([resumed.residual(member) for member in range(members)]).mean(0)
+    torch.testing.assert_close(mean, expected)
+    models = [flat(front.module) for front in resumed.fronts.values()]
+    names = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).state_dict()
+    saved = torch.cat([whole.saved[1]["last_average"][name].flatten() for name in names])
+    assert all(torch.equal(model, saved) for model in models)
+    assert resumed.fronts[members - 1].membership().lost_error == 0
+
+
+def test_who_resumes_late_takes_over_what_the_others_are_at_and_nothing_counts_as_lost() -> None:
+    state = Run(2, KINDS["local"], saves_at=6).saved[0]
+    run = Run(2, KINDS["local"], states={0: state, 1: state}, joins_at=[0, 9], steps=15)
+    assert run.results == ["done"] * 2
+    assert torch.equal(run.models[15, 0], run.models[15, 1])
+    assert [front.membership().lost_error for front in run.fronts.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("member", [0, 2])
+@pytest.mark.parametrize("words", ["state_dict()", VOTE, "who takes part"])
+def test_a_message_that_fails_while_a_run_is_saved_is_sent_again(words: str, member: int) -> None:
+    place = 1 if words == "state_dict()" else 4
+    run = Run(3, KINDS["local"], saves_at=7, faults={member: (words, place)})
+    assert run.results == ["done"] * 3, run.errors
+    assert run.fronts[member].membership().retries >= 1
+    assert torch.equal(run.models[12, 0], run.models[12, 2])
+    assert run.saved[0]["sync"]["slots"] == run.saved[2]["sync"]["slots"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_is_saved_by_torch_distributed_checkpoint_too(tmp_path: Path) -> None:
+    class Saving(Run):
+        def train(self, member: int) -> str:
+            model = nn.Linear(8, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            front = LocalSGD(model, optimizer, every_steps=2, group=self.groups[member], algorithm=FEW_BITS)
+            if member in self.states:
+                state = {"local": front.distributed_state()}
+                load(state, checkpoint_id=tmp_path / str(member), no_dist=True)
+            with front:
+                self.saved[member] = flat(model)
+                model(torch.ones(1, 8) * (member + 1)).sum().backward()
+                optimizer.step()
+                state = {"local": front.distributed_state()}
+                if member not in self.states:
+                    save(state, checkpoint_id=tmp_path / str(member), no_dist=True)
+                    self.models[0, member] = flat(model)
+            return str(front.steps)
+
+    first = Saving(2, local())
+    assert first.results == ["1", "1"], first.errors
+    again = Saving(2, local(), states={0: None, 1: None})
+    assert again.results == ["2", "2"], again.errors
+    assert all(torch.equal(first.models[0, 0], again.saved[member]) for member in range(2))
+
+
+def test_who_does_not_save_takes_part_and_goes_on() -> None:
+    class One(Run):
+        def train(self, member: int) -> str:
+            self.saves_at = 7 if member == 1 else -1
+            return super().train(member)
+
+    run = One(3, KINDS["local"], steps=12)
+    assert run.results == ["done"] * 3, run.errors
+    assert set(run.saved) <= {1}
+
+
+def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
+    state = Run(2, KINDS["local"], saves_at=6).saved[0]
+    model, group = nn.Linear(32, 16), InProcessGroup(InProcessLighthouse())
+    optimizer = torch.optim.AdamW(model.parameters())
+    front = LocalSGD(model, optimizer, every_steps=2, group=group)
+    for broken, told in (
+        ({**state, "step": -1, "checksum": None}, "step must be"),
+        ({**state, "step": 7}, "damaged"),
+        ({"version": 5}, "reads version 4"),
+        (3, "made by LocalSGD.state_dict.., got int"),
+    ):
+        with pytest.raises(StateError, match=told):
+            front.load_state_dict(broken)  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="outside the context"):
+        front.state_dict()
+    with pytest.raises(StateError, match=r"differ in \['0.bias'"):
+        front.load_state_dict(state)
+    entered = LocalSGD(model, optimizer, every_steps=2, group=InProcessGroup(InProcessLighthouse()))
+    with entered, pytest.raises(StepError, match="before the context"):
+        entered.load_state_dict(state)
+    others = Run(3, KINDS["diloco"], states={0: {**state, "step": 7}}, steps=8)
+    assert others.results == ["StateError", "done", "done"]
+
+
+def of_fixed_members(state: dict[str, Any] | None, **settings: Any) -> tuple[Any, torch.Tensor]:
+    """Train two fixed members from a state, or from the start; what the first one saves, and its model."""
+    group = InProcessTransport.group(2)
+
+    def train(rank: int) -> tuple[Any, torch.Tensor]:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        local = thinwire.LocalSGD(model, optimizer, replicas=group[rank], algorithm=FEW_BITS, **settings)
+        if state is not None:
+            local.load_state_dict(state)
+        with local:
+            start = flat(model)
+            for _ in range(3):
+                model(torch.ones(1, 32) + rank).square().sum().backward()
+                optimizer.step()
+            return local.state_dict(), start if state is not None else flat(model)
+
+    return run_members(2, train)[0]
+
+
+def test_fixed_members_resume_what_elastic_ones_have_saved_and_the_other_way_round() -> None:
+    state = Run(2, KINDS["local"], saves_at=6).saved[0]
+    _, start = of_fixed_members(state, every_steps=3)
+    names = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).state_dict()
+    assert torch.equal(start, torch.cat([state["last_average"][name].flatten() for name in names]))
+    saved, model = of_fixed_members(None, every_steps=3)
+    run = Run(2, KINDS["local"], states={0: saved, 1: saved}, steps=saved["step"])
+    assert run.results == ["done"] * 2, run.errors
+    assert torch.equal(flat(run.fronts[1].module), model)
+    owed = dict(saved["sync"]["error"])
+    expected = torch.cat([owed[name].flatten() for name in sorted(owed)])
+    torch.testing.assert_close((run.residual(0) + run.residual(1)) / 2, expected)
+    delayed, _ = of_fixed_members(None, every_steps=3, streaming=Streaming(delay_steps=2))
+    refused = Run(1, KINDS["local"], states={0: delayed})
+    assert "save after average()" in str(refused.errors[0])
+
+
+# What fixed members can do.
+
+FIXED: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "topk": {"algorithm": TopK(density=1 / 8)},
+    "fragments": {"streaming": Streaming(fragments=2)},
+    "a delay": {"streaming": Streaming(delay_steps=3)},
+    "fragments and a delay": {"streaming": Streaming(fragments=2, delay_steps=1, local_weight=0.25)},
+    "low rank with a delay": {"streaming": Streaming(delay_steps=2), "algorithm": PowerSGD(matrix_rank=2)},
+    "a warm-up": {"warmup": Warmup(3), "streaming": Streaming(fragments=2)},
+    "an outer step": {"outer": Nesterov(lr=0.7, momentum=0.9), "warmup": Warmup(2)},
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_members_that_stay_do_what_a_fixed_group_does_to_the_bit(name: str) -> None:
+    settings = {"every_steps": 4, "algorithm": FEW_BITS, **FIXED[name]}
+    run = Run(3, partial(LocalSGD, **settings), steps=13)
+    assert run.results == ["done"] * 3, run.errors
+    group = InProcessTransport.group(3)
+
+    def train(rank: int) -> dict[int, torch.Tensor]:
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        models = {}
+        with thinwire.LocalSGD(model, optimizer, replicas=group[rank], **settings) as local:
+            for step in range(13):
+                draws = torch.Generator().manual_seed(100 * step + rank)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=draws)
+                optimizer.step()
+                models[local.steps] = flat(model)
+        return models
+
+    fixed = run_members(3, train)
+    for step in range(1, 13):
+        assert all(torch.equal(fixed[rank][step], run.models[step, rank]) for rank in range(3)), step
+
+
+@pytest.mark.parametrize("words", ["round 1", "round 2", VOTE])
+@pytest.mark.parametrize("member", [0, 1])
+def test_what_was_in_flight_when_a_message_failed_is_averaged_when_it_is_due(words: str, member: int) -> None:
+    kind = local(streaming=Streaming(delay_steps=1, local_weight=0.0), algorithm=AllReduce())
+    run = Run(3, kind, faults={member: (words, 2 if words == VOTE else 1)}, steps=12)
+    assert run.results == ["done"] * 3, run.errors
+    lasts = [[last for _, last in run.fronts[each]._fragments.lasts] for each in range(3)]
+    assert all(map(torch.equal, lasts[0], lasts[1]))
+    assert all(map(torch.equal, lasts[0], lasts[2]))
+
+
+def test_members_that_die_and_join_while_changes_are_in_flight() -> None:
+    kind = diloco(streaming=Streaming(delay_steps=2))
+    run = Run(0, kind, joins_at=[0, 0, 0, 5], ends={1: (5, "kill")}, steps=16)
+    assert run.results == ["done", "killed", "done", "done"], run.errors
+    lasts = [[last for _, last in run.fronts[each]._fragments.lasts] for each in (0, 2, 3)]
+    assert all(map(torch.equal, lasts[0], lasts[1]))
+    assert all(map(torch.equal, lasts[0], lasts[2]))
+    assert run.fronts[0].membership().losses == 1
+
+
+def test_a_member_that_joins_in_the_warm_up_or_behind_it_uses_what_the_others_do() -> None:
+    kind = local(warmup=Warmup(6, FEW_BITS), algorithm=PowerSGD(matrix_rank=2))
+    for joins in (2, 4, 5, 9):
+        run = Run(0, kind, joins_at=[0, 0, joins], steps=12)
+        assert run.results == ["done"] * 3, (joins, run.errors)
+        assert torch.equal(run.models[12, 0], run.models[12, 2])
+        assert run.fronts[2]._engine.algorithm == PowerSGD(matrix_rank=2)
+
+
+def test_what_a_warm_up_does_not_have_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = InProcessGroup(InProcessLighthouse())
+    with pytest.raises(ConfigError, match="gradients that a DDP model averages"):
+        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=Warmup(2, on_nonfinite="zero"))
+    with pytest.raises(ConfigError, match=r"warmup must be a thinwire\.Warmup"):
+        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=3)  # type: ignore[arg-type]
+
+
+class Unequal(InTurns[Any]):
+    """Members whose steps take so many seconds each; each has a clock."""
+
+    def __init__(self, step_seconds: list[float], kind: Callable[..., Any], until: float = 300.0) -> None:
+        self.step_seconds, self.kind, self.until = step_seconds, kind, until
+        self.clocks, self.waited = [0.0] * len(step_seconds), [0.0] * len(step_seconds)
+        self.running = 0
+        super().__init__(InProcessLighthouse(1, 60.0), [0] * len(step_seconds), None, None)
+
+    def train(self, member: int) -> str:
+        torch.manual_seed(0)
+        truth = torch.randn(16, 8)
+        model, group = nn.Linear(16, 8, bias=False), self.groups[member]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        meet = group.meet
+
+        def met() -> None:
+            meet()
+            # All stand where the last one has come; who was earlier has waited.
+            self.waited[member] += max(self.clocks) - self.clocks[member]
+            wait_for(Turn())
+            self.clocks[member] = max(self.clocks)
+
+        group.meet = met  # type: ignore[method-assign]
+        with patch.object(elastic, "monotonic", lambda: self.clocks[self.running]):
+            draws = torch.Generator().manual_seed(member)
+            self.running = member
+            front = self.fronts[member] = self.kind(model, optimizer, group=group)
+            with front:
+                while self.clocks[member] < self.until:
+                    inputs = torch.randn(8, 16, generator=draws)
+                    optimizer.zero_grad()
+                    (model(inputs) - inputs @ truth).square().mean().backward()
+                    self.clocks[member] += self.step_seconds[member]
+                    self.running = member
+                    optimizer.step()
+                    wait_for(Turn())
+        return "done"
+
+
+def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_steps() -> None:
+    kind = partial(LocalSGD, every_seconds=20.0, algorithm=AllReduce())
+    run = Unequal([0.5, 1.0], kind)
+    assert run.results == ["done"] * 2, run.errors
+    assert all(waited / run.until <= 0.05 for waited in run.waited)
+    fast, slow = (run.fronts[member]._steps_here for member in range(2))
+    assert fast == pytest.approx(2 * slow, rel=0.05)
+    assert run.fronts[0].steps == run.fronts[1].steps
+    by_steps = Unequal([0.5, 1.0], partial(LocalSGD, every_steps=20, algorithm=AllReduce()))
+    assert by_steps.waited[0] / by_steps.until > 0.4
+
+
+def test_what_the_clock_does_not_go_with_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"group": InProcessGroup(InProcessLighthouse())}
+    for settings, told in (
+        ({}, "every_steps or every_seconds"),
+        ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
+        ({"every_seconds": 0.0}, "above 0"),
+        ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            LocalSGD(model, optimizer, **given, **settings)
+    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, **given))
+    assert "every_steps=30" in str(DiLoCo(model, optimizer, **given))

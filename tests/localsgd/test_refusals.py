@@ -1,0 +1,344 @@
+"""Mistakes: each raises at once, and its error names the remedy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from members import Member, run
+from pool import Pool
+from thinwire import Streaming, Warmup
+from thinwire.algorithms import AllReduce, PowerSGD
+from thinwire.channel import InProcessTransport
+from thinwire.errors import AttachError, StateError, StepError
+from thinwire.fronts.attach import attach
+from thinwire.localsgd import LocalSGD
+from thinwire.powersgd import AlgorithmAggregator, optimizer_step
+from training import batch_of, error_of, new_model, new_optimizer, train
+
+DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
+
+
+def make(model: Any = None, optimizer: Any = None, **settings: Any) -> LocalSGD:
+    """One over the default group."""
+    model = new_model() if model is None else model
+    optimizer = new_optimizer(model) if optimizer is None else optimizer
+    return LocalSGD(model, optimizer, **{"every_steps": 2, **settings})
+
+
+def with_model(member: Member, model: Any, optimizer: Any) -> LocalSGD:
+    member.model, member.optimizer = model, optimizer
+    return member.local()
+
+
+def entered_twice(member: Member) -> None:
+    with member.local() as local:
+        local.__enter__()
+
+
+def averaged_outside(member: Member) -> None:
+    with member.local() as local:
+        pass
+    local.average()
+
+
+def loaded_inside(member: Member) -> None:
+    with member.local() as local:
+        local.load_state_dict(local.state_dict())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As torch's PostLocalSGDOptimizer and Accelerate's: an optimizer that is none itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = inner, inner.param_groups
+
+
+def foreign_parameters(member: Member) -> None:
+    parameters = [*member.model.parameters(), nn.Parameter(torch.ones(3))]
+    with_model(member, member.model, torch.optim.SGD(parameters, lr=0.1))
+
+
+def frozen(member: Member) -> None:
+    member.model.requires_grad_(False)
+    member.local()
+
+
+def half_on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))
+
+
+def outer_of_some(member: Member) -> None:
+    with member.local(outer=lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0)):
+        pass
+
+
+def joined_by_contributors(member: Member) -> None:
+    with member.local(subgroup=member.pair) as local:
+        local.join_hook(divide_by_initial_world_size=False)
+
+
+def other_settings(member: Member) -> None:
+    with member.local(every_steps=2 + member.rank):
+        pass
+
+
+def state_on_one_only(member: Member) -> None:
+    with member.local() as local:
+        member.train(1)
+    other = member.local()
+    if member.rank:
+        other.load_state_dict(local.state_dict())
+    else:
+        local.state_dict()
+    with other:
+        pass
+
+
+MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
+    "every_steps=0": (
+        lambda member: member.local(every_steps=0),
+        "ConfigError: every_steps must be a whole number of at least 1",
+    ),
+    "every_steps=2.5": (lambda member: member.local(every_steps=2.5), "ConfigError: every_steps"),
+    "every_steps=True": (lambda member: member.local(every_steps=True), "ConfigError: every_steps"),
+    "warm-up": (
+        lambda member: member.local(warmup=Warmup(-1)),
+        "ConfigError: steps must be a whole number of at least 0",
+    ),
+    "no warm-up": (
+        lambda member: member.local(warmup=Warmup(0, AllReduce())),
+        "ConfigError: algorithm=AllReduce() is for the warm-up, which has 0 steps",
+    ),
+    "no gradients in the warm-up": (
+        lambda member: member.local(warmup=Warmup(2, algorithm=AllReduce())),
+        "ConfigError: algorithm=AllReduce() averages the gradients of a DDP model",
+    ),
+    "buffers": (
+        lambda member: member.local(streaming=Streaming(average_buffers=2)),  # type: ignore[arg-type]
+        "ConfigError: average_buffers must be True or False",
+    ),
+    "algorithm": (
+        lambda member: member.local(algorithm="PowerSGD"),
+        "ConfigError: expected an algorithm such as",
+    ),
+    "no module": (
+        lambda member: with_model(member, [1], member.optimizer),
+        "ConfigError: expected a torch.nn.Module",
+    ),
+    "lazy": (
+        lambda member: with_model(member, nn.LazyLinear(3), member.optimizer),
+        "ConfigError: weight has no shape yet; run one forward pass",
+    ),
+    "no values": (
+        lambda member: with_model(member, nn.Linear(3, 3, device="meta"), member.optimizer),
+        "AttachError: weight is on the meta device and has no values yet",
+    ),
+    "no values of a buffer": (
+        lambda member: with_model(member, half_on_meta(), member.optimizer),
+        "AttachError: 1.running_mean is on the meta device and has no values yet",
+    ),
+    "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
+    "no optimizer": (
+        lambda member: with_model(member, member.model, "SGD"),
+        "ConfigError: expected a torch.optim.Optimizer",
+    ),
+    "wrapped optimizer": (
+        lambda member: with_model(member, member.model, Wrapper(member.optimizer)),
+        "ConfigError: Wrapper wraps an optimizer",
+    ),
+    "other model's": (
+        lambda member: with_model(member, new_model(), member.optimizer),
+        "ConfigError: the optimizer holds none of the model's trainable parameters",
+    ),
+    "more than the model's": (
+        foreign_parameters,
+        "ConfigError: the optimizer holds 1 parameters that are not",
+    ),
+    "outer is an optimizer": (
+        lambda member: member.local(outer=member.optimizer),
+        "ConfigError: outer must be a thinwire.Nesterov or a function that makes",
+    ),
+    "outer makes nothing": (
+        lambda member: member.local(outer=lambda parameters: None).__enter__(),
+        "ConfigError: outer must make a torch.optim.Optimizer",
+    ),
+    "outer of some": (outer_of_some, "ConfigError: outer must make an optimizer of all the tensors"),
+    "scaler": (lambda member: member.local(grad_scaler=1.0), "ConfigError: grad_scaler must be"),
+    "zero without DDP": (
+        lambda member: member.local(warmup=Warmup(on_nonfinite="zero")),
+        'ConfigError: on_nonfinite="zero" is about gradients that a DDP model averages',
+    ),
+    "entered twice": (entered_twice, "StepError: this LocalSGD has been entered before"),
+    "average before": (
+        lambda member: member.local().average(),
+        "StepError: average() was called outside",
+    ),
+    "average after": (averaged_outside, "StepError: average() was called outside"),
+    "state before": (
+        lambda member: member.local().state_dict(),
+        "StepError: there is nothing to save before",
+    ),
+    "joined outside": (lambda member: member.local().join_hook(), "StepError: enter LocalSGD before"),
+    "joined with a subgroup": (joined_by_contributors, "ConfigError: with a subgroup"),
+    "joined without processes": (
+        lambda member: member.local().join_process_group,
+        "AttachError: there is no process group to join",
+    ),
+    "load inside": (loaded_inside, "StepError: load the state before the context is entered"),
+    "other settings": (
+        other_settings,
+        "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
+    ),
+    "state on one only": (state_on_one_only, "process 0 has loaded state none, process 1 has loaded state"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_raise_at_once_and_name_the_remedy(case: str) -> None:
+    messages = run(2, lambda member: error_of(lambda: MISTAKES[case][0](member)))
+    assert len(messages) == 2
+    for message in messages:
+        assert MISTAKES[case][1] in message
+
+
+# Mistakes with process groups and DDP models, in real processes
+
+
+def _in_a_foreign_subgroup() -> None:
+    groups = [dist.new_group([process_rank]) for process_rank in range(2)]
+    make(subgroup=groups[1 - dist.get_rank()])
+
+
+def _outside_the_group() -> None:
+    groups = [dist.new_group([process_rank]) for process_rank in range(2)]
+    make(replicas=groups[dist.get_rank()], subgroup=dist.group.WORLD)
+
+
+def _joined_ddp() -> None:
+    with make(DistributedDataParallel(new_model())) as local:
+        local.join_hook()
+
+
+def _attached_ddp() -> None:
+    model = DistributedDataParallel(new_model())
+    attach(model, PowerSGD())
+    make(model)
+
+
+def _with_buffers() -> None:
+    make(DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(24), nn.Linear(24, 8))))
+
+
+def _attached_inside() -> None:
+    module = new_model()
+    with make(module):
+        attach(DistributedDataParallel(module), PowerSGD())
+
+
+def _trained_attached() -> None:
+    module = new_model()
+    model = DistributedDataParallel(module)
+    attach(model, PowerSGD())
+    with make(module):
+        train(module, new_optimizer(module), range(1))
+        train(model, new_optimizer(model), range(1))
+
+
+def _aggregated_inside() -> None:
+    module = new_model()
+    aggregator = AlgorithmAggregator(module.parameters(), PowerSGD())
+    with make(module):
+        torch.autograd.backward(module(batch_of(0)).sum())
+        optimizer_step(new_optimizer(module), aggregator)
+
+
+PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "group": (
+        lambda: make(replicas=3),
+        "AttachError: process_group must be a torch.distributed process group or None, got 3",
+    ),
+    "subgroup without this process": (_in_a_foreign_subgroup, "AttachError: this process is not a member"),
+    "subgroup outside the group": (_outside_the_group, "of the subgroup are not in the process group"),
+    "another group than DDP's": (
+        lambda: make(DistributedDataParallel(new_model()), replicas=dist.new_group([0, 1])),
+        "ConfigError: replicas is not the group of the DDP model",
+    ),
+    "no group with DDP": (
+        lambda: make(DistributedDataParallel(new_model()), replicas=InProcessTransport.group(1)[0]),
+        "ConfigError: replicas is not the group of the DDP model",
+    ),
+    "DDP with a hook": (_attached_ddp, "AttachError: the DDP model has a communication hook already"),
+    "DDP with buffers": (_with_buffers, f"build it with {BUFFERS_OPTION}=False (LocalSGD averages them)"),
+    "DDP looks for unused": (
+        lambda: make(DistributedDataParallel(new_model(), find_unused_parameters=True)),
+        "AttachError: find_unused_parameters=True",
+    ),
+    "attached inside": (
+        _attached_inside,
+        "AttachError: the gradients of this Sequential are averaged in every",
+    ),
+    "trained attached": (
+        _trained_attached,
+        "StepError: the gradients of this Sequential are averaged in every",
+    ),
+    "aggregated inside": (_aggregated_inside, "leave out one of the two: train the plain module inside"),
+    "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
+    "raise with a subgroup": (
+        lambda: make(
+            DistributedDataParallel(new_model()),
+            warmup=Warmup(on_nonfinite="raise"),
+            subgroup=dist.group.WORLD,
+        ),
+        'ConfigError: on_nonfinite="raise" does not go with a subgroup',
+    ),
+}
+
+
+def test_mistakes_with_groups_and_ddp_raise_at_once_and_name_the_remedy(pool2: Pool) -> None:
+    results = pool2.run(_process_mistakes)
+    assert len(results) == 2
+    for messages in results:
+        for case, message in messages.items():
+            assert PROCESS_MISTAKES[case][1] in message, case
+
+
+def _process_mistakes() -> dict[str, str]:
+    return {case: error_of(mistake) for case, (mistake, _) in PROCESS_MISTAKES.items()}
+
+
+def test_without_a_process_group() -> None:
+    assert error_of(make).startswith("AttachError: torch.distributed is not initialised")
+
+
+def test_the_errors_are_the_ones_users_catch() -> None:
+    assert issubclass(StepError, RuntimeError)
+    assert issubclass(StateError, ValueError)
+
+
+def test_a_local_sgd_whose_group_was_destroyed_is_in_nobodys_way() -> None:
+    """It was entered, and never left: of its own model, and of others."""
+    model = new_model()
+    for is_inside in (True, False):
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+        try:
+            if is_inside:
+                entered = make(model)
+                entered.__enter__()
+                with pytest.raises(AttachError, match="LocalSGD averages the model itself"):
+                    attach(DistributedDataParallel(model), PowerSGD())
+            else:
+                for each in (model, new_model()):
+                    attach(DistributedDataParallel(each), PowerSGD())
+        finally:
+            dist.destroy_process_group()
+    assert entered.sync.algorithm == AllReduce()
