@@ -43,10 +43,10 @@ class LocalSGD(ModelAverager, Member):
     optimizers inside, as of their last steps.
 
     Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
-    What it has not transmitted (the residual) stays when others come or go. A member that leaves on purpose (SIGTERM, or `leave()`) hands it
-    over at its last averaging, after which the context ends: `LeftError` is raised in the loop, from
-    the optimizer's step, and swallowed at the end of the context. What a member that vanishes has not
-    transmitted is lost, and `membership()` and a warning say how much.
+    What it has not transmitted (the residual) stays when others come or go. A member that leaves on purpose
+    (SIGTERM, or `leave()`) hands it over at its last averaging, after which the context ends: `LeftError` is
+    raised in the loop, from the optimizer's step, and swallowed at the end of the context. What a member that
+    vanishes has not transmitted is lost, and `membership()` and a warning say how much.
 
     Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
 

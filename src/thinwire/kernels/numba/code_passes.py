@@ -32,7 +32,7 @@ from thinwire.kernels.numba.code_vectors import (
     write,
     write_wide,
 )
-from thinwire.kernels.numba.compiler import compiled, inlined
+from thinwire.kernels.numba.compiler import compiled, generator, inlined
 from thinwire.kernels.numba.vectors import LANES, first_lanes, load, splat, store, total
 from thinwire.tensors.coded import SCALE_BYTES
 
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
     share: int
 
 
-@compiled
+@generator
 def _runs(numels: Counts, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
     """Yield where blocks lie side by side, both in the numbers and in a row of a message.
 

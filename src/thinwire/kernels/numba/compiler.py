@@ -47,6 +47,12 @@ def inlined(function: Function) -> Function:
     return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
 
 
+def generator(function: Function) -> Function:
+    """Compile a generator together with those that loop over it."""
+    # Numba forgets that a function it has kept is a generator: who is compiled later could not loop over it.
+    return cast("Function", njit(**OPTIONS | {"cache": False})(function))
+
+
 def _keyed_by_sources(dispatcher: Any) -> Any:
     # Numba has no public word for what it compares; where that is no more, `dispatch` does without Numba.
     dispatcher._cache._cache_file._source_stamp = SOURCES
