@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -17,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import checksum, new_model
+from elastic.worker import new_model
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
+from thinwire.tensors.layout import held_of
 
 EVERY_STEPS = 4
 
@@ -40,6 +42,12 @@ def main(path: str, settings: dict[str, Any]) -> None:
     except Exception as error:
         tell(event="raised", error=type(error).__name__, message=str(error))
         raise
+
+
+def held_checksum(model: nn.Module) -> str:
+    """Of what this process holds."""
+    flat = torch.cat([held_of(each).float().view(-1) for each in model.state_dict().values()])
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 
 def train(
@@ -72,7 +80,7 @@ def train(
         local = DiLoCo(model, optimizer, every_steps=EVERY_STEPS, group=group, algorithm=algorithm)
     target = torch.linspace(-1, 1, 32 * 4, dtype=getattr(torch, dtype)).view(32, 4)
     with local:
-        tell(event="joined", step=local.steps, checksum=checksum(model))
+        tell(event="joined", step=local.steps, checksum=held_checksum(model))
         while local.steps < steps:
             draws = torch.Generator().manual_seed(1000 * member + 500 * rank + local.steps)
             inputs = torch.randn(64, 32, generator=draws).to(target.dtype)
@@ -83,7 +91,7 @@ def train(
             local.step() if averages_gradients else optimizer.step()
             if local.steps % EVERY_STEPS == 0:
                 told = vars(local.membership()) | {"loss": loss.item()}
-                tell(event="averaged", step=local.steps, checksum=checksum(local.module), **told)
+                tell(event="averaged", step=local.steps, checksum=held_checksum(local.module), **told)
     tell(event="left" if local.steps < steps else "done", **vars(local.membership()))
     dist.destroy_process_group()
 

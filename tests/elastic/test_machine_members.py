@@ -48,12 +48,11 @@ class Told:
         wanted = {"event": "averaged", "member": member, "rank": 0}
         self.wait_for(len(self.lines(**wanted)) + number, **wanted)
 
-    def check_equal(self, *, of_rank: int | None = None) -> int:
-        """Check that all models of a step are one; return how many steps several members told of."""
-        alike: dict[int, list[dict[str, Any]]] = {}
+    def check_equal(self, *, have_parts: bool) -> int:
+        """Check that all models of a step, or parts of one, are alike; return how many several told of."""
+        alike: dict[Any, list[dict[str, Any]]] = {}
         for line in self.lines(event="averaged"):
-            if of_rank in (None, line["rank"]):
-                alike.setdefault(line["step"], []).append(line)
+            alike.setdefault((line["step"], have_parts and line["rank"]), []).append(line)
         for lines in alike.values():
             assert len({line["checksum"] for line in lines}) == 1, "\n".join(map(str, lines))
         return sum(len({line["member"] for line in lines}) > 1 for lines in alike.values())
@@ -71,11 +70,13 @@ def running(folder: Path, *options: str, processes: int = 2, **settings: Any) ->
             yield Told(told, output)
 
 
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
 @pytest.mark.parametrize("averages_gradients", [False, True], ids=["models", "gradients"])
 def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
-    tmp_path: Path, averages_gradients: bool
+    tmp_path: Path, averages_gradients: bool, inside: str
 ) -> None:
-    with running(tmp_path, "--min=2", "--max=3", averages_gradients=averages_gradients) as told:
+    settings: dict[str, Any] = {"inside": inside, "width": 15, "averages_gradients": averages_gradients}
+    with running(tmp_path, "--min=2", "--max=3", **settings) as told:
         told.wait_for_averagings(0)
         told.wait_for_averagings(2)
         pid = told.lines(event="joined", member=1, rank=1)[0]["pid"]
@@ -90,4 +91,4 @@ def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
         told.wait_for_averagings(1)
         assert len(told.lines(event="joined")) == 8  # no other member was restarted
         assert {line["pid"] for line in told.lines(member=1, event="joined")} > {pid, other}
-        assert told.check_equal() > 5
+        assert told.check_equal(have_parts=inside == "fsdp") > 5

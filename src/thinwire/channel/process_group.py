@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
+from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -397,6 +399,16 @@ def alone() -> dist.ProcessGroup:
     """Return a new process group of this process only. Not collective."""
     # Without that flag every process of the job would have to call it as well, and wait for the others.
     return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+
+def processes_of_job(timeout_seconds: float) -> Transport:
+    """Return a new group of all processes of the job, or of this one where it is alone. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return InProcessTransport.group(1)[0]
+    # With one backend for messages of the host, too.
+    backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config() else None
+    timeout = timedelta(seconds=timeout_seconds)
+    return ProcessGroupTransport(cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend=backend)))
 
 
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
@@ -22,15 +23,16 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2, plain_name
+from thinwire.fronts.ddp_model import plain_name
 from thinwire.localsgd.core import Averager
 from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
 from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.members.machine import MachineGroup
-from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
+from thinwire.localsgd.model import AveragedModel, checked_optimizer, replica_of, unwrapped
 from thinwire.localsgd.outer import held_by
+from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.state import (
     MEMBERS_KEY,
     STATE_VERSION,
@@ -38,10 +40,11 @@ from thinwire.localsgd.state import (
     checked_state,
     members_of,
 )
-from thinwire.sync import Engine, GradientSync
+from thinwire.sync import Engine, Settings
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import in_memory_order
+from thinwire.tensors.layout import held_of
 
 Entered = TypeVar("Entered", bound="Member")
 
@@ -64,9 +67,12 @@ class Member(Averager, Front):
         module, ddp = unwrapped(model)
         _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
         self._group = _group_of_environment() if group is None else group
+        replica = Replica()
         if self._group.inside.size > 1:
-            self._group = MachineGroup(self._group, has_parts=False)
-        held = AveragedModel(module, ddp=ddp, buffers=average_buffers)
+            self._group = MachineGroup(self._group, has_parts=ddp is None)
+            if ddp is None:
+                replica = replica_of(module, self._group.transport, has_subgroup=False)
+        held = AveragedModel(module, replica, ddp, buffers=average_buffers)
         averaged = held.tensors()
         must_hold_all = self._group.send_optimizer
         # If there are several optimizers, the one that steps last is enough to count steps.
@@ -74,8 +80,11 @@ class Member(Averager, Front):
         self._sent_optimizers = self._optimizers if must_hold_all else ()
         parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
         specs = [each.spec for each in averaged]
-        engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
-        super().__init__(held, engine, GradientSync(engine))
+        # Where each process has a part, a mean is finite if those of all are.
+        settings = Settings(together=self._group.inside if self._group.has_parts else None)
+        parts = parts if fragments > 1 else []
+        engine = Engine(algorithm, self._group.transport, specs, settings, parts=parts)
+        super().__init__(held, engine, replica.sync_of(engine))
         self._device = averaged[0].tensor.device
         self._membership = Elastic(self._group, engine, self, self._device)
         self._steps = self._turns = self._pending_steps = 0
@@ -173,7 +182,7 @@ class Member(Averager, Front):
         # By identity: a compiled block's names are not those it is averaged under.
         averaged = {id(each.tensor) for each in self._model.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {plain_name(name): tensor.detach() for name, tensor in held if id(tensor) not in averaged}
+        return {plain_name(name): held_of(tensor) for name, tensor in held if id(tensor) not in averaged}
 
     @abstractmethod
     def _held(self) -> dict[str, torch.Tensor]:
@@ -214,7 +223,7 @@ class Member(Averager, Front):
             "turns": self._turns,
             "not_averaged": self._not_averaged(),
             "residual_of": tuple(sorted(self._engine.memory[ERROR])),
-            "optimizers": [each.state_dict() for each in self._sent_optimizers],
+            "optimizers": [_own_state(each) for each in self._sent_optimizers],
         }
         return with_checksum(state)
 
@@ -305,18 +314,14 @@ def _num_processes() -> int:
 
 def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
     """Refuse a model that the processes of a member do not hold together."""
-    if is_fsdp2(module):
-        raise AttachError(
-            f"{type(module).__name__} is sharded by fully_shard; a member that comes and goes is "
-            "one process with a whole model. thinwire.LocalSGD averages sharded ones"
-        )
-    inside = 1 if ddp is None else ddp.process_group.size()
+    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
+    inside = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
     if inside != num_processes:
         raise AttachError(
             f"the model is on {inside} processes, and this member has {num_processes}. Call "
             "init_process_group() for the processes of this member alone, before its group is made, and give "
-            "its DDP model; or, if each process is a member, call no init_process_group, and give the plain "
-            "module: members find each other through the lighthouse"
+            "its DDP model, or one of fully_shard over all of them; or, if each process is a member, call no "
+            "init_process_group, and give the plain module: members find each other through the lighthouse"
         )
 
 
@@ -383,6 +388,35 @@ def _check_like(tensors: object, own: Mapping[str, torch.Tensor]) -> None:
         )
 
 
+def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state, of sharded parameters that of what this process holds."""
+    state = optimizer.state_dict()
+    held = {
+        number: {
+            key: held_of(each) if isinstance(each, torch.Tensor) else each for key, each in of_one.items()
+        }
+        for number, of_one in state["state"].items()
+    }
+    return {**state, "state": held}
+
+
+def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return an optimizer's state of each parameter, by number, as this process holds the parameter."""
+    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    held: dict[Any, Any] = dict(states)
+    for number, state in states.items():
+        parameter = parameters[number]
+        if hasattr(parameter, "to_local"):
+            # That takes seconds to import; with a sharded model it is done.
+            like = import_module("thinwire.fronts.sharded.model").sharded_like
+            shape = held_of(parameter).shape
+            held[number] = {
+                key: like(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
+                for key, value in state.items()
+            }
+    return held
+
+
 def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
     """Let optimizers go on from a state: all of them, or none."""
     if len(states) != len(optimizers):
@@ -396,7 +430,7 @@ def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
             # Loading does not look into them, and the next step would.
             if not all(isinstance(each, Mapping) for each in its_state["state"].values()):
                 raise TypeError("it has a parameter's state that is no mapping")
-            optimizer.load_state_dict(dict(its_state))
+            optimizer.load_state_dict({**its_state, "state": _as_held(its_state["state"], optimizer)})
         except Exception as error:  # optimizers raise what they like
             for each, (state, groups) in zip(optimizers, before, strict=True):
                 each.state, each.param_groups = state, groups

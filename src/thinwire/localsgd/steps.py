@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
+from thinwire.tensors.layout import held_of
 
 
 class Steps(Member):
@@ -110,7 +112,7 @@ class Steps(Member):
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
         for each, part in self._parts(flats):
-            part.zero_() if each.tensor.grad is None else part.copy_(each.tensor.grad)
+            part.zero_() if each.tensor.grad is None else part.copy_(held_of(each.tensor.grad))
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
@@ -152,7 +154,10 @@ class Steps(Member):
                 )
             return
         for each, mean in self._parts(flight.changes[self._buckets]):
-            each.tensor.grad = mean
+            # That takes seconds to import; with a sharded model it is done.
+            is_sharded = hasattr(each.tensor, "to_local")
+            like = import_module("thinwire.fronts.sharded.model").sharded_like if is_sharded else None
+            each.tensor.grad = mean if like is None else like(each.tensor, mean)
         # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()

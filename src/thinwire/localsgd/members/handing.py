@@ -13,12 +13,13 @@ from thinwire.channel import Transport
 from thinwire.channel.collectives import in_messages
 from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.errors import StateError
+from thinwire.tensors.layout import held_of
 
 
 def plain(value: object) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu").contiguous()
+        return held_of(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -19,11 +19,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport, processes_of_job
 from thinwire.checks import number
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
@@ -102,7 +100,8 @@ class TorchftGroup(Group):
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
         torchft = torchft_module("torchft")
-        self.inside = _processes_of_member(self.wait_seconds + float(timeout_seconds))
+        # The other processes of this member wait in it for the first one, which may wait long for others.
+        self.inside = processes_of_job(self.wait_seconds + float(timeout_seconds))
         self.kind = f"torchft {_checked_version()}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
@@ -250,6 +249,9 @@ class TorchftGroup(Group):
             rank: Of this member.
             size: Members of the quorum.
             are_new: By member, whether it starts from what the others hold; one of them is not.
+
+        Raises:
+            CommunicationError: They could not be joined.
         """
         try:
             self._group.inner.configure(address, "", rank, size)
@@ -443,17 +445,6 @@ class _StateTransport:
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: there is no server."""
-
-
-def _processes_of_member(timeout_seconds: float) -> Transport:
-    """Return what joins the processes of this member: all of torch's default group, or this one alone."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return InProcessTransport.group(1)[0]
-    # A group of their own: the others wait in it for the first one, which may wait long for other members.
-    has_nccl = "nccl" in dist.get_backend_config()
-    backend = "cpu:gloo,cuda:nccl" if has_nccl else None
-    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend=backend)
-    return ProcessGroupTransport(group)
 
 
 def _checked_version() -> str:
