@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import new_model
+from elastic.worker import Deadly, new_model
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 from thinwire.tensors.layout import held_of
@@ -61,9 +61,16 @@ def train(
     dtype: str = "float32",
     averages_gradients: bool = False,
     step_seconds: float = 0.01,
+    starts_last: int | None = None,
+    dies_at: tuple[str, int] | None = None,
 ) -> None:
+    path = Path(sys.argv[1])
+    while member == starts_last and '"averaged"' not in path.read_text():
+        time.sleep(0.1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     group = TorchftGroup(timeout_seconds=5, wait_seconds=60, name=f"member{member}", hostname="127.0.0.1")
+    if dies_at is not None and rank == 0 and '"joined"' not in path.read_text():
+        group.transport = Deadly(group.transport, *dies_at)
     # Each process its own at first: DDP takes the first one's.
     model: nn.Module = new_model(10 * member + rank, width, has_buffers=not averages_gradients)
     model.to(getattr(torch, dtype))

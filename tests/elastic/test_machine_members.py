@@ -35,7 +35,7 @@ class Told:
     def wait(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            goes_on = "not started again" not in self.output.read_text() and time.monotonic() < deadline
+            goes_on = "member 0 ended with" not in self.output.read_text() and time.monotonic() < deadline
             assert goes_on, self.path.read_text()[-4000:] + self.output.read_text()
             time.sleep(0.05)
 
@@ -56,6 +56,13 @@ class Told:
         for lines in alike.values():
             assert len({line["checksum"] for line in lines}) == 1, "\n".join(map(str, lines))
         return sum(len({line["member"] for line in lines}) > 1 for lines in alike.values())
+
+
+OTHERS = {
+    "another width": ({"width": 23}, "parameter 0.weight"),
+    "another type": ({"dtype": "float64"}, "parameter 0.weight"),
+    "another layout": ({"inside": "fsdp"}, "processes of a member"),
+}
 
 
 @contextmanager
@@ -92,3 +99,40 @@ def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
         assert len(told.lines(event="joined")) == 8  # no other member was restarted
         assert {line["pid"] for line in told.lines(member=1, event="joined")} > {pid, other}
         assert told.check_equal(have_parts=inside == "fsdp") > 5
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_member_of_another_shape_is_refused_and_the_others_go_on(tmp_path: Path, other: str) -> None:
+    settings, named = OTHERS[other]
+    options = ["--min=2", "--max=3", "--max-restarts=0"]
+    with running(tmp_path, *options, starts_last=2, of_member={"2": settings}) as told:
+        refused = told.wait_for(1, event="raised", member=2)
+        assert {line["error"] for line in refused} == {"AgreementError"}
+        assert all(named in line["message"] for line in refused)
+        told.wait_for_averagings(0)
+        assert told.lines(event="averaged", member=0)[-1]["losses"] == 0
+        assert told.check_equal(have_parts=False) > 3
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+def test_a_member_leaves_in_order_when_one_of_its_processes_is_asked_to(tmp_path: Path, inside: str) -> None:
+    with running(tmp_path, "--min=2", "--max=3", inside=inside) as told:
+        told.wait_for_averagings(2)
+        os.kill(told.lines(event="joined", member=1, rank=1)[0]["pid"], signal.SIGTERM)
+        told.wait_for(2, event="left", member=1)
+        told.wait_for(1, event="averaged", member=0, rank=1, leaves=1, losses=0, lost_error=0.0)
+        told.wait_for_averagings(0)
+        assert not told.lines(event="raised")
+        assert told.check_equal(have_parts=inside == "fsdp") > 3
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@pytest.mark.parametrize("moment", ["whether all have received everything", "step"])
+def test_others_repeat_an_averaging_in_which_a_member_dies(tmp_path: Path, inside: str, moment: str) -> None:
+    of_member = {"1": {"dies_at": (moment, 7)}}
+    with running(tmp_path, "--min=2", "--max=3", inside=inside, of_member=of_member) as told:
+        told.wait_for(4, event="joined", member=1)
+        told.wait_for_averagings(0)
+        assert not told.lines(event="raised", member=0)
+        assert len(told.lines(event="joined")) == 8
+        assert told.check_equal(have_parts=inside == "fsdp") > 3

@@ -392,9 +392,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state, of sharded parameters that of what this process holds."""
     state = optimizer.state_dict()
     held = {
-        number: {
-            key: held_of(each) if isinstance(each, torch.Tensor) else each for key, each in of_one.items()
-        }
+        number: {key: held_of(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
         for number, of_one in state["state"].items()
     }
     return {**state, "state": held}

@@ -549,7 +549,7 @@ class Elastic:
         """Return what must be the same on all members, of all processes of this one."""
         own, inside = self._front._described(), self._group.inside
         if inside.size == 1:
-            return own
+            return {"processes of a member": "1", **own}
         kind = "each with a part of the model" if self._group.has_parts else "each with the whole model"
         everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
         described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
