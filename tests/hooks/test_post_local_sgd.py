@@ -71,16 +71,6 @@ def test_gradients_are_torchs_own(local_gradients: bool) -> None:
         assert halves(ours) == ((True, True) if step < 3 else (local_gradients, False))
 
 
-@in_each_process(4)
-def test_a_process_group_of_some() -> None:
-    group = pairs()
-    model = DistributedDataParallel(new_model(), process_group=group)
-    state = hooks.PostLocalSGDState(group, None, 10, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, hooks.post_localSGD_hook)
-    train(model, new_optimizer(model), range(3))
-    assert halves(model) == (True, False)
-
-
 @in_each_process(2)
 def test_a_copied_model_averages_again() -> None:
     state = hooks.PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False)

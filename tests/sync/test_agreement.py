@@ -313,12 +313,6 @@ def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.M
         assert "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch" in told
 
 
-def test_four_processes_are_counted_by_what_they_have(pool4: Pool) -> None:
-    for kind, told, _, _ in pool4.run(_told, "another setting"):
-        assert kind is AgreementError
-        assert "processes 0, 2 have matrix_rank 2, processes 1, 3 have matrix_rank 4" in told
-
-
 def test_memory_is_as_it_was_and_agreeing_processes_go_on(pool2: Pool) -> None:
     for before, after, steps in pool2.run(_disagree_and_go_on):
         assert len(before) == 2

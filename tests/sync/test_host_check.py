@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
 from pool import Pool
+from sync.test_nonfinite import run
 from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
@@ -24,27 +25,8 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
 from training import error_of
 
-NUM_WORKERS = 2
 NUM_STEPS = 4
 LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
-
-
-def run(
-    algorithm: Algorithm, bad_steps: set[int], *, host_check: bool
-) -> tuple[Simulation, list[torch.Tensor]]:
-    """The means of each step, both buckets; in bad steps one worker has an infinite element."""
-    simulation = Simulation(algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check)
-    means = []
-    for step in range(NUM_STEPS):
-        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
-        if step in bad_steps:
-            gradients[step // 2][1][7] = torch.inf
-        simulation.step(gradients)
-        for others in gradients[1:]:
-            for mine, theirs in zip(gradients[0], others, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-        means.append(torch.cat(gradients[0]))
-    return simulation, means
 
 
 def turns(entry: Entry) -> bool:
@@ -65,8 +47,8 @@ def turns(entry: Entry) -> bool:
     ids=str,
 )
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
-    seen, expected = run(entry.algorithm, bad_steps, host_check=True)
-    unseen, got = run(entry.algorithm, bad_steps, host_check=False)
+    seen, expected = run(entry.algorithm, bad_steps, steps=NUM_STEPS, host_check=True)
+    unseen, got = run(entry.algorithm, bad_steps, steps=NUM_STEPS, host_check=False)
     assert unseen.syncs[0].stats().nonfinite_steps == seen.syncs[0].stats().nonfinite_steps
     assert unseen.syncs[0].steps == NUM_STEPS
     for step, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -81,9 +63,9 @@ def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[i
 @pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
 def test_nothing_is_lost(algorithm: Algorithm) -> None:
     """Whatever turn it was: results plus final mean error are the sum of the true means of the good steps."""
-    simulation, means = run(algorithm, {1, 2}, host_check=False)
+    simulation, means = run(algorithm, {1, 2}, steps=NUM_STEPS, host_check=False)
     good = [step for step in range(NUM_STEPS) if step not in {1, 2}]
-    given = [random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step) for step in good]
+    given = [random_gradients(buckets(), num_workers=2, seed=step) for step in good]
     true = torch.stack([torch.cat(true_means(gradients)) for gradients in given]).sum(0)
     state = simulation.state_dicts()[0]
     residual = torch.cat([flat_error(state, bucket) for bucket in buckets()])
@@ -120,7 +102,7 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
 
 
 def test_the_errors_of_a_family_stay_one_batch() -> None:
-    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, host_check=False)
+    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, steps=NUM_STEPS, host_check=False)
     error = simulation.engines[0].memory[ERROR]
     assert stacked([error["head.weight"], error["body.weight"]]) is not None
 
