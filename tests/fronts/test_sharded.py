@@ -390,8 +390,7 @@ def again(parameter: Any) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"),
-    reason="this torch's FSDP2 can't forget a failed pass",
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch's FSDP2 can't forget a failed pass"
 )
 @in_each_process(4)
 def test_after_an_exception_in_a_backward_pass() -> None:

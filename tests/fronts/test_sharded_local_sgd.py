@@ -235,10 +235,7 @@ def test_an_evaluation_between_averagings() -> None:
 def test_a_shard_that_diverges_stops_all() -> None:
     """The parameters of one shard of one replica are infinite: nobody averages, and all say so."""
     model, optimizer = shards()
-    with (
-        suppress(KeyboardInterrupt),
-        LocalSGD(model, optimizer, every_steps=2, replicas=mesh_of()) as local,
-    ):
+    with suppress(KeyboardInterrupt), LocalSGD(model, optimizer, every_steps=2, replicas=mesh_of()) as local:
         before = dict(local.state_dict()["last_average"])
         step_of(model, optimizer, 0)
         if dist.get_rank() == 2:

@@ -20,17 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, ThinwireError, Warmup, hooks
 from thinwire.channel import ProcessGroupTransport
-from training import (
-    agreed,
-    batch_of,
-    flat,
-    gathered,
-    halves,
-    new_model,
-    new_optimizer,
-    pairs,
-    train,
-)
+from training import agreed, batch_of, flat, gathered, halves, new_model, new_optimizer, pairs, train
 
 
 def new_ddp_model() -> DistributedDataParallel:

@@ -39,11 +39,7 @@ class LoadedState(NamedTuple):
 
 
 def average_local(
-    memory: Memory,
-    specs: Iterable[ParameterSpec],
-    device: torch.device,
-    transport: Transport,
-    purpose: str,
+    memory: Memory, specs: Iterable[ParameterSpec], device: torch.device, transport: Transport, purpose: str
 ) -> None:
     """Replace what differs between processes by its mean; some may have none of a parameter. Collective.
 
@@ -241,11 +237,7 @@ def _check_inside(loaded: LoadedState) -> None:
 
 
 def check_model(
-    loaded: LoadedState,
-    specs: Mapping[str, ParameterSpec],
-    *,
-    strict: bool = True,
-    by_position: bool = False,
+    loaded: LoadedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True, by_position: bool = False
 ) -> None:
     """Refuse the state of another model."""
     here = {name: spec.shape for name, spec in specs.items()}
