@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.checks import number
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
@@ -340,9 +340,9 @@ class _Configured:
         self.inner.configure(f"{store_addr}/{place}", replica_id, rank, world_size, quorum_id, *others)
         self.rank, self.size = rank, world_size
 
-    def transport(self) -> ReconfigurableTransport:
+    def transport(self) -> GroupTransport:
         """Return what carries tensors in this configuration."""
-        return ReconfigurableTransport(self.inner, self.rank, self.size)
+        return GroupTransport(self.inner, self.rank, self.size)
 
     def errored(self) -> Any:
         """Return what has broken it, as torchft's manager asks."""
