@@ -135,7 +135,7 @@ class Run(InTurns[LocalSGD]):
         self, member: int, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
-        due = {each.name: last for each, last in local._fragments[local._due].lasts}
+        due = {each.name: last for each, last in local._fragments[local._place(0)].lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None

@@ -4,39 +4,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
+from thinwire.checks import checked_scaler
+from thinwire.errors import StepError
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
-from thinwire.localsgd.model import AveragedModel
-from thinwire.localsgd.outer import Outer, device_of, new_outer
+from thinwire.localsgd.loop import after_each_step
+from thinwire.localsgd.model import AveragedModel, check_gradient_settings
+from thinwire.localsgd.outer import Outer, check_outer, new_outer
 from thinwire.localsgd.schedule import Schedule
-from thinwire.localsgd.state import DistributedState
+from thinwire.localsgd.settings import Nesterov
+from thinwire.localsgd.state import DistributedState, LoadedState
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.stats import Stats
 
 
 class Averager(ABC):
-    """A context around a training loop, in which something is averaged.
+    """A context around a training loop, in which something is averaged."""
 
-    Attributes:
-        sync: What averages: its plan, and switching the algorithm.
-        observers: Are called after every step, with True; see `thinwire.Watch`.
-    """
+    _make_outer: Outer | None = None
+    _outer: torch.optim.Optimizer | None = None  # before entry, and where there is none
 
-    def __init__(self, model: AveragedModel, engine: Engine, sync: GradientSync) -> None:
+    def __init__(
+        self,
+        model: AveragedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        engine: Engine,
+        sync: GradientSync,
+    ) -> None:
         super().__init__()
-        self._model, self._engine, self.sync = model, engine, sync
-        self.observers: list[Callable[[bool], None]] = []
+        self._model, self._optimizers, self._engine, self.sync = model, optimizers, engine, sync
+        self.observers: list[Callable[[bool], None]] = []  # called after every step, with True
         self._attached = ExitStack()
         self._is_inside = False
         self._steps_here = 0
+        self._loaded: LoadedState | None = None  # until entry
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -81,9 +91,11 @@ class Averager(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
         """End: average what is left, unless an exception is under way. Collective."""
 
-    @abstractmethod
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        self._model.check_unchanged()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -119,10 +131,14 @@ class Averager(ABC):
 class ModelAverager(Averager):
     """Averages a model, every so many steps, with those that `_members` find."""
 
-    _schedule: Schedule
-    _make_outer: Outer | None
     _fragments = Fragments()  # none before entry
-    _outer: torch.optim.Optimizer | None = None
+
+    def _configure(self, schedule: Schedule, outer: Outer | None, grad_scaler: GradScaler | None) -> None:
+        """Take the settings that all models are averaged by."""
+        check_outer(outer)
+        self._schedule, self._make_outer = schedule, outer
+        self._grad_scaler = checked_scaler(grad_scaler)
+        check_gradient_settings(schedule, grad_scaler)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -136,15 +152,30 @@ class ModelAverager(Averager):
         self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm
     ) -> tuple[Fragments, torch.optim.Optimizer | None]:
         """Return new fragments of the model, and the outer optimizer that steps them."""
-        parts = fragments_of(averaged, self._schedule.num_fragments)
-        fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
-        parameters = fragments.outer_parameters(averaged)
-        every_steps = self._schedule.every_steps
-        return fragments, new_outer(self._make_outer, parameters, num_members, every_steps, algorithm)
+        make, schedule = self._make_outer, self._schedule
+        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
+        parts = fragments_of(averaged, schedule.num_fragments)
+        fragments, outer = Fragments(Fragment(part, device) for part in parts), None
+        if make is not None:
+            parameters = fragments.outer_parameters(averaged)
+            outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
+        return fragments, outer
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
+
+    @abstractmethod
+    def _after_own_step(self) -> None:
+        """Count a step that the optimizer, or the scaler, has attempted, and average if it is time to."""
 
     @abstractmethod
     def average(self) -> None:
         """Average now. Collective."""
+
+    def _check_inside(self, call: str) -> None:
+        super()._check_inside(call)
+        self._fragments.check_own(call)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

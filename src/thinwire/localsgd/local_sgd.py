@@ -18,31 +18,22 @@ from thinwire.algorithms import Algorithm, AllReduce, Quantize
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
-from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, fragments_of
-from thinwire.localsgd.loop import after_each_step, check_ddp
+from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
+from thinwire.localsgd.loop import check_ddp
 from thinwire.localsgd.members.fixed import Fixed, Subgroups
-from thinwire.localsgd.model import (
-    AveragedModel,
-    check_gradient_settings,
-    checked_optimizer,
-    replica_of,
-    unwrapped,
-)
+from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
 from thinwire.localsgd.outer import (
     Outer,
-    check_outer,
     described_outer,
     warn_of_momentum,
 )
-from thinwire.localsgd.schedule import WHOLE, Schedule
+from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 from thinwire.localsgd.state import (
-    LoadedState,
     checked_state,
     go_on_from,
     packed_state,
@@ -91,7 +82,8 @@ class LocalSGD(ModelAverager, Joinable):
         model: A module, or a `DistributedDataParallel` model without a hook, built with
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
-        optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
+        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
+            steps: the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -118,6 +110,7 @@ class LocalSGD(ModelAverager, Joinable):
 
     Attributes:
         sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
+        observers: Called after every step, with True; see `thinwire.Watch`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -141,7 +134,7 @@ class LocalSGD(ModelAverager, Joinable):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         every_steps: int,
         algorithm: Algorithm = EXACT,
@@ -152,30 +145,26 @@ class LocalSGD(ModelAverager, Joinable):
         subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        check_outer(outer)
         module, ddp = unwrapped(model)
-        has_ddp, has_subgroup = ddp is not None, subgroup is not None
-        warmup = Warmup(0) if warmup is None else warmup
-        if not isinstance(warmup, Warmup):
-            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
-        self._schedule = Schedule(every_steps, warmup.steps, has_ddp, has_subgroup, streaming)
+        has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
+        schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
+        self._configure(schedule, outer, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
-        self._make_outer = outer
-        averaged = held.tensors()
-        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
-        self._optimizer = checked_optimizer(optimizer, averaged, module)
-        self._grad_scaler = checked_scaler(grad_scaler)
-        check_gradient_settings(self._schedule, grad_scaler, warmup)
+        optimizers = checked_optimizers(optimizer, held.tensors(), module)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        given: dict[str, Any] = {"model": held, "schedule": self._schedule, "algorithm": algorithm}
-        given |= {"warmup": warmup, "averaged": averaged, "parts": parts}
-        self._averagings = Fixed(group, **given) if within is None else Subgroups(within, group, **given)
+        elif warmup.algorithm is not None:
+            raise ConfigError(
+                f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
+                "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
+                "leave it out"
+            )
+        settings = held, schedule, algorithm, group
+        self._averagings = Fixed(*settings) if within is None else Subgroups(*settings, within)
         engine = self._averagings.engine
-        super().__init__(held, engine, replica.sync_of(engine))
-        self._loaded: LoadedState | None = None  # until entry
+        super().__init__(held, optimizers, engine, replica.sync_of(engine))
 
     @property
     def steps(self) -> int:
@@ -215,7 +204,7 @@ class LocalSGD(ModelAverager, Joinable):
         warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             # Where the latter refuses, the former is taken off.
-            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
+            attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.
@@ -250,7 +239,7 @@ class LocalSGD(ModelAverager, Joinable):
         schedule = self._schedule
         described = {
             "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup_steps,
+            "warmup_steps": schedule.warmup.steps,
             "algorithm of the warm-up": self._averagings.warmup.algorithm,
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
@@ -325,12 +314,6 @@ class LocalSGD(ModelAverager, Joinable):
         except BaseException:
             self._averagings.abandon()
             raise
-
-    def _check_inside(self, call: str) -> None:
-        if not self._is_inside:
-            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        self._fragments.check_own(call)
-        self._model.check_unchanged()
 
     # Uneven inputs: see thinwire.join.
 
@@ -470,15 +453,11 @@ class DiLoCo(LocalSGD):
 
     Args:
         model: As of `LocalSGD`.
-        optimizer: Trains the model (AdamW, Muon); of several, the one that steps last.
+        optimizer: Trains the model (AdamW, Muon); or several, as of `LocalSGD`.
         every_steps: Steps from one averaging of a parameter to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step; as of `LocalSGD`.
-        streaming: As of `LocalSGD`, and all that follow.
-        warmup: As of `LocalSGD`.
-        replicas: As of `LocalSGD`.
-        subgroup: As of `LocalSGD`. A subgroup counts as one member.
-        grad_scaler: As of `LocalSGD`.
+        settings: All others, as of `LocalSGD`. A subgroup counts as one member.
 
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
@@ -506,26 +485,12 @@ class DiLoCo(LocalSGD):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         every_steps: int = 30,
         algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
         outer: Outer | None = Nesterov(),  # noqa: B008
-        streaming: Streaming = WHOLE,
-        warmup: Warmup | None = None,
-        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
-        subgroup: dist.ProcessGroup | Transport | None = None,
-        grad_scaler: GradScaler | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            every_steps=every_steps,
-            algorithm=algorithm,
-            outer=outer,
-            streaming=streaming,
-            warmup=warmup,
-            replicas=replicas,
-            subgroup=subgroup,
-            grad_scaler=grad_scaler,
-        )
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)

@@ -10,11 +10,11 @@ from typing import Literal, TypeAlias
 from thinwire.algorithms import Algorithm
 from thinwire.checks import number, shown, whole_count
 from thinwire.errors import ConfigError
-from thinwire.localsgd.settings import Streaming
+from thinwire.localsgd.settings import Streaming, Warmup
 
 Level: TypeAlias = Literal["group", "subgroup"]
 
-WHOLE = Streaming()
+WHOLE, NO_WARMUP = Streaming(), Warmup()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 
@@ -23,7 +23,7 @@ class Schedule:
     """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model."""
 
     every_steps: int
-    warmup_steps: int = 0
+    warmup: Warmup = NO_WARMUP
     has_ddp: bool = False
     has_subgroup: bool = False
     streaming: Streaming = WHOLE
@@ -32,11 +32,13 @@ class Schedule:
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
         object.__setattr__(self, "every_steps", every_steps)
-        if not isinstance(self.streaming, Streaming):
-            raise ConfigError(
-                f"streaming must be a thinwire.Streaming, got {shown(self.streaming)}; such as "
-                "streaming=thinwire.Streaming(fragments=2)"
-            )
+        for name, given, example in (
+            ("warmup", self.warmup, Warmup(100)),
+            ("streaming", self.streaming, Streaming(fragments=2)),
+        ):
+            if not isinstance(given, type(example)):
+                kind = f"thinwire.{type(example).__name__}"
+                raise ConfigError(f"{name} must be a {kind}, got {shown(given)}; such as {example}")
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
@@ -88,15 +90,14 @@ class Schedule:
 
     def is_warm_up(self, step: int) -> bool:
         """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
-        return step <= self.warmup_steps
+        return step <= self.warmup.steps
 
     def gradients_in(self, step: int) -> Level | None:
         """Return over whom the gradients of the step after `step` steps are averaged."""
         if not self.has_ddp:
             return None
-        if step < self.warmup_steps:
-            return "group"
-        return "subgroup" if self.has_subgroup else None
+        within: Level | None = "subgroup" if self.has_subgroup else None
+        return "group" if step < self.warmup.steps else within
 
     def after(self, step: int) -> Level | None:
         """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
@@ -112,9 +113,9 @@ class Schedule:
         """
         if self.is_warm_up(step):
             # Of a DDP model only at the end, so that all start the local phase from the same bits.
-            return range(self.num_fragments) if not self.has_ddp or step == self.warmup_steps else ()
+            return range(self.num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
-        place = (step - self.warmup_steps - 1) % self.every_steps + 1
+        place = (step - self.warmup.steps - 1) % self.every_steps + 1
         turn, rest = divmod(place * self.num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
         return (turn - 1,) if turn and rest < self.num_fragments else ()

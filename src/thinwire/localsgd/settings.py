@@ -118,6 +118,8 @@ class Warmup:
                 "leave it out"
             )
 
+    __repr__ = _written
+
 
 @dataclass(frozen=True)
 class Nesterov:

@@ -31,29 +31,17 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class LoadedState(NamedTuple):
-    """A state that has been checked, of whole parameters.
+    """A state that has been checked, of whole parameters."""
 
-    Attributes:
-        step: Attempted steps.
-        sent_after: Of each fragment, the step after which its change was last sent.
-        in_flight: What has landed and is not applied yet: a fragment's place, and its mean changes by name.
-        last_average: By name.
-        sync: The state of the engine, not checked.
-        outer: That of the outer optimizer, not checked; None if there was none.
-        warmup: That of the engine of the warm-up, not checked; None if it had none of its own, or was over.
-        checksum: Of all of it, for processes to compare what they loaded.
-        members: What members that come and go have besides, not checked against the model; None of others.
-    """
-
-    step: int
-    sent_after: Sequence[int]
-    in_flight: Sequence[tuple[int, Tensors]]
-    last_average: Tensors
-    sync: Mapping[str, Any]
-    outer: Mapping[str, Any] | None
-    warmup: Mapping[str, Any] | None
-    checksum: str
-    members: Mapping[str, Any] | None = None
+    step: int  # attempted
+    sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
+    in_flight: Sequence[tuple[int, Tensors]]  # landed, not applied: a fragment's place, mean changes by name
+    last_average: Tensors  # by name
+    sync: Mapping[str, Any]  # for the engine to check
+    outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
+    warmup: Mapping[str, Any] | None  # for its engine to check; None if it had none of its own, or was over
+    checksum: str  # of all of it, for processes to compare what they loaded
+    members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 
 
 def packed_state(
@@ -73,7 +61,7 @@ def packed_state(
         ),
         "last_average": replica.whole(lasts),
         "sync": sync.state_dict(),
-        "outer": None if outer is None else saved_outer(outer, fragments.last_names, replica),
+        "outer": None if outer is None else saved_outer(outer, fragments.lasts, replica),
     }
     if warmup is not None:
         state[WARMUP_KEY] = warmup.state_dict()
@@ -117,7 +105,7 @@ def _load_outer(
     assert loaded.outer is not None
     # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
     try:
-        load_outer(outer, fragments.last_names, replica, loaded.outer)
+        load_outer(outer, fragments.lasts, replica, loaded.outer)
         for fragment in fragments:
             fragment.take(loaded.last_average)
             fragment.step([flat.zero_() for flat in fragment.empty()], outer)
@@ -128,7 +116,7 @@ def _load_outer(
             f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load an "
             "earlier one, or pass outer= as when it was saved"
         ) from error
-    load_outer(outer, fragments.last_names, replica, loaded.outer)  # again: that step is in no average
+    load_outer(outer, fragments.lasts, replica, loaded.outer)  # again: that step is in no average
 
 
 def checked_state(

@@ -14,6 +14,8 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.model import Optimizers
+from thinwire.localsgd.settings import Streaming
 
 
 class Steps(Member):
@@ -63,12 +65,12 @@ class Steps(Member):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizers,
         algorithm: Algorithm,
         *,
         group: Group | None = None,
     ) -> None:
-        super().__init__(model, optimizer, algorithm, group, average_buffers=False)
+        super().__init__(model, optimizer, algorithm, group, Streaming(average_buffers=False))
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
         if not self._group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
