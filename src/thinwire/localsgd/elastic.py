@@ -315,9 +315,7 @@ class DiLoCo(LocalSGD):
         settings: All others, as of `elastic.LocalSGD`.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: A DDP or a sharded model, or one that is all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        ThinwireError: As `elastic.LocalSGD`.
     """
 
     def __init__(

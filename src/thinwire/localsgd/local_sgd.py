@@ -54,16 +54,7 @@ class LocalSGD(ModelAverager, Joinable):
     the model and the optimizer stay as they are. What travels is each process's *change* of the parameters
     since the last averaging, through the same exchange as gradients: `algorithm` may be any of Thinwire's,
     with its error memory. After an averaging all processes hold the same parameters to the bit. They are
-    written in place.
-
-    One counter, that of attempted steps, says what happens after each:
-
-    | model | subgroup | warm-up, each step | later, each step | later, every `every_steps` steps |
-    |---|---|---|---|---|
-    | plain module | none | parameters, group | nothing | parameters, group |
-    | plain module | given | parameters, group | parameters, subgroup | parameters, group |
-    | DDP model | none | gradients, group | nothing | parameters, group |
-    | DDP model | given | gradients, group | gradients, subgroup | parameters, group |
+    written in place. A table in docs/local-sgd.md says what is averaged after each step.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
@@ -110,7 +101,6 @@ class LocalSGD(ModelAverager, Joinable):
 
     Attributes:
         sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
-        observers: Called after every step, with True; see `thinwire.Watch`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -443,17 +433,17 @@ class LocalSGD(ModelAverager, Joinable):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    A context manager around the training loop: `LocalSGD` with other defaults. See there what is averaged,
-    when, and what is refused, and all other settings. The outer optimizer is SGD with Nesterov's momentum on
-    the last averaged parameters; changes travel in four bits a number. With `streaming` it is Streaming
-    DiLoCo: the model is averaged in parts, one at a time, while training goes on.
+    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
+    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
+    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`.
 
     Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
-    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725), for Muon inside.
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
 
     Args:
         model: As of `LocalSGD`.
-        optimizer: Trains the model (AdamW, Muon); or several, as of `LocalSGD`.
+        optimizer: Trains the model; or several, as of `LocalSGD`.
         every_steps: Steps from one averaging of a parameter to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step; as of `LocalSGD`.
@@ -462,10 +452,7 @@ class DiLoCo(LocalSGD):
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
-            a model whose parameters have no values yet, or are all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        ThinwireError: As `LocalSGD`.
 
     Examples:
         >>> import thinwire

@@ -20,7 +20,7 @@ USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model."""
+    """The table in docs/local-sgd.md, of the arguments and whether the model is a DDP model."""
 
     every_steps: int
     warmup: Warmup = NO_WARMUP
