@@ -52,12 +52,8 @@ def main() -> None:
     muon = torch.optim.Muon(matrices, lr=0.02)
     adamw = torch.optim.AdamW(others, lr=2e-3)
     draws = torch.Generator().manual_seed(dist.get_rank())
-    with thinwire.DiLoCo(
-        model,
-        [muon, adamw],
-        every_steps=EVERY_STEPS,
-        streaming=thinwire.Streaming(fragments=2, delay_steps=2),
-    ) as local:
+    streaming = thinwire.Streaming(fragments=2, delay_steps=2)
+    with thinwire.DiLoCo(model, [muon, adamw], every_steps=EVERY_STEPS, streaming=streaming) as local:
         for step in range(STEPS):
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]

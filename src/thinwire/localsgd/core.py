@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from thinwire.localsgd.model import AveragedModel, check_gradient_settings
 from thinwire.localsgd.outer import Outer, check_outer, new_outer
 from thinwire.localsgd.schedule import Schedule
 from thinwire.localsgd.settings import Nesterov
-from thinwire.localsgd.state import DistributedState, LoadedState
+from thinwire.localsgd.state import LoadedState
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.stats import Stats
@@ -123,9 +124,28 @@ class Averager(ABC):
             ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
             ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         """
-        return DistributedState(
-            lambda: self.state_dict() if self._model.entered else None, self.load_state_dict
-        )
+        return DistributedState(self)
+
+
+class DistributedState:
+    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
+
+    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
+    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
+        file = io.BytesIO()
+        if self._averager._model.entered:
+            torch.save(self._averager.state_dict(), file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Load what `state_dict` has returned."""
+        self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
 
 
 class ModelAverager(Averager):

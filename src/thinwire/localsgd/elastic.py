@@ -21,7 +21,7 @@ from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers
-from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
+from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
 from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 
@@ -273,7 +273,7 @@ class LocalSGD(ModelAverager, Member):
         is_exact = self._is_warm_up(step)
         if self._outer is not None and isinstance(self._make_outer, Nesterov):
             for group in self._outer.param_groups:
-                group["lr"] = self._make_outer.lr_for(num_members, self._engine.algorithm)
+                group["lr"] = nesterov_lr(self._make_outer, num_members, self._engine.algorithm)
         made = self._pending_steps - self._sent_steps  # while it was in flight
         weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
         for fragment, means in flight.changes.items():

@@ -28,6 +28,37 @@ PLAIN = bool | int | float
 OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
 
+# Each by whether the algorithm sends few entries.
+
+# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
+# Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
+# the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
+# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
+# more of them add up. Measured: `docs/adamw.md`.
+LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
+
+# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
+# (SparseLoCo, arXiv 2508.15706).
+MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
+
+
+def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
+    return [chosen for least, chosen in table if value >= least][-1]
+
+
+def nesterov_lr(outer: Nesterov, num_members: int, algorithm: Algorithm) -> float:
+    """Return the outer learning rate for so many members that train on their own.
+
+    Examples:
+        >>> from thinwire import AllReduce
+        >>> [nesterov_lr(Nesterov(), num_members, AllReduce()) for num_members in (1, 2, 3, 4, 16)]
+        [0.4, 0.5, 0.5, 0.6, 0.8]
+    """
+    table = LR_FROM_MEMBERS[algorithm.sends_few_entries]
+    return _last_reached(table, num_members) if outer.lr is None else outer.lr
+
+
 def check_outer(outer: object) -> None:
     """Refuse what does not make an outer optimizer."""
     if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
@@ -47,7 +78,10 @@ def new_outer(
 ) -> torch.optim.Optimizer:
     """Return the outer optimizer of `parameters`."""
     if isinstance(make, Nesterov):
-        return make.optimizer(parameters, num_members, every_steps, algorithm)
+        lr, momentum = nesterov_lr(make, num_members, algorithm), make.momentum
+        if momentum is None:
+            momentum = _last_reached(MOMENTUM_FROM_STEPS[algorithm.sends_few_entries], every_steps)
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -202,27 +201,3 @@ def _check_tensors(key: str, tensors: Any, shapes: Mapping[str, tuple[int, ...]]
         # It would be in every process's model with the first averaging.
         is_finite = bool(tensor.isfinite().all())
         _expect(is_finite, f"{what} not finite: it is damaged; load an earlier one")
-
-
-class DistributedState:
-    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
-
-    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
-    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
-
-    def __init__(
-        self, save: Callable[[], Mapping[str, Any] | None], load: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self._save, self._load = save, load
-
-    def state_dict(self) -> dict[str, bytes]:
-        """Return the state's bytes; none of them where there is nothing to save yet. Collective."""
-        state = self._save()
-        file = io.BytesIO()
-        if state is not None:
-            torch.save(state, file)
-        return {"state": file.getvalue()}
-
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Load what `state_dict` has returned."""
-        self._load(torch.load(io.BytesIO(state["state"]), weights_only=True))
