@@ -408,12 +408,8 @@ class LocalSGD(ModelAverager, Joinable):
             {each.name: replica.shape_of(each.name, each.value) for each in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        loaded = checked_state(
-            state,
-            shapes,
-            has_outer=self._make_outer is not None,
-            has_warmup=self._averagings.has_warmup,
-        )
+        has_outer, has_warmup = self._make_outer is not None, self._schedule.warmup.algorithm is not None
+        loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],

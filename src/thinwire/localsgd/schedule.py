@@ -60,10 +60,9 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        every_steps = f"every_steps={self.every_steps}"
-        settings = [every_steps if self.every_seconds is None else f"every_seconds={self.every_seconds:g}"]
-        settings += [f"streaming={self.streaming}"] * (self.streaming != WHOLE)
-        return ", ".join(settings)
+        seconds = self.every_seconds
+        every = f"every_steps={self.every_steps}" if seconds is None else f"every_seconds={seconds:g}"
+        return every if self.streaming == WHOLE else f"{every}, streaming={self.streaming}"
 
     @property
     def num_fragments(self) -> int:
@@ -96,8 +95,9 @@ class Schedule:
         """Return over whom the gradients of the step after `step` steps are averaged."""
         if not self.has_ddp:
             return None
-        within: Level | None = "subgroup" if self.has_subgroup else None
-        return "group" if step < self.warmup.steps else within
+        if step < self.warmup.steps:
+            return "group"
+        return "subgroup" if self.has_subgroup else None
 
     def after(self, step: int) -> Level | None:
         """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
@@ -122,16 +122,12 @@ class Schedule:
 
     def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
         """Return whether a member averages so many steps, and seconds, after its last averaging."""
-        if self.every_seconds is None:
-            return steps >= self.gap(turn)
-        # At the step that ends next to the time: who is slow is waited for by half of its step.
-        return seconds + seconds / steps / 2 >= self.every_seconds / self.num_fragments
-
-    def gap(self, turn: int) -> int:
-        """Return how many steps lie between two turns of fragments, counted from the earlier one."""
         place, num_fragments = turn % self.num_fragments, self.num_fragments
-        first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
-        return second - first
+        if self.every_seconds is None:
+            first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
+            return steps >= second - first
+        # At the step that ends next to the time: who is slow is waited for by half of its step.
+        return seconds + seconds / steps / 2 >= self.every_seconds / num_fragments
 
     def rounds_sent(self, age: int, num_rounds: int) -> int:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
