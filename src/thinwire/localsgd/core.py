@@ -149,7 +149,7 @@ class DistributedState:
 
 
 class ModelAverager(Averager):
-    """Averages a model, every so many steps, with those that `_members` find."""
+    """Averages a model every so many steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
 
     _fragments = Fragments()  # none before entry
 

@@ -56,10 +56,7 @@ class Flight(Generic[Part]):
         return self._step is None
 
     def send(
-        self,
-        num_rounds: float = math.inf,
-        read: Callable[[Any], object] = bool,
-        asked: Any = None,
+        self, num_rounds: float = math.inf, read: Callable[[Any], object] = bool, asked: Any = None
     ) -> None:
         """Wait for rounds and send the next ones, until so many were sent or all have come."""
         assert self._step is not None, "sent after it has landed"

@@ -26,18 +26,10 @@ from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
 from thinwire.localsgd.loop import check_ddp
 from thinwire.localsgd.members.fixed import Fixed, Subgroups
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
-from thinwire.localsgd.outer import (
-    Outer,
-    described_outer,
-    warn_of_momentum,
-)
+from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
 from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
-from thinwire.localsgd.state import (
-    checked_state,
-    go_on_from,
-    packed_state,
-)
+from thinwire.localsgd.state import checked_state, go_on_from, packed_state
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.layout import held_of
 

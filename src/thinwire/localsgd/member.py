@@ -29,13 +29,7 @@ from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, unwrapped
 from thinwire.localsgd.outer import held_by
 from thinwire.localsgd.settings import Streaming
-from thinwire.localsgd.state import (
-    MEMBERS_KEY,
-    STATE_VERSION,
-    LoadedState,
-    checked_state,
-    members_of,
-)
+from thinwire.localsgd.state import MEMBERS_KEY, STATE_VERSION, LoadedState, checked_state, members_of
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision

@@ -63,12 +63,7 @@ class Steps(Member):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        algorithm: Algorithm,
-        *,
-        group: Group | None = None,
+        self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
         super().__init__(model, optimizer, algorithm, group, Streaming(average_buffers=False))
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
