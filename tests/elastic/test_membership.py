@@ -143,7 +143,7 @@ class Run(InTurns[LocalSGD]):
             moved = (parameter - due.get(name, parameter)).detach().double()
             moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
             change = torch.cat([change, moved.flatten()])
-        weight = round(local._work[local._due]) + 1
+        weight = round(local._work[local._place(0)]) + 1
         self.put_in.setdefault(local._turns, {})[member] = (weight, change)
 
     def lasts(self, member: int) -> torch.Tensor:
