@@ -114,15 +114,6 @@ class Averager(ABC):
         is not sharded is one process's: call `average()` before.
 
         Cost: as of `state_dict`, and its bytes, on each process.
-
-        Examples:
-            >>> import thinwire, torch
-            >>> model = torch.nn.Linear(64, 32)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> local = thinwire.LocalSGD(model, optimizer, every_steps=10)
-            >>> with local:
-            ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
-            ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         """
         return DistributedState(self)
 
@@ -210,18 +201,6 @@ class ModelAverager(Averager):
 
         Raises:
             StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
-
-        Examples:
-            >>> import thinwire
-            >>> model = nn.Linear(8, 4)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
-            ...     start = model.weight.detach().clone()
-            ...     model(torch.ones(1, 8)).sum().backward()
-            ...     optimizer.step()
-            ...     with local.averaged():
-            ...         print(torch.equal(model.weight, start))
-            True
         """
         self._check_inside("averaged()")
         with self._fragments.holding_average():

@@ -24,7 +24,7 @@ from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
 from thinwire.localsgd.loop import check_ddp
-from thinwire.localsgd.members.fixed import Fixed, Subgroups
+from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
 from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
 from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
@@ -143,8 +143,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
                 "leave it out"
             )
-        settings = held, schedule, algorithm, group
-        self._averagings = Fixed(*settings) if within is None else Subgroups(*settings, within)
+        self._averagings = Fixed(held, schedule, algorithm, group, within)
         engine = self._averagings.engine
         super().__init__(held, optimizers, engine, replica.sync_of(engine))
 

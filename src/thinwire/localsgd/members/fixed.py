@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import Machines, ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.channel import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.fronts.common import averaging_model
 from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
@@ -105,7 +105,7 @@ def _listed(values: Sequence[object]) -> str:
 
 
 class Fixed:
-    """The members of a group that does not change; each is a process, or the processes of an FSDP2 replica.
+    """The members of a group that does not change: processes, subgroups of them, or FSDP2 replicas.
 
     What is collective raises on all processes alike: `StepError` if they are at different steps or one has
     parameters that are not finite, `CommunicationError` if a collective failed.
@@ -117,7 +117,7 @@ class Fixed:
         schedule: Schedule,
         algorithm: Algorithm,
         group: Transport,
-        machines: Machines | None = None,
+        within: Transport | None = None,
     ) -> None:
         self.fragments = Fragments()  # none before entry
         self.outer: torch.optim.Optimizer | None = None
@@ -125,13 +125,20 @@ class Fixed:
         self.step = 0  # attempted steps
         self.own_pending_steps = 0  # of this process since the last averaging
         self.divides_by_contributors = False  # those alone that had input since then
-        self.num_members = group.size  # that train on their own
+        # Members that train on their own.
+        self.num_members = group.size // (1 if within is None else within.size)
         self._model, self._schedule = model, schedule
         averaged, shards = model.tensors(), model.replica.shards
         specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.num_fragments)
+        # The processes of a subgroup have the same changes, so each sends a part of them.
+        machines, why_flat = None, ""
+        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+            machines, why_flat = machines_of_subgroups(group, within)
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
         settings = Settings(together=shards)
         self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+        if why_flat:
+            self.engine.shortfalls[why_flat] = None
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
         counts["machines"] = machines
@@ -141,7 +148,7 @@ class Fixed:
         # averages when the warm-up ends.
         if schedule.warmup.algorithm is not None:
             self.warmup = Engine(schedule.warmup.algorithm, group, specs, settings, **counts)
-        self._gradient_engines: dict[Level, Engine] = {"group": self.warmup}
+        self._within = None if within is None else Engine(EXACT, within, specs, settings)
         # The processes of a machine have the same changes, so they need not ask each other.
         self._together = self.engine.settings.together if self.engine.places is None else None
         # And not read yet, in the order in which they were asked.
@@ -151,9 +158,10 @@ class Fixed:
         """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
         if self._model.ddp is None:
             return averaging_model(owner, self._model.module, self.engine.transport)
-        return driven_gradients(
-            self._model.ddp, self._gradient_engines, lambda: self._schedule.gradients_in(self.step)
-        )
+        engines: dict[Level, Engine] = {"group": self.warmup}
+        if self._within is not None:
+            engines["subgroup"] = self._within
+        return driven_gradients(self._model.ddp, engines, lambda: self._schedule.gradients_in(self.step))
 
     def end_warmup(self) -> None:
         """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
@@ -284,10 +292,30 @@ class Fixed:
             fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     def _average_within(self, sent: Sequence[Fragment]) -> None:
-        """Average inside of a member what is not sent now; here a member is one process."""
+        """Average inside of each subgroup, exactly, what is not sent now."""
+        if self._within is None or not self._schedule.meets_in_subgroups:
+            return
+        changes: Changes = {each: each.changes() for each in self.fragments}
+        self._agree_within(changes)
+        # What the group averages at once needs no mean of the subgroup before.
+        within = {each: flats for each, flats in changes.items() if each not in sent}
+        if within:
+            Flight(within, self._within).land()
+            for fragment, means in within.items():
+                fragment.write(means)
 
     def _agree_within(self, changes: Changes) -> None:
-        """Check inside of a member that its processes may average."""
+        """Check consistency inside a subgroup, so that all members raise together. Collective; blocks.
+
+        The subgroup is asked first each time, so that members at different steps meet there, and not in
+        different groups. If they disagree, they ask the group at once, where the others, the next time that
+        they ask it, refuse with them.
+        """
+        if self._within is None or not self._schedule.meets_in_subgroups:
+            return
+        own = self._answer(changes)
+        if not do_agree(Consensus(own, self._within.transport).answers()):
+            Consensus(own, self.engine.transport).checked()
 
     def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
@@ -308,51 +336,3 @@ class Fixed:
             # In the order of asking, the same everywhere: so all refuse at the same question.
             answers = self._asked.pop(0).checked()
         return answers
-
-
-class Subgroups(Fixed):
-    """Fixed members that are subgroups of processes, which average inside at every step, exactly."""
-
-    def __init__(
-        self,
-        model: AveragedModel,
-        schedule: Schedule,
-        algorithm: Algorithm,
-        group: Transport,
-        within: Transport,
-    ) -> None:
-        # The processes of a subgroup have the same changes, so each sends a part of them.
-        machines, why_flat = None, ""
-        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
-            machines, why_flat = machines_of_subgroups(group, within)
-        super().__init__(model, schedule, algorithm, group, machines)
-        if why_flat:
-            self.engine.shortfalls[why_flat] = None
-        self.num_members //= within.size
-        self._within = Engine(EXACT, within, self.engine.specs, self._exact.settings)
-        self._gradient_engines["subgroup"] = self._within
-
-    def _average_within(self, sent: Sequence[Fragment]) -> None:
-        if not self._schedule.meets_in_subgroups:
-            return
-        changes: Changes = {each: each.changes() for each in self.fragments}
-        self._agree_within(changes)
-        # What the group averages at once needs no mean of the subgroup before.
-        within = {each: flats for each, flats in changes.items() if each not in sent}
-        if within:
-            Flight(within, self._within).land()
-            for fragment, means in within.items():
-                fragment.write(means)
-
-    def _agree_within(self, changes: Changes) -> None:
-        """Check consistency before averaging, so that all members raise together. Collective; blocks.
-
-        The subgroup is asked first each time, so that members at different steps meet there, and not in
-        different groups. If they disagree, they ask the group at once, where the others, the next time that
-        they ask it, refuse with them.
-        """
-        own = self._answer(changes)
-        if self._schedule.meets_in_subgroups and not do_agree(
-            Consensus(own, self._within.transport).answers()
-        ):
-            Consensus(own, self.engine.transport).checked()
