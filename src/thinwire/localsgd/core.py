@@ -46,7 +46,7 @@ class Averager(ABC):
         self.observers: list[Callable[[bool], None]] = []  # called after every step, with True
         self._attached = ExitStack()
         self._is_inside = False
-        self._steps_here = 0
+        self._steps = self._steps_here = 0
         self._loaded: LoadedState | None = None  # until entry
 
     def __reduce__(self) -> NoReturn:
@@ -58,9 +58,9 @@ class Averager(ABC):
         return self._model.module
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Attempted steps; a member that joins takes over those of the others."""
+        return self._steps
 
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.

@@ -62,12 +62,7 @@ class Member(Averager, Front):
         super().__init__(held, optimizers, engine, GradientSync(engine))
         self._device = averaged[0].tensor.device
         self._membership = Elastic(self._group, engine, self, self._device)
-        self._steps = self._turns = self._pending_steps = 0
-
-    @property
-    def steps(self) -> int:
-        """Steps so far; a member that joins takes over those of the others."""
-        return self._steps
+        self._turns = self._pending_steps = 0
 
     @property
     def is_leaving(self) -> bool:
@@ -101,22 +96,6 @@ class Member(Averager, Front):
             raise StepError("this context has been entered before; make a new one")
         self._begin()
         with ExitStack() as attached:
-            attached.enter_context(self._joined())
-            attached.enter_context(self._in_loop())
-            self._attached = attached.pop_all()
-        return self
-
-    def _begin(self) -> None:
-        """Make what a member needs only inside the context."""
-
-    def _in_loop(self) -> AbstractContextManager[None]:
-        """Count the steps of the user's loop while this is open."""
-        return nullcontext()
-
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """Join, and leave at the end of the context. Collective."""
-        with ExitStack() as attached:
             attached.callback(self._membership.leave)
             if self._loaded is not None:
                 self._start_from(self._loaded)
@@ -135,7 +114,16 @@ class Member(Averager, Front):
             with suppress(LeftError):
                 self._transact(self._membership.average)
             self._is_inside = True
-            yield
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Make what a member needs only inside the context."""
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return nullcontext()
 
     def _transact(self, average: Callable[[], Any]) -> Any:
         """Average, or a part of it. Collective."""
@@ -267,7 +255,7 @@ class Member(Averager, Front):
         model and (with `send_optimizer`) the optimizers become those of the state, on entry.
 
         Raises:
-                StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or is of another model.
             StepError: The context was entered already.
         """
         if self._model.entered:
