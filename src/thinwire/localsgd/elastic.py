@@ -32,18 +32,17 @@ MANY_STEPS = 30
 class LocalSGD(ModelAverager, Member):
     """Train each process on its own for some steps, then average with whoever is there.
 
-    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
-    stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
-    repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
-    comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
-    optimizer and counters, and holds the same parameters to the bit; and the state of one member's
-    optimizers inside, as of their last steps.
+    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. If a member dies or
+    stands still for too long in an averaging, the others repeat it without that member, at once and with all
+    they have learnt since the last one. A member that joins, or comes back, waits on entry for the others'
+    next averaging. From it, it takes their model, outer optimizer and counters, to the bit, and the state of
+    one member's optimizers inside, as of their last steps.
 
     Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
-    What it has not transmitted (the residual) stays when others come or go. A member that leaves on purpose
-    (SIGTERM, or `leave()`) hands it over at its last averaging, after which the context ends: `LeftError` is
-    raised in the loop, from the optimizer's step, and swallowed at the end of the context. What a member that
-    vanishes has not transmitted is lost, and `membership()` and a warning say how much.
+    Its residual (what it has not transmitted) stays when others come or go. A member that leaves on purpose
+    (SIGTERM, or `leave()`) hands it over at its last averaging. Then the optimizer's step raises `LeftError`,
+    which the context swallows. The residual of a member that vanishes is lost; `membership()` and a warning
+    say how much.
 
     Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
 
@@ -67,7 +66,7 @@ class LocalSGD(ModelAverager, Member):
         grad_scaler: The `GradScaler`, if there is one.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    96 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
     the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 

@@ -42,23 +42,21 @@ EXACT = AllReduce()
 class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
-    A context manager around the training loop; to be entered on every process of the group alike. The loop,
-    the model and the optimizer stay as they are. What travels is each process's *change* of the parameters
-    since the last averaging, through the same exchange as gradients: `algorithm` may be any of Thinwire's,
-    with its error memory. After an averaging all processes hold the same parameters to the bit. They are
-    written in place. A table in docs/local-sgd.md says what is averaged after each step.
+    A context manager around the training loop, which every process of the group enters. Loop, model and
+    optimizer stay as they are. What travels is each process's *change* of the parameters since the last
+    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an averaging
+    all processes hold the same parameters to the bit, written in place. A table in docs/local-sgd.md says what
+    is averaged after each step.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
     `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
 
-    On entry all processes take the model of the group's first process, buffers included, as DDP does; not
-    if a state was loaded. On a clean exit the steps since the last averaging are averaged, so that all
-    processes leave with the same model. When an exception leaves the context, nothing is sent. After it, a
-    DDP model averages its gradients over its whole group again.
+    On entry all processes take the model of the group's first process, buffers included, unless a state was
+    loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
+    model; after an exception nothing is sent. A DDP model then averages its gradients over its group again.
 
-    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich, "Local SGD Converges Fast and
-    Communicates Little" (arXiv 1805.09767); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv
+    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich (arXiv 1805.09767); Lin et al. (arXiv
     1808.07217, post-local and hierarchical); Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1).
 
     Args:
@@ -83,9 +81,8 @@ class LocalSGD(ModelAverager, Joinable):
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
 
-    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
-    those that hold the same shards of other replicas, whose changes, last average and outer state are of
-    that shard. No weights are gathered. A replica counts as one member, and as what a subgroup is.
+    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with those
+    that hold the same shards of other replicas. No weights are gathered. A replica counts as one member.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
