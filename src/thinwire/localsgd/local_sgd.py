@@ -44,9 +44,9 @@ class LocalSGD(ModelAverager, Joinable):
 
     A context manager around the training loop, which every process of the group enters. Loop, model and
     optimizer stay as they are. What travels is each process's *change* of the parameters since the last
-    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an averaging
-    all processes hold the same parameters to the bit, written in place. A table in docs/local-sgd.md says what
-    is averaged after each step.
+    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an
+    averaging all processes hold the same parameters to the bit, written in place. A table in
+    docs/local-sgd.md says what is averaged after each step.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.

@@ -22,10 +22,10 @@ class Steps(Member):
     """Average the gradients of every step with whoever is there, and take the optimizer's step.
 
     What `thinwire.attach` does for a DDP model, on a group whose members change; call `step()` in place of
-    `optimizer.step()`. If a member is lost meanwhile, the others average the same gradients again and take the
-    same step: after each, parameters and optimizer are the same on all members to the bit. A member that joins
-    receives model, optimizer and counters, and then takes the others' step with them. Residuals, leaving, and
-    members that vanish: as `elastic.DiLoCo`.
+    `optimizer.step()`. If a member is lost meanwhile, the others average the same gradients again and take
+    the same step: after each, parameters and optimizer are the same on all members to the bit. A member that
+    joins receives model, optimizer and counters, and then takes the others' step with them. Residuals,
+    leaving, and members that vanish: as `elastic.DiLoCo`.
 
     Each step asks the lighthouse who is there, and needs a round trip more over the slow link than
     `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every so many steps.
