@@ -1,4 +1,4 @@
-"""DiLoCo with Muon inside, in two fragments behind the computing.
+"""MuLoCo: DiLoCo with Muon inside, here in two fragments behind the computing.
 
 Run: torchrun --nproc-per-node 2 examples/diloco_muon.py (torch 2.9 or later, which has Muon).
 """
@@ -52,10 +52,8 @@ def main() -> None:
     muon = torch.optim.Muon(matrices, lr=0.02)
     adamw = torch.optim.AdamW(others, lr=2e-3)
     draws = torch.Generator().manual_seed(dist.get_rank())
-    # Of two optimizers the one that steps last.
-    with thinwire.DiLoCo(
-        model, adamw, every_steps=EVERY_STEPS, streaming=thinwire.Streaming(fragments=2, delay_steps=2)
-    ) as local:
+    streaming = thinwire.Streaming(fragments=2, delay_steps=2)
+    with thinwire.DiLoCo(model, [muon, adamw], every_steps=EVERY_STEPS, streaming=streaming) as local:
         for step in range(STEPS):
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]

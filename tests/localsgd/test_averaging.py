@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from members import Member, data_parallel, run
-from thinwire import Streaming, Warmup
+from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.channel import Metered
 from thinwire.channel.transport import Work
@@ -585,16 +585,17 @@ def _kinds(member: Member, algorithm: Algorithm) -> tuple[dict[str, Tensor], boo
     return parameters, same_storage, local.stats().compression_ratio, compressed
 
 
-def test_of_two_optimizers_the_one_that_steps_last_is_given() -> None:
-    assert run(2, _two_optimizers) == [[False, True, False, True]] * 2
+@pytest.mark.parametrize("are_both_given", [False, True])
+def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(are_both_given: bool) -> None:
+    assert run(2, _two_optimizers, are_both_given) == [[False, True, False, True]] * 2
 
 
-def _two_optimizers(member: Member) -> list[bool]:
+def _two_optimizers(member: Member, are_both_given: bool) -> list[bool]:
     first, *others = member.model.parameters()
     optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(others, lr=0.05)]
-    member.optimizer = optimizers[1]
     agreed = []
-    with member.local():
+    given = optimizers if are_both_given else optimizers[1]
+    with LocalSGD(member.model, given, every_steps=2, replicas=member.transport):
         for step in range(4):
             member.model.zero_grad()
             torch.autograd.backward(member.model(batch_of(step, member.rank)).square().mean())

@@ -156,6 +156,10 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
         lambda member: with_model(member, member.model, Wrapper(member.optimizer)),
         "ConfigError: Wrapper wraps an optimizer",
     ),
+    "one optimizer twice": (
+        lambda member: with_model(member, member.model, [member.optimizer] * 2),
+        "ConfigError: expected one optimizer or several, each once",
+    ),
     "other model's": (
         lambda member: with_model(member, new_model(), member.optimizer),
         "ConfigError: the optimizer holds none of the model's trainable parameters",

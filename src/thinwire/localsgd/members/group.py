@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from thinwire.channel import InProcessTransport, Transport
@@ -135,9 +134,7 @@ class InProcessLighthouse:
     def __init__(self, min_members: int = 1, wait_seconds: float = 5.0, **options: Any) -> None:
         self.min_members, self.wait_seconds, self.options = min_members, wait_seconds, options
         self.quorum_id = 0
-        self.members: list[
-            InProcessGroup
-        ] = []  # that ever were; of a quorum those who joined first come first
+        self.members: list[InProcessGroup] = []  # that ever were, in the order in which they joined
         self.there: list[InProcessGroup] = []
         self.asking: list[InProcessGroup] = []
 
@@ -149,30 +146,21 @@ class InProcessLighthouse:
         self.asking.sort(key=self.members.index)
         furthest = max(member.commits for member in self.asking)
         source = next(member for member in self.asking if member.commits == furthest)
-        behind = [
-            member
-            for member in self.asking
-            if member is not source and (member.commits < furthest or furthest == 0)
-        ]
-        state = packed(source.provide()) if behind else None
+        others = [member for member in self.asking if member is not source]
+        behind = [member for member in others if member.commits < furthest or furthest == 0]
+        state = packed(source.provide() if behind else None)
         members = InProcessTransport.group(len(self.asking))
         for member, transport in zip(self.asking, members, strict=True):
             member.transport.transport, member.quorum_id = transport, self.quorum_id
             member.num_changes += 1
         for member in behind:
-            assert state is not None
             member.received, member.commits = unpacked(state), furthest
         self.there, self.asking = list(self.asking), []
 
 
-@dataclass
 class _Quorum(Awaited):
-    lighthouse: InProcessLighthouse
-    member: InProcessGroup
-    before: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.before = self.member.quorum_id
+    def __init__(self, lighthouse: InProcessLighthouse, member: InProcessGroup) -> None:
+        self.lighthouse, self.member, self.before = lighthouse, member, member.quorum_id
 
     @property
     def is_complete(self) -> bool:
