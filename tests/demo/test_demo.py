@@ -17,9 +17,10 @@ from rich.console import Console
 
 import crash
 import forking
+from cli.test_cli import exit_code
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import cli, launch
+from thinwire import launch
 from thinwire.cli import demo
 from thinwire.cli.demo import FOOTNOTE, JobError, run_each, run_elastic, summary_table
 from thinwire.demo import train
@@ -210,12 +211,9 @@ def test_impossible_options_are_refused_at_once(changes: dict[str, object], mess
 def test_a_users_mistake_is_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["thinwire", "demo", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main()
-    stderr = capsys.readouterr().err
-    assert (exit_info.value.code, stderr.count("\n")) == (2, 1)
-    assert stderr.startswith(f"thinwire: {message}")
+    assert exit_code(monkeypatch, "demo", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"thinwire: {message}")
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])

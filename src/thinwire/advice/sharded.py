@@ -21,10 +21,9 @@ from thinwire.sync import Engine, Settings
 
 
 class Sharded:
-    """A model of `fully_shard`, whose replicas' messages go to a stopwatch: the subject of a bench.
+    """A model of `fully_shard`: the subject of a bench. FSDP2's own messages are sent, inside of the replica.
 
-    FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
-    parameters, buffers and gradients are put back when it is left.
+    It can't be copied, so parameters, buffers and gradients are put back when it is left.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:

@@ -244,10 +244,10 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
             ) from error
         return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
+        given = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no effect with "
-            f"comm_hook {hook.name}; leave them out, or choose a different hook: comm_state_option is for "
-            "POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO"
+            f"{given}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
+            "different hook: the first is for POWER_SGD and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 

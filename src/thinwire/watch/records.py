@@ -190,24 +190,19 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-class Growing:
-    """The file of a watch that may still be going on; there need not be one yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position = 0
-
-    def new_records(self) -> list[Record]:
-        """Return what was written since the last call, less what is no record."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            # What follows the last newline is still being written; it is read once it is complete.
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._position += len(complete) + len(newline)
+def follow(path: Path) -> Iterator[list[Record]]:
+    """Yield what was written to a watch's file since the last time; there need not be a file yet."""
+    position = 0
+    while True:
+        complete = b""
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                # What follows the last newline is still being written; it is read once it is complete.
+                complete, newline, _ = file.read().rpartition(b"\n")
+            position += len(complete) + len(newline)
         records = map(record_of, complete.decode("utf-8", "replace").splitlines())
-        return [record for record in records if record is not None]
+        yield [record for record in records if record is not None]
 
 
 def checked_record(line: str) -> Record:
