@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType as StockHook
 from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +30,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs
 from thinwire.sync import engine_of
+from thinwire.watch import MetricsWriter, Watch
 from training import agreed, flat
 
 AT_ONCE = {"start_powerSGD_iter": 0}
@@ -226,6 +228,30 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
             resumed = train(accelerator, *trained, range(4, 8))
             assert torch.equal(straight, resumed) == (not is_forgetful)
             assert handler.sync.stats().compression_ratio > 15
+
+
+@in_each_process(2)
+def test_the_loggers_of_lightning_and_accelerate_take_what_a_watch_writes(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="NO TENSORBOARD HERE")
+    with several_processes():
+        handler = new_handler()
+        accelerator = new_accelerator(handler, log_with="tensorboard", project_dir=tmp_path / "accelerate")
+        accelerator.init_trackers("run")
+        logger, trained = CSVLogger(tmp_path, version=dist.get_rank()), prepared(accelerator)
+        with (
+            Watch(handler.sync, MetricsWriter(accelerator.log)),
+            Watch(handler.sync, MetricsWriter(logger.log_metrics), norms_every_steps=2),
+        ):
+            train(accelerator, *trained, range(6))
+        logger.save()
+        for tracker in accelerator.trackers:  # `end_training` would end the group, too
+            tracker.finish()
+    header, *rows = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert "thinwire/message_bytes" in header
+    assert "thinwire/relative_error/0.weight" in header
+    assert len(rows) == 6 + 3  # steps, and norms
+    dist.barrier()
+    assert list(tmp_path.glob("accelerate/**/events.out.tfevents.*"))
 
 
 @in_each_process(2)

@@ -50,9 +50,7 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
         return
     processes_here(option.removeprefix("--"), processes, minimum=1)
     if "RANK" in os.environ:
-        raise ConfigError(
-            f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
-        )
+        raise ConfigError(f"{option} starts a job, but this is a process of one (RANK is set): leave it out")
     job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
     exit_if_stopped(job.run())
     sys.exit(job.exit_code)
@@ -76,9 +74,10 @@ def joined_job(
     With the backend None, it is NCCL if there is a GPU, else Gloo.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        start = f"such as torchrun --nproc-per-node 2 --no-python thinwire {command}"
+        here = "or on this machine alone, with --processes 2"
         raise ConfigError(
-            f"{command} runs on the processes of a job: start it on all of them, such as torchrun "
-            f"--nproc-per-node 2 --no-python thinwire {command}; or on this machine alone, with --processes 2"
+            f"{command} runs on the processes of a job: start it on all of them, {start}; {here}"
         )
     device = torch.device("cpu")
     try:

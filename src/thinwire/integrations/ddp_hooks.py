@@ -90,10 +90,8 @@ def check_period(state: object, period: object) -> None:
     # With torch's own state, too: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
-        apart = "post_localSGD_hook leaves the models apart"
-        raise ConfigError(
-            f"{apart}; give the strategy model_averaging_period= as well, or use thinwire.LocalSGD"
-        )
+        do = "give the strategy model_averaging_period= as well, or use thinwire.LocalSGD"
+        raise ConfigError(f"post_localSGD_hook leaves the models apart; {do}")
     if period is not None:
         whole_number("model_averaging_period", period, minimum=1)
         if not is_local:

@@ -134,10 +134,9 @@ class ThinwireStrategy(DDPStrategy):
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
         unknown = [name for name in given.get("kwargs", {}) if name not in of_ddp]
         if unknown:
-            such = "an algorithm's go into it, such as ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
-            raise ConfigError(
-                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; {such}"
-            )
+            found = f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}"
+            such = "ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+            raise ConfigError(f"{found}; an algorithm's go into it, such as {such}")
         state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
@@ -305,10 +304,8 @@ class ThinwireCallback(Callback):
     def __init__(self, log_every_n_steps: int = 50, elastic: Makes | None = None) -> None:
         self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
         if elastic is not None and not makes_elastic(elastic):
-            raise ConfigError(
-                "elastic must make a member, such as functools.partial(thinwire.elastic.DiLoCo, "
-                f"every_steps=30), got {elastic!r}"
-            )
+            such = "functools.partial(thinwire.elastic.DiLoCo, every_steps=30)"
+            raise ConfigError(f"elastic must make a member, such as {such}, got {elastic!r}")
         self._make = elastic
         self.local: ModelAverager | None = None
         self._logged_step = 0
@@ -320,10 +317,8 @@ class ThinwireCallback(Callback):
         if isinstance(strategy, ThinwireStrategy):
             is_ours = strategy.algorithm is not None or strategy.remembering is not None
         if self._make is not None and trainer.world_size > 1:
-            raise ConfigError(
-                f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}; "
-                "pass Trainer(devices=1) and start each member by itself"
-            )
+            got = f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}"
+            raise ConfigError(f"{got}; pass Trainer(devices=1) and start each member by itself")
         if self._make is None and stage == TrainerFn.FITTING and not is_ours:
             expected = "Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState"
             raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")

@@ -186,9 +186,7 @@ class ThinwireCallback(TrainerCallback):
         if args.world_size == 1 and not makes_elastic(self._algorithm):
             return
         if state.is_hyper_param_search:
-            raise AttachError(
-                "hyperparameter_search is not supported: its checkpoints have their own folders"
-            )
+            raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")
         trainer, scaler = self._trainer, self._trainer.accelerator.scaler
         model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
         # The step is the checkpoint's here: the Trainer has resumed.
@@ -275,10 +273,11 @@ class ThinwireCallback(TrainerCallback):
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"
             raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
         if not (folder / STATE_NAME).exists():
-            raise StateError(
-                f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
-                "from a different one, or start again from its weights: Model.from_pretrained(folder)"
+            why = f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end"
+            other = (
+                "resume from a different one, or start again from its weights: Model.from_pretrained(folder)"
             )
+            raise StateError(f"{why}; {other}")
         return load(folder / STATE_NAME)
 
 

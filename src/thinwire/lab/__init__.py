@@ -305,9 +305,7 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
         is_there = printed.readline().strip() == ready
     if not is_there:
         _end(part)
-        raise CommunicationError(
-            f"a part of the lab ended at once; see what it has printed: {' '.join(command)}"
-        )
+        raise CommunicationError(f"a part of the lab ended; see what it has printed: {' '.join(command)}")
     return part
 
 
