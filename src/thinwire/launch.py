@@ -317,7 +317,7 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose processes are told what torchrun would tell them; `join_local_job` makes their group.
+    """A job whose processes are told what torchrun would tell them; `join_group` makes their group.
 
     They find each other by a file that other users can't open, and listen on the loopback interface only.
     torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
@@ -516,16 +516,13 @@ def is_in_local_job() -> bool:
     return STORE_VARIABLE in os.environ
 
 
-def join_local_job(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group of a `LocalJob`'s processes."""
-    size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend,
-        store=FileStore(os.environ[STORE_VARIABLE], size),
-        rank=int(os.environ["RANK"]),
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+def join_group(backend: str, *, timeout_seconds: float) -> None:
+    """Make the default process group: of a `LocalJob`'s processes by its file, else as torchrun tells."""
+    where: dict[str, Any] = {}
+    if is_in_local_job():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **where)
 
 
 def leave_group() -> None:

@@ -112,16 +112,20 @@ class Watch:
     ) -> None:
         handle = handle_of(sync)
         if handle is None:
-            raise ConfigError(
-                f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
-            )
+            needed = "what attach() returned, or the sync of a front"
+            raise ConfigError(f"Watch needs {needed}, got {type(sync).__name__}")
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
         # The engine has the plan and the errors; the handle counts steps as its user does: a LocalSGD counts
         # the optimizer's, of which few average anything.
         self._engine, self._watched = engine_of(sync), handle
-        # After the other checks: a watch that is refused leaves no file behind.
-        self._writer: Writer | None = _checked(writer)
+        if isinstance(writer, str | os.PathLike):
+            # After the other checks: a watch that is refused leaves no file behind.
+            writer = JSONLWriter(writer)
+        elif not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
+            do = "of a logger's function, make a thinwire.watch.MetricsWriter"
+            raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
+        self._writer: Writer | None = writer
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, object] = (None, None)
         self._routes: dict[str, Route] = {}  # as last written, of each label
@@ -251,18 +255,6 @@ class Watch:
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
             self._writer = None
-
-
-def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
-    """Return a writer; for a path, one of lines of JSON."""
-    if isinstance(writer, str | os.PathLike):
-        return JSONLWriter(writer)
-    if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-        raise ConfigError(
-            f"writer must be a path, or have write and close, got {writer!r}; of a logger's function, make a "
-            "thinwire.watch.MetricsWriter"
-        )
-    return writer
 
 
 def _residual_in_steps(stats: Stats) -> float:
