@@ -96,9 +96,10 @@ test-wheel:
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# Lines, files, duplicates, what `import thinwire` loads; with the places: .venv/bin/python tests/house_figures.py --list
+# Lines, files, duplicates, what `import thinwire` loads, and turns of phrase; with the places: add `--list`.
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
+	$(BIN)/python tests/english.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
