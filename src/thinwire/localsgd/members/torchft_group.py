@@ -50,7 +50,7 @@ class TorchftGroup(Group):
 
     The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
     with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
-    accept, and from whom, stands in `docs/elastic.md`: all of it belongs into a private network.
+    accept, and from whom, stands in `docs/elastic-faults.md`: all of it belongs into a private network.
 
     Args:
         lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
