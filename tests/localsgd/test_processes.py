@@ -164,7 +164,7 @@ def test_a_warm_up_is_resumed_to_the_bit(pool2: Pool) -> None:
     for is_equal, kept, refusal, steps_of_refused in pool2.run(_resumed_warmup):
         assert is_equal
         assert kept
-        assert refusal.startswith("the state was saved in a warm-up with an algorithm of its own")
+        assert refusal.startswith("the state was saved in a warm-up with its own algorithm")
         assert steps_of_refused == 0
 
 

@@ -180,7 +180,7 @@ def notes_on(
         )
     if device.type != "cpu" and shards == 1:
         yield (
-            "Each bucket has launches of its own: if no message could hide behind the backward pass, "
+            "Each bucket has its own launches: if no message could hide behind the backward pass, "
             "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
         )
     yield from _notes_on_probe(probe, num_processes, device)

@@ -278,7 +278,7 @@ class _InProcessWork:
             return
         wait_for(self)
         if not self.meeting.is_complete:
-            raise CommunicationError(f"{self.meeting.purpose}: another member has broken it off")
+            raise CommunicationError(f"{self.meeting.purpose}: a different member has broken it off")
         self.is_taken = True
         self._take([self.meeting.brought[rank] for rank in range(self.room.size)])
         self.meeting.num_taken += 1

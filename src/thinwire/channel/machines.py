@@ -102,7 +102,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         return _new_groups(transport, rows)
     shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
     uneven = (
-        f"machines have {shown} processes of the group, so each process sends messages of its own; "
+        f"machines have {shown} processes of the group, so each process sends by itself; "
         "with as many on each, what a machine has in common would be sent once"
     )
     if not transport.rank:
@@ -123,7 +123,7 @@ def _new_groups(
     if any(count != known[0] for count in known):
         return None, (
             "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-            "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
+            "of the job then, so each process sends by itself; pass machines= as a mesh of two "
             "dimensions, (machines, processes of each)"
         )
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device

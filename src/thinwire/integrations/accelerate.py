@@ -197,7 +197,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 return candidate
         raise AttachError(
             "register_comm_hook is called by accelerator.prepare(model), of the Accelerator that has this "
-            "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+            "handler; for your own DDP model use thinwire.attach(ddp_model, algorithm)"
         )
 
     def state_dict(self) -> dict[str, Any]:

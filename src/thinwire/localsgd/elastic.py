@@ -101,7 +101,7 @@ class LocalSGD(ModelAverager, Member):
         if (every_steps is None) is (every_seconds is None):
             raise ConfigError(
                 f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
-                "is due after so many steps of a member, or after so long"
+                "is due after this many steps of a member, or after this long"
             )
         # The least, for what follows from them: the outer momentum.
         every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps

@@ -114,7 +114,7 @@ class _Meter:
             self.progress(f"averaging {message_bytes:,} bytes")
             # Not counted: connections are made, pages are touched.
             first_seconds = self.once(message)
-            # As a mean over all: with different numbers of repetitions they would wait for ever.
+            # As a mean over all: with different numbers of repetitions they would wait forever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])

@@ -170,7 +170,7 @@ def not_copied(what: str) -> StateError:
     """Return what to raise where pickle or `copy.deepcopy` is asked for something that sends messages."""
     return StateError(
         f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
-        "a new one for another model, and keep it out of modules that are copied"
+        "a new one for a different model, and keep it out of modules that are copied"
     )
 
 

@@ -196,7 +196,7 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         if known.get(name, slot) != slot:
             raise StateError(
-                f"the state has a {name} of another kind than this Thinwire's; load an earlier state"
+                f"the state has a {name} of a different kind than this Thinwire's; load an earlier state"
             )
         slots.append(known.get(name, slot))
     if sorted(slot.name for slot in slots) != sorted(state.keys() - KEYS):

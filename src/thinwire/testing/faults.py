@@ -193,7 +193,7 @@ class _FaultyTransport(Wrapped):
             if fault.kind == "non-finite" and not message.tensor.is_floating_point():
                 raise ConfigError(
                     f"message {fault.after_messages} of step {fault.step} is of {message.tensor.dtype}, "
-                    "which is always finite; schedule the fault after another number of messages"
+                    "which is always finite; schedule the fault after a different number of messages"
                 )
             self.struck.append(fault)
             _suffer(fault, message.tensor)

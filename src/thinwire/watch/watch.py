@@ -113,7 +113,7 @@ class Watch:
         handle = handle_of(sync)
         if handle is None:
             raise ConfigError(
-                f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
+                f"Watch needs what attach() returned, or the sync of a front, got {type(sync).__name__}"
             )
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
@@ -169,7 +169,7 @@ class Watch:
         """
         for name, value in values.items():
             if name in RESERVED:
-                raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
+                raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
             # True is hardly meant as a number; a tensor would make the host wait unseen.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")

@@ -55,7 +55,7 @@ class JSONLWriter:
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
                     raise ConfigError(
-                        f"{path} is there, and is no file of a thinwire.Watch; give another path"
+                        f"{path} is there, and is no file of a thinwire.Watch; give a different path"
                     )
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"

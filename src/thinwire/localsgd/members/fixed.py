@@ -233,8 +233,8 @@ class Fixed:
         if has_changed:
             logger.warning(
                 "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given; they are averaged now, and were not in between. If another optimizer trains them, or "
-                "it was made anew, pass the one that steps last"
+                "given; they are averaged now, and were not in between. If a different optimizer trains them, or "
+                "a new one was made, pass the one that steps last"
             )
         asked = self._ask(changes, has_changed=has_changed)
         answers = self._read(asked)

@@ -164,7 +164,7 @@ class TorchftGroup(Group):
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
                 f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
-                f"received: {cause or 'the group was broken off and not joined anew'}; it is tried again"
+                f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.transport.transport = self._group.transport()
@@ -192,7 +192,7 @@ class TorchftGroup(Group):
                 if self.is_leaving():
                     raise LeftError(
                         f"this member has left the group without handing over what it had not transmitted: "
-                        f"the lighthouse {self._lighthouse} does not answer ({error}), and nobody can be met"
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member can be found"
                     ) from error
                 logger.warning(
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
@@ -251,7 +251,7 @@ class _Line:
         try:
             self._socket = socket.create_connection(self._address, REACH_SECONDS)
         except ConnectionRefusedError as error:
-            raise _LighthouseGoneError("nobody listens at its address") from error
+            raise _LighthouseGoneError("nothing listens at its address") from error
         except OSError:
             return  # nothing is known: its machine or the network is gone, or only slow
         self._socket.setblocking(False)
