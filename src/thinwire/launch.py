@@ -422,7 +422,7 @@ class ElasticJob(Job):
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give a different host or port"
+                f"a lighthouse can't listen at {self._host}:{self._port}: {error}; change host or port"
             ) from error
         opened.callback(server.shutdown)
         # It names the port truly, and the host by this machine's name, which others may not know.

@@ -99,7 +99,7 @@ class Step:
         if isinstance(lane, Lane) and lane.is_in_flight:
             # It would begin with the memory that the other step is about to write, and one of both be lost.
             raise StepError(
-                f"the bucket of {specs[0].name} is in flight in a different step; finish or abandon that first"
+                f"the bucket of {specs[0].name} is in flight in an earlier step; finish or abandon that first"
             )
         self._clock.device = self._engine.device = flat.device
         with self._at_work(are_ready=True):

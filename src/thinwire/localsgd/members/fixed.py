@@ -233,7 +233,7 @@ class Fixed:
         if has_changed:
             logger.warning(
                 "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given; they are averaged now, and were not in between. If a different optimizer trains them, or "
+                "given; they are averaged now, and were not in between. If other optimizers train them, or "
                 "a new one was made, pass the one that steps last"
             )
         asked = self._ask(changes, has_changed=has_changed)

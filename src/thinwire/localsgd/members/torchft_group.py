@@ -192,7 +192,7 @@ class TorchftGroup(Group):
                 if self.is_leaving():
                     raise LeftError(
                         f"this member has left the group without handing over what it had not transmitted: "
-                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member can be found"
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
                     ) from error
                 logger.warning(
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
