@@ -79,7 +79,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.may_be_unused and not true_or_false("host_check", self.host_check):
             raise ConfigError(
-                "host_check=False does not go with find_unused_parameters=True: which parameters were not used "
+                "host_check=False does not go with find_unused_parameters=True: which parameters are unused "
                 "is the host's to find out; leave out one of them"
             )
         if checked_on_nonfinite(self.on_nonfinite) == "raise" and not self.host_check:
