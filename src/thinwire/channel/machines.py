@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
-"""Which processes share a machine: True to find it out, False to treat each as a machine of its own; or the
+"""Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
 PURPOSE = "attach(), which processes share a machine"

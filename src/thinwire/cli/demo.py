@@ -163,7 +163,7 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
+    """Train with DiLoCo; kill a member after a quarter of the steps; let a new one join when it was missed.
 
     Returns:
         The records of the members, in the order in which they were started.

@@ -33,7 +33,7 @@ MANY_STEPS = 30
 
 
 class LocalSGD(ModelAverager, Member):
-    """Train each process on its own for some steps, then average with whoever is there.
+    """Train each process by itself for some steps, then average with all members that are there.
 
     As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
     stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
@@ -181,7 +181,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with whoever is there: what is in flight, then each fragment. Collective.
+        """Average now with all who are there: what is in flight, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.

@@ -284,7 +284,7 @@ class Member(Averager, Front):
         model and (with `send_optimizer`) the optimizers become those of the state, on entry.
 
         Raises:
-                StateError: It is not such a state, or is of another model.
+                StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
         if self._model.entered:

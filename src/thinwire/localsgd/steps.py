@@ -1,4 +1,4 @@
-"""`elastic.Steps`: gradients averaged at every step, with whoever is there."""
+"""`elastic.Steps`: gradients averaged at every step, with all members that are there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.localsgd.members.group import Group
 
 
 class Steps(Member):
-    """Average the gradients of every step with whoever is there, and take the optimizer's step.
+    """Average the gradients of every step with all who are there, and take the optimizer's step.
 
     What `thinwire.attach` does for a DDP model, on a group whose members change. `step()` stands in the
     place of `optimizer.step()`. If a member is lost meanwhile, the averaging is done again among those who
@@ -27,8 +27,8 @@ class Steps(Member):
     `elastic.DiLoCo`.
 
     Each step asks the lighthouse who is there, which takes milliseconds near it, and a round trip more over
-    the slow link than `thinwire.attach` needs; all is sent after the backward pass. Where that is too much,
-    `elastic.DiLoCo` asks every so many steps.
+    the slow link than `thinwire.attach` needs; all is sent after the backward pass. If that is too much,
+    `elastic.DiLoCo` asks only before an averaging.
 
     Args:
         model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
@@ -85,7 +85,7 @@ class Steps(Member):
         return kind is not None and issubclass(kind, LeftError)
 
     def step(self, work: float = 1.0) -> None:
-        """Average the gradients with whoever is there, and let the optimizer step. Collective.
+        """Average the gradients with all who are there, and let the optimizer step. Collective.
 
         The gradients are the means afterwards. A parameter without one counts as zeros.
 

@@ -49,7 +49,7 @@ def probe(
     Args:
         group: The process group, None for the default one.
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
-            eighths are for averaging. Where it is too short to tell the link's rate, the result says so.
+            eighths are for averaging. If it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.

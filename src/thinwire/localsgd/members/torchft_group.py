@@ -55,8 +55,8 @@ class TorchftGroup(Group):
     Args:
         lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
             `TORCHFT_LIGHTHOUSE`.
-        min_members: An averaging needs at least so many; None for the environment's `THINWIRE_MIN_MEMBERS`,
-            or else 1. The lighthouse has a number of its own, below which it forms no quorum.
+        min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
+            or else 1. The lighthouse has a separate number, below which it forms no quorum.
         timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
             that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
