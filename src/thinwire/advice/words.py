@@ -77,7 +77,7 @@ def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and what is nearest to it."""
     found = nearest(losses)
-    told = "of none is a gap known" if found is None else f"the nearest is {found}"
+    told = "no gap is known" if found is None else f"the nearest is {found}"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
 
 
