@@ -44,7 +44,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     draws = torch.Generator()
     draws.seed()  # draws differ between members
-    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:  # whose environment `thinwire run` sets
+    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:
         while local.steps < STEPS:  # counted by the members that have been here longest
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]
