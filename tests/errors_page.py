@@ -85,8 +85,8 @@ def table() -> str:
 
 def page() -> str:
     """The page as it should be."""
-    written, _, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)
-    return written + HEADING + INTRODUCTION + table()
+    written = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip()
+    return f"{written}\n\n{HEADING}{INTRODUCTION}{table()}"
 
 
 if __name__ == "__main__":
