@@ -45,7 +45,7 @@ def verdict(advice: Advice) -> list[str]:
         "every link" if math.isinf(bits) else f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
     )
     # The rate knows of no spread, and what is advised counts it: said if the two could contradict each other.
-    what = "Compressed messages" if best.is_lossy else "By medians alone, compressed messages"
+    what = "Compressed messages" if best.is_lossy else "Judged by medians alone, compressed messages"
     lines.append(f"{what} win more than {gained} on {where}.")
     return [*lines, *_about_losses(advice), *advice.notes]
 

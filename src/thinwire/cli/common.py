@@ -38,7 +38,7 @@ PROCESSES = typer.Option(
     show_default="this is one of a job",
 )
 BACKEND = typer.Option(
-    None, metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"
+    None, metavar="NAME", help="The backend of torch.distributed.", show_default="nccl with a GPU, else gloo"
 )
 
 

@@ -64,7 +64,7 @@ def demo(
         help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
         show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
     ),
-    seed: int = typer.Option(DemoOptions.seed, help="Of the initial model and the batches."),
+    seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
     output: Path = typer.Option(
         DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
     ),

@@ -226,7 +226,7 @@ class Fragments(tuple[Fragment, ...]):
         # A step would change the average, and be lost when the model's own values come back.
         if self.are_shown:
             raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave that first, "
+                f"{call} came inside averaged(), which shows the last average; leave that first, "
                 "and train and average outside it"
             )
 
