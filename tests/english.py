@@ -16,6 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 START = r"(?:\A|[.!?] |\n\n|\n? *[-*] |\| )\**"  # of a sentence, an item, a cell
+PLACE = r"(?:\w+ ){0,4}(?:lies?|lay|begins?|stands?|goes|go|went|comes?)\b"  # what truly is a place
+BEFORE = r"[,;:(] |\b(?:and|or|but|only|not|also|even|except) "
 TELLS = {
     "another": r"\banother\b",
     "anew": r"\banew\b",
@@ -23,8 +25,8 @@ TELLS = {
     "so many": r"\bso many\b",
     "for ever": r"\bfor ever\b",
     "nobody": r"\b(?:nobody|whoever)\b",
-    "where, for if": rf"(?:{START}|[,;:(] |\b(?:and|or|but|only|not|also|even|except) )where (?!to\b)",
-    "As `X`:": r"\AAs [`a-z][^.\n]*:",
+    "where, for if": rf"(?:{START}|{BEFORE})where (?!to\b|{PLACE})",
+    "As `X`:": r"\AAs `[^`\n]+`:",
     "Of, Who, By, Behind, Not": rf"(?-i:{START}(?:Of|Who|By(?! default)|Behind|Not)\b)",
 }
 
