@@ -165,8 +165,7 @@ def test_mistakes_raise_at_once_and_name_the_remedy(
     member: Member, settings: dict[str, Any], message: str
 ) -> None:
     outer = settings.get("outer")
-    is_nesterov = isinstance(outer, dict)
-    told = error_of(lambda: Nesterov(**outer) if is_nesterov else diloco(member, **settings))
+    told = error_of(lambda: Nesterov(**outer) if isinstance(outer, dict) else diloco(member, **settings))
     assert told.startswith(message)
 
 

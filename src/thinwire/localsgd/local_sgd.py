@@ -74,7 +74,7 @@ class LocalSGD(ModelAverager, Joinable):
         warmup: Steps at the start that are plain data-parallel training; None for none.
         replicas: The processes that average: a group, None for that of the DDP model or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            well. For an FSDP2 model a group across its replicas, or their dimension of the mesh:
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
         subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
@@ -244,7 +244,7 @@ class LocalSGD(ModelAverager, Joinable):
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
-        perhaps another one trains it.
+        perhaps a second optimizer trains it.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
@@ -304,7 +304,7 @@ class LocalSGD(ModelAverager, Joinable):
 
         Raises:
             StepError: The LocalSGD context is not entered.
-            AttachError: The model is a DDP model, which averages gradients of its own, or a sharded one.
+            AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
             ConfigError: Division by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
@@ -381,12 +381,12 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be another one, unless something was in flight. The outer optimizer goes on with the
+        fragments may be different, unless something was in flight. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
         Raises:
-            StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
         if self._averagings.fragments:
