@@ -15,6 +15,7 @@ from thinwire.channel.process_group import (
     alone,
     checked_group,
     future_of,
+    group_of,
     own_subgroup,
 )
 from thinwire.channel.transport import Collective, Message, Transport, Work
@@ -42,6 +43,7 @@ __all__ = [
     "gather_bytes",
     "gather_numbers",
     "gather_stacked",
+    "group_of",
     "machines_of",
     "machines_of_subgroups",
     "message_bytes_of",

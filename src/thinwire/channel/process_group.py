@@ -339,6 +339,11 @@ def processes_of_job(timeout_seconds: float) -> Transport:
     return ProcessGroupTransport(cast(dist.ProcessGroup, dist.new_group(timeout=timeout, backend=backend)))
 
 
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new group of some processes of the job, all of which call this. Collective."""
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+
+
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Divide a group into subgroups of neighbours and return this process's. Collective."""
     try:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 EXACT = AllReduce()
+LOADED = "loaded state"
 
 
 class LocalSGD(ModelAverager, Joinable):
@@ -209,8 +210,13 @@ class LocalSGD(ModelAverager, Joinable):
             )
 
     def _agree_on(self, described: dict[str, str]) -> None:
-        transport, inside, purpose = self._engine.transport, self._model.replica.inside, "entering LocalSGD"
-        alike_on_all_shards(inside, purpose, lambda: described, lambda: agree(transport, described, purpose))
+        transport, replica, purpose = self._engine.transport, self._model.replica, "entering LocalSGD"
+        of_all = dict(described)
+        if replica.saves_parts:  # each process has loaded its own
+            of_all.pop(LOADED, None)
+        alike_on_all_shards(
+            replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
+        )
 
     def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
         """Return what must be the same on all processes, by subject."""
@@ -222,7 +228,7 @@ class LocalSGD(ModelAverager, Joinable):
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),
-            "loaded state": self._loaded is not None and self._loaded.checksum,
+            LOADED: self._loaded is not None and self._loaded.checksum,
         }
         return {subject: str(value) for subject, value in described.items()}
 

@@ -147,17 +147,21 @@ def replica_of(
     module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
 ) -> Replica:
     """Return what is known of this process's replica of a model."""
-    if not is_fsdp2(module):
-        if hasattr(replicas, "get_group"):  # by its type: that takes seconds to import
-            raise ConfigError(
-                "a mesh is for models of fully_shard; pass replicas=mesh.get_group() with this one"
-            )
+    # Their types take seconds to import, so they are known by what they have.
+    has_parts = any(hasattr(each, "to_local") for each in module.parameters())
+    if not hasattr(replicas, "get_group") and not ((replicas is not None and has_parts) or is_fsdp2(module)):
         return Replica(replicas)
     if has_subgroup:
         raise ConfigError(
             "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
         )
-    # DTensors take seconds to import; with a sharded model that is done.
+    of_parts = import_module("thinwire.localsgd.part_replica")
+    meshes = of_parts.meshes_of(module)
+    # FSDP2's own layout over one dimension has a state of the whole model.
+    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1
+    if (not is_usual and of_parts.lies_outside(replicas, meshes)) or not is_fsdp2(module):
+        in_parts: Replica = of_parts.PartReplica(module, replicas)
+        return in_parts
     made: Replica = import_module("thinwire.localsgd.sharded_replica").ShardedReplica(module, replicas)
     return made
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Replica:
     """A replica, over processes that hold a shard of it each; of one process, the shard is all of it."""
 
-    is_sharded = False  # by FSDP2
+    is_sharded = False  # its parameters are DTensors, or parts of the model
+    saves_parts = False  # each process its own
 
     def __init__(
         self,

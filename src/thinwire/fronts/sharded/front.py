@@ -111,10 +111,14 @@ def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
     """Refuse a model whose gradients a front averages already."""
     # It leaves no trace on the module; its hooks are bound methods of it.
-    for piece in pieces:
-        hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values()):
-            raise AttachError(f"the model is attached already; {what_to_do}")
+    if any(attached_to(piece.parameter) for piece in pieces):
+        raise AttachError(f"the model is attached already; {what_to_do}")
+
+
+def attached_to(parameter: torch.Tensor) -> bool:
+    """Return whether a front averages a parameter's gradients."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values())
 
 
 NOT_AVERAGED = "gradients would not be averaged over the replicas"

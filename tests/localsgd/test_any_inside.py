@@ -1,0 +1,170 @@
+"""Replicas in parts of any layout: what each process holds is averaged as of whole replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from pool import in_each_process
+from thinwire import Nesterov, Streaming
+from thinwire.errors import AttachError, StepError
+from thinwire.localsgd import LocalSGD
+
+BATCH = 16
+IN_TENSORS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def whole_model() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3), nn.Tanh()).double()
+
+
+def batch(replica: int, step: int) -> Tensor:
+    """What a replica learns from in a step, all its processes together."""
+    draws = torch.Generator().manual_seed(100 * replica + step)
+    return torch.randn(BATCH, 8, dtype=torch.float64, generator=draws)
+
+
+def in_shards(model: nn.Module, mesh: DeviceMesh) -> int:
+    fully_shard(model, mesh=mesh["shard"])
+    return mesh.get_local_rank("shard")
+
+
+def in_tensors(model: nn.Module, mesh: DeviceMesh) -> int:
+    parallelize_module(model, mesh["tensor"], IN_TENSORS)
+    return 0
+
+
+def in_shards_of_replicas(model: nn.Module, mesh: DeviceMesh) -> int:
+    fully_shard(model, mesh=mesh["inner", "shard"])
+    return 2 * mesh.get_local_rank("inner") + mesh.get_local_rank("shard")
+
+
+def in_shards_of_tensors(model: nn.Module, mesh: DeviceMesh) -> int:
+    parallelize_module(model, mesh["tensor"], IN_TENSORS)
+    fully_shard(model, mesh=mesh["shard"])
+    return mesh.get_local_rank("shard")
+
+
+LAYOUTS: dict[str, tuple[tuple[str, ...], int, Callable[[nn.Module, DeviceMesh], int]]] = {
+    "FSDP2": (("shard",), 2, in_shards),
+    "tensor parallel": (("tensor",), 1, in_tensors),
+    "HSDP": (("inner", "shard"), 4, in_shards_of_replicas),
+    "FSDP2 and tensor parallel": (("shard", "tensor"), 2, in_shards_of_tensors),
+}
+
+
+def mesh_of(dims: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", (2,) * (1 + len(dims)), mesh_dim_names=("replicate", *dims))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, replica: int, part: slice) -> None:
+    for step in range(6):
+        inputs = batch(replica, step)[part]
+        loss = (model(inputs) - inputs[:, :3].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def check_as_whole(layout: str, streaming: Streaming) -> None:
+    dims, num_parts, lay_out = LAYOUTS[layout]
+    mesh = mesh_of(dims)
+    replica = mesh.get_local_rank("replicate")
+    settings = {"every_steps": 3, "outer": Nesterov(lr=0.7, momentum=0.9), "streaming": streaming}
+    reference, model = whole_model(), whole_model()
+    start = [each.detach().clone() for each in reference.parameters()]
+    optimizer = optimizer_of(reference)
+    with LocalSGD(reference, optimizer, replicas=mesh["replicate"].get_group(), **settings):  # type: ignore[arg-type]
+        train(reference, optimizer, replica, slice(None))
+    part = lay_out(model, mesh)
+    optimizer = optimizer_of(model)
+    local = LocalSGD(model, optimizer, replicas=mesh["replicate"], **settings)  # type: ignore[arg-type]
+    with local:
+        train(model, optimizer, replica, slice(part * BATCH // num_parts, (part + 1) * BATCH // num_parts))
+    for ours, its, before in zip(model.parameters(), reference.parameters(), start, strict=True):
+        assert (whole(ours) - its).abs().max() < 1e-9
+        assert (its - before).abs().max() > 1e-3
+    assert local.stats().messages > 0
+
+
+@pytest.mark.parametrize("streaming", [Streaming(), Streaming(fragments=2, delay_steps=1)], ids=str)
+@pytest.mark.parametrize("layout", ["FSDP2", "tensor parallel"])
+@in_each_process(4)
+def test_replicas_in_parts_are_averaged_as_whole_ones(layout: str, streaming: Streaming) -> None:
+    check_as_whole(layout, streaming)
+
+
+@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel"])
+@in_each_process(8)
+def test_replicas_in_parts_of_two_dimensions_are_averaged_as_whole_ones(layout: str) -> None:
+    check_as_whole(layout, Streaming())
+
+
+@in_each_process(4)
+def test_stages_of_a_pipeline_are_averaged_and_stop_together() -> None:
+    mesh = mesh_of(("stage",))
+    replica, stage = mesh.get_local_rank("replicate"), mesh.get_local_rank("stage")
+    model = [nn.Linear(3, 2), nn.Linear(4, 4, bias=False)][stage]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with LocalSGD(model, optimizer, every_steps=1, replicas=mesh["replicate"]):
+        start = model.weight.detach().clone()
+        model.weight.grad = torch.full_like(model.weight, 1.0 + replica)
+        optimizer.step()
+        assert torch.allclose(model.weight, start - 1.5)
+        before = model.weight.detach().clone()
+        if dist.get_rank() == 3:
+            model.weight.data.fill_(torch.nan)
+        with pytest.raises(StepError, match="not finite"):
+            optimizer.step()
+        model.weight.data.copy_(before)
+
+
+@in_each_process(4)
+def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
+    mesh = mesh_of(("tensor",))
+    given = {"every_steps": 4, "outer": Nesterov(lr=0.7, momentum=0.9), "replicas": mesh["replicate"]}
+    ended = []
+    for resumes in (False, True):
+        model = whole_model()
+        in_tensors(model, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = LocalSGD(model, optimizer, **given)  # type: ignore[arg-type]
+        with local:
+            train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
+            state = local.state_dict()
+            held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            if not resumes:
+                train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
+        if resumes:
+            model.load_state_dict(held)
+            local = LocalSGD(model, optimizer, **given)  # type: ignore[arg-type]
+            local.load_state_dict(state)
+            with local:
+                train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
+        ended.append([whole(each) for each in model.parameters()])
+    assert all(map(torch.equal, *ended))
+
+
+@in_each_process(4)
+def test_replicas_that_hold_other_parts_are_refused() -> None:
+    mesh, model = mesh_of(("tensor",)), whole_model()
+    in_tensors(model, mesh)
+    with pytest.raises(AttachError, match="hold different parts of it"):
+        LocalSGD(model, optimizer_of(model), every_steps=2, replicas=dist.group.WORLD)
