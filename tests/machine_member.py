@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.worker import Deadly, new_model
+from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 from thinwire.tensors.layout import held_of
@@ -63,6 +65,8 @@ def train(
     step_seconds: float = 0.01,
     starts_last: int | None = None,
     dies_at: tuple[str, int] | None = None,
+    saves_at: int = -1,
+    resumes: bool = False,
 ) -> None:
     path = Path(sys.argv[1])
     while member == starts_last and '"averaged"' not in path.read_text():
@@ -72,10 +76,15 @@ def train(
     if dies_at is not None and rank == 0 and '"joined"' not in path.read_text():
         group.transport = Deadly(group.transport, *dies_at)
     # Each process its own at first: DDP takes the first one's.
-    model: nn.Module = new_model(10 * member + rank, width, has_buffers=not averages_gradients)
+    model: nn.Module = new_model(
+        10 * member + rank, width, has_buffers=not averages_gradients and inside != "tensor"
+    )
     model.to(getattr(torch, dtype))
     if inside == "ddp":
         model = DistributedDataParallel(model)
+    elif inside == "tensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -86,16 +95,23 @@ def train(
     else:
         local = DiLoCo(model, optimizer, every_steps=EVERY_STEPS, group=group, algorithm=algorithm)
     target = torch.linspace(-1, 1, 32 * 4, dtype=getattr(torch, dtype)).view(32, 4)
+    file = path.with_name(f"state-{member}-{rank}.pt")
+    if resumes:
+        local.load_state_dict(checkpoint.load(file))
     with local:
         tell(event="joined", step=local.steps, checksum=held_checksum(model))
         while local.steps < steps:
-            draws = torch.Generator().manual_seed(1000 * member + 500 * rank + local.steps)
+            draws = torch.Generator().manual_seed(
+                1000 * member + 500 * rank * (inside != "tensor") + local.steps
+            )
             inputs = torch.randn(64, 32, generator=draws).to(target.dtype)
             loss = (model(inputs) - (inputs @ target).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
             time.sleep(step_seconds)
             local.step() if averages_gradients else optimizer.step()
+            if local.steps == saves_at:
+                checkpoint.save(local.state_dict(), file)
             if local.steps % EVERY_STEPS == 0:
                 told = vars(local.membership()) | {"loss": loss.item()}
                 tell(event="averaged", step=local.steps, checksum=held_checksum(local.module), **told)

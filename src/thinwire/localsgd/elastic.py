@@ -47,7 +47,7 @@ class LocalSGD(ModelAverager, Member):
     Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
 
     Args:
-        model: A module; not a DDP model, whose group can't change.
+        model: A module; of a member of several processes a DDP model, or one in parts.
         optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
             steps: the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging of a parameter to the next.
@@ -73,7 +73,7 @@ class LocalSGD(ModelAverager, Member):
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
             its state is sent.
-        AttachError: A DDP or a sharded model, or one that is all frozen.
+        AttachError: A model that is not on all processes of this member, or is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
     """
 

@@ -84,6 +84,8 @@ class LocalSGD(ModelAverager, Joinable):
 
     An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with those
     that hold the same shards of other replicas. No weights are gathered. A replica counts as one member.
+    With `replicas` as a dimension of a mesh, so is any other model in parts (tensor parallel, native HSDP, a
+    stage of a pipeline); of such a model each process saves and loads its own part.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,

@@ -33,7 +33,8 @@ class Steps(Member):
     `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every so many steps.
 
     Args:
-        model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
+        model: A module; of a member of several processes a DDP model, or one in parts. Buffers are not
+            averaged.
         optimizer: Trains the whole model; or several that do together, which step in this order. A schedule
             of a learning rate should go by `steps`: a member that joins takes over the optimizers' settings,
             and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
@@ -45,7 +46,7 @@ class Steps(Member):
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: A DDP or a sharded model, or one that is all frozen.
+        AttachError: A model that is not on all processes of this member, or is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
 
     Examples:
