@@ -152,3 +152,16 @@ def test_members_of_several_processes_resume_and_make_the_same_models(tmp_path: 
     assert [line["step"] for line in told.lines(event="joined")] == [0] * 4 + [8] * 4
     assert told.check_equal(have_parts=inside == "fsdp") >= 4
     assert len(told.lines(event="averaged", step=16)) == 8
+
+
+def test_a_member_whose_first_process_stands_still_goes_on_later_from_the_others(tmp_path: Path) -> None:
+    with running(tmp_path, "--min=2", "--max=3", inside="fsdp") as told:
+        told.wait_for_averagings(2)
+        pid = told.lines(event="joined", member=1, rank=0)[0]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        told.wait_for(1, event="averaged", member=0, losses=1)
+        os.kill(pid, signal.SIGCONT)
+        told.wait_for_averagings(1)
+        assert len(told.lines(event="joined")) == 6
+        assert not told.lines(event="raised")
+        assert told.check_equal(have_parts=True) > 3
