@@ -33,6 +33,7 @@ def main(path: str, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
     member, rank = int(os.environ["THINWIRE_MEMBER"]), int(os.environ.get("RANK", "0"))
+    member += settings.pop("first_member", 0)
     settings |= settings.pop("of_member", {}).get(str(member), {})
 
     def tell(**said: Any) -> None:

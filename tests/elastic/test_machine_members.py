@@ -71,7 +71,7 @@ OTHERS = {
 
 @contextmanager
 def running(folder: Path, *options: str, processes: int = 2, **settings: Any) -> Iterator[Told]:
-    told, output = folder / "told", folder / "output"
+    told, output = folder / "told", folder / f"output-{processes}"
     told.touch()
     output.touch()
     with stand_ins() as stand_in:
@@ -165,3 +165,17 @@ def test_a_member_whose_first_process_stands_still_goes_on_later_from_the_others
         assert len(told.lines(event="joined")) == 6
         assert not told.lines(event="raised")
         assert told.check_equal(have_parts=True) > 3
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+def test_a_member_of_another_number_of_processes_is_refused_by_name(tmp_path: Path, inside: str) -> None:
+    with running(tmp_path, "--min=2", inside=inside) as told:
+        told.wait_for_averagings(0)
+        lighthouse = told.output.read_text().partition("lighthouse ")[2].partition(";")[0]
+        others = ["--max=1", "--min=2", "--max-restarts=0", f"--lighthouse={lighthouse}"]
+        with running(tmp_path, *others, processes=3, inside=inside, first_member=7):
+            refused = told.wait_for(1, event="raised")[0]
+        assert (refused["member"], refused["error"]) == (7, "AgreementError")
+        assert "processes of a member 2, each" in refused["message"]
+        told.wait_for_averagings(0)
+        assert told.lines(event="averaged", member=0)[-1]["losses"] == 0
