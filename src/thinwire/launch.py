@@ -400,7 +400,7 @@ class ElasticJob(Job):
         self._processes = whole_count("processes_per_member", processes_per_member, minimum=1)
         self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
         if lighthouse is None and members < min_members:
-            few = f"max={members} members are fewer than min={min_members}: they would wait for ever"
+            few = f"max={members} members are fewer than min={min_members}: they would wait forever"
             raise ConfigError(f"{few}; raise max, or give the lighthouse where others are")
         if lighthouse is not None and port:
             raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
@@ -490,7 +490,7 @@ class ElasticJob(Job):
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"
+                f"a lighthouse can't listen at {self._host}:{self._port}: {error}; change host or port"
             ) from error
         opened.callback(server.shutdown)
         # It names the port truly, and the host by this machine's name, which others may not know.

@@ -182,7 +182,7 @@ def test_in_a_tie_too_the_gain_must_be_enough() -> None:
     assert noisy.best is noisy.baseline
     assert "Do not compress: no approximation wins more than 5% over 16 bits for sure." in told_of(noisy)
     assert "as far as can be told: all of them. Of these, 16 bits loses nothing" in told_of(noisy)
-    assert "By medians alone, compressed messages win more than 5% over 16 bits on links" in told_of(noisy)
+    assert "Judged by medians alone, compressed messages win more than 5% over 16 bits" in told_of(noisy)
 
 
 def test_averaging_less_often_is_not_called_compressing() -> None:

@@ -470,7 +470,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "DistributedDataParallel has.*matrix_rank",
     ),
     "a mistyped setting of DiLoCo": (
-        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),  # type: ignore[call-arg]
+        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),
         "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
     ),
     "a mistyped setting of auto": (

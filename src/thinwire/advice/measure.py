@@ -77,7 +77,7 @@ def advise(
             `attach` takes it: it is trained itself, and put back as it was.
         one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
-        probe: Of the network; None to probe the default process group now, which is collective. Of a
+        probe: Of the network; None to probe the default process group now, which is collective. For a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any

@@ -43,7 +43,7 @@ def verdict(advice: Advice) -> list[str]:
     where = f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
     where = "every link" if math.isinf(bits) else where
     # The rate knows of no spread, and what is advised counts it: said if the two could contradict each other.
-    what = "Compressed messages" if best.is_lossy else "By medians alone, compressed messages"
+    what = "Compressed messages" if best.is_lossy else "Judged by medians alone, compressed messages"
     lines.append(f"{what} win more than {gained} on {where}.")
     return [*lines, *_about_losses(advice), *advice.notes]
 
@@ -74,7 +74,7 @@ def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and what is nearest to it."""
     found = nearest(losses)
-    told = "of none is a gap known" if found is None else f"the nearest is {found}"
+    told = "no gap is known" if found is None else f"the nearest is {found}"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
 
 
@@ -174,7 +174,7 @@ def notes_on(
         yield f"The probe is {sizes}: what is predicted is for {predicted_processes}."
     if device.type != "cpu" and shards == 1:
         yield (
-            "Each bucket has launches of its own: if no message could hide behind the backward pass, "
+            "Each bucket has its own launches: if no message could hide behind the backward pass, "
             "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
         )
     yield from _notes_on_probe(probe, num_processes, device)

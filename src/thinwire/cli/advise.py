@@ -52,7 +52,7 @@ def advise(
     sharded: int | None = typer.Option(
         None,
         metavar="SHARDS",
-        help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
+        help="Shard it by FSDP2 over this many processes of each machine; they are started here.",
         show_default="each process holds all of it",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),

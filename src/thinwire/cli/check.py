@@ -46,7 +46,7 @@ def check(
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
-    It may take another one on a machine that has never run it: kernels are compiled there once. To be
+    It may take a second one on a machine that has never run it: kernels are compiled there once. To be
     started on every process, as the training is; or with `--processes`, which needs no job. With
     `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
     whatever fails or hangs, and says what was not run and why. The exit code is 1 if something does not work.

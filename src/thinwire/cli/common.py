@@ -33,11 +33,11 @@ from thinwire.launch import (
 # Options of commands that run on the processes of a job.
 PROCESSES = typer.Option(
     None,
-    help="Start so many on this machine, joined over its loopback interface only.",
+    help="Start this many processes on this machine, joined over its loopback interface only.",
     show_default="this is one of a job",
 )
 BACKEND = typer.Option(
-    None, metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"
+    None, metavar="NAME", help="The backend of torch.distributed.", show_default="nccl with a GPU, else gloo"
 )
 
 

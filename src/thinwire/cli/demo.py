@@ -65,7 +65,7 @@ def demo(
         help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
         show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
     ),
-    seed: int = typer.Option(DemoOptions.seed, help="Of the initial model and the batches."),
+    seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
     output: Path = typer.Option(
         DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
     ),
@@ -164,7 +164,7 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
+    """Train with DiLoCo; kill a member after a quarter of the steps; let a new one join when it was missed.
 
     Returns:
         The records of the members, in the order in which they were started.

@@ -36,11 +36,13 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
         takes = signature(given.func)
-        if makes_auto(given):
-            # It hands on what it does not take itself.
-            own = [each for each in takes.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-            others = signature(attach).parameters.values()
-            takes = Signature([*own, *(each for each in others if each.kind is Parameter.KEYWORD_ONLY)])
+        own = {name: each for name, each in takes.parameters.items() if each.kind != Parameter.VAR_KEYWORD}
+        # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
+        base = given.func.__base__ if isinstance(given.func, type) else None
+        handed_to = attach if makes_auto(given) else base
+        if handed_to is not None and len(own) < len(takes.parameters):
+            others = [each for each in signature(handed_to).parameters.values() if each.name not in own]
+            takes = Signature([*own.values(), *(e for e in others if e.kind is Parameter.KEYWORD_ONLY)])
         try:
             takes.bind_partial(*given.args, **given.keywords)
         except TypeError as error:

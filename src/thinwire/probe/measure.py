@@ -52,7 +52,7 @@ def probe(
     Args:
         group: The process group, None for the default one.
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
-            eighths are for averaging. Where it is too short to tell the link's rate, the result says so.
+            eighths are for averaging. If it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
@@ -106,7 +106,7 @@ class _Meter:
             self.progress(f"averaging {message_bytes:,} bytes")
             # Not counted: connections are made, pages are touched.
             first_seconds = self.once(message)
-            # As a mean over all: with different numbers of repetitions they would wait for ever.
+            # As a mean over all: with different numbers of repetitions they would wait forever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])

@@ -110,7 +110,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Run:
-    """A run's records, by kind and in order. Where training went back, steps made twice are here once.
+    """A run's records, by kind and in order. Steps that were repeated after a resume are here once.
 
     Attributes:
         path: The file.
@@ -154,7 +154,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Memory: about three times the file.
 
     Raises:
-        ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of another format.
+        ConfigError: It can't be read, or its first line is not a `Watch`'s, or it has a different format.
     """
     path = Path(path)
     run, shown = Run(path, printable(path.stem)), printable(path)

@@ -8,11 +8,10 @@ import logging
 import math
 import random
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,35 +32,20 @@ PAUSE_SECONDS = 0.5
 
 
 class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds.
+    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds."""
 
-    Attributes:
-        member: Drawn when it joined.
-        lineage: Of the committed averagings that its model comes from.
-        doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
-        step: Steps so far.
-        min_members: That it needs for an averaging.
-        weight: What its part weighs.
-        weight_behind_doubt: What it weighs if what it is in doubt of was committed.
-        error_norm: Norm of its residual.
-        is_finite: Whether what it would put in is.
-        is_leaving: Whether it leaves after this averaging.
-        is_new: Whether it starts from the others' state.
-        is_saving: Whether it saves behind this averaging.
-    """
-
-    member: int
-    lineage: int
-    doubt: int
-    step: int
-    min_members: int
-    weight: float
-    weight_behind_doubt: float
-    error_norm: float
-    is_finite: bool
-    is_leaving: bool
-    is_new: bool
-    is_saving: bool = False
+    member: int  # drawn when it joined
+    lineage: int  # of the committed averagings that its model comes from
+    doubt: int  # the lineage after an averaging that it could commit if others have; 0 if there is none
+    step: int  # so far
+    min_members: int  # that it needs for an averaging
+    weight: float  # of its part
+    weight_behind_doubt: float  # of its part if what it is in doubt of was committed
+    error_norm: float  # of its residual
+    is_finite: bool  # what it would put in
+    is_leaving: bool  # after this averaging
+    is_new: bool  # it starts from the others' state
+    is_saving: bool = False  # behind this averaging
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
@@ -127,39 +111,31 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
         stats.joins += len(members - {each.member for each in before})
 
 
-class Front(ABC):
+class Front(Protocol):
     """What is averaged of a member: a model's changes, or its gradients."""
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    @abstractmethod
     def _weight(self, turns_ahead: int = 0) -> float:
         """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
 
-    @abstractmethod
     def _is_finite(self, turns_ahead: int = 0) -> bool:
         """Return whether what this member would put in is finite."""
 
-    @abstractmethod
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
 
-    @abstractmethod
     def _state(self) -> Mapping[str, Any]:
         """Return what a newcomer starts from: tensors and plain values."""
 
-    @abstractmethod
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Start from such a state. All is checked before anything is changed."""
 
-    @abstractmethod
     def _start(self, scale: float, step: int) -> Flight[Any]:
         """Send the first messages of an averaging. Collective."""
 
-    @abstractmethod
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
@@ -240,7 +216,7 @@ class Elastic:
     def start(self) -> None:
         """Meet, and send the first messages of an averaging. Collective."""
         if self.has_left:
-            raise LeftError("this member has left the group; start the process again to join anew")
+            raise LeftError("this member has left the group; start the process again to rejoin")
         self._repeated(self._start)
 
     def finish(self) -> None:
