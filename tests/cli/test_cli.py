@@ -36,7 +36,8 @@ SURFACE = {
     "--grace-seconds --report",
     "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
     "report": "RUNS --output",
-    "run": "SCRIPT ARGUMENTS --min --max --lighthouse --host --port --max-restarts --grace-seconds",
+    "run": "SCRIPT ARGUMENTS --min --max --processes-per-member --lighthouse --host --port --max-restarts "
+    "--grace-seconds",
 }
 
 
