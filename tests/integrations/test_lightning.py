@@ -446,7 +446,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: ThinwireStrategy(matrix_rank=4), "DistributedDataParallel has.*matrix_rank"),
     (
-        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),  # type: ignore[call-arg]
+        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),
         "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
     ),
     (
