@@ -168,7 +168,7 @@ class LocalSGD(ModelAverager, Joinable):
         self._check_as_made(averaged)
         num_members, algorithm = self._averagings.num_members, self._engine.algorithm
         fragments, outer = self._divided(averaged, num_members, algorithm)
-        # All know before the first message whether the others start anew, which is collective, or go on.
+        # All must know before the first message whether they start, which is collective, or go on.
         self._agree_on(self._described(outer))
         flights: list[Flight[Fragment]] = []
         if loaded is None:
@@ -181,11 +181,11 @@ class LocalSGD(ModelAverager, Joinable):
             flights = go_on_from(loaded, fragments, outer, replica)
         warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
-            # Where the latter refuses, the former is taken off.
+            # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
-        # Only now: until here another attempt to enter is allowed.
+        # Last: if anything above fails, the context may be entered again.
         self._averagings.fragments = self._fragments = fragments
         self._averagings.outer = self._outer = outer
         self._averagings.flights = flights
@@ -229,7 +229,7 @@ class LocalSGD(ModelAverager, Joinable):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
         try:
-            # After an exception other processes may be anywhere: a collective could meet another one.
+            # After an exception other processes may be anywhere: collectives would not match.
             if kind is None:
                 self.average()
         finally:
@@ -243,8 +243,7 @@ class LocalSGD(ModelAverager, Joinable):
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
-        perhaps another one trains it.
+        since the last averaging. Changes that no step of `optimizer` has made are averaged, too, and logged.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
@@ -269,7 +268,7 @@ class LocalSGD(ModelAverager, Joinable):
         If an averaging is due, it takes part with what it has changed since the last one: without input,
         its own last steps at first, then nothing.
         """
-        # Not all of `_check_inside`: it looks at the whole model, which is too much for every step.
+        # `_check_inside` looks at the whole model, which is too much for every step.
         self._fragments.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
@@ -381,7 +380,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be another one, unless something was in flight. The outer optimizer goes on with the
+        fragments may be different, unless something was in flight. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 

@@ -112,7 +112,7 @@ class Schedule:
         sent at its multiples.
         """
         if self.is_warm_up(step):
-            # Of a DDP model only at the end, so that all start the local phase from the same bits.
+            # A DDP model only at the end, so that all start the local phase from the same bits.
             return range(self.num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
         place = (step - self.warmup.steps - 1) % self.every_steps + 1
@@ -133,6 +133,6 @@ class Schedule:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
 
         Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
-        when it comes, which differs between processes: each would send the next one in another order.
+        when it comes, which differs between processes: each would send the next ones in a different order.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))

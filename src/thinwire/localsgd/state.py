@@ -16,7 +16,7 @@ from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_kind, check_undamaged, shown_kind, with_checksum
+from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
 from thinwire.sync.state import DTYPES
 
 STATE_VERSION = 4
@@ -83,7 +83,7 @@ def go_on_from(
     if outer is not None and loaded.outer is not None:
         _load_outer(outer, fragments, replica, loaded)
     sent_after = loaded.sent_after
-    # Saved with another number of them: as if all had waited as long as the one that has waited longest.
+    # Saved with a different number of fragments: as if all had waited as long as the longest.
     if len(sent_after) != len(fragments):
         sent_after = [min(sent_after)] * len(fragments)
     for fragment, step in zip(fragments, sent_after, strict=True):
@@ -102,7 +102,7 @@ def _load_outer(
 ) -> None:
     """Let an outer optimizer go on from a state, with which it has made a step of nothing first."""
     assert loaded.outer is not None
-    # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
+    # Only the optimizer knows what its state must hold: a wrong one would end the next averaging.
     try:
         load_outer(outer, fragments.lasts, replica, loaded.outer)
         for fragment in fragments:
@@ -195,9 +195,7 @@ def _check_tensors(key: str, tensors: Any, shapes: Mapping[str, tuple[int, ...]]
     _expect(not differing, f"the state and the model differ in {differing[:4]}; {load}, and average_buffers=")
     for name, tensor in tensors.items():
         is_like = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shapes[name]
-        what = f"the state's {name} is"
-        _expect(is_like, f"{what} not a tensor of shape {shapes[name]}, as the model's is; {load}")
-        _expect(tensor.dtype in DTYPES, f"{what} of {tensor.dtype}; load a state as state_dict() made it")
-        # It would be in every process's model with the first averaging.
-        is_finite = bool(tensor.isfinite().all())
-        _expect(is_finite, f"{what} not finite: it is damaged; load an earlier one")
+        _expect(is_like, f"the state's {name} is not a tensor of shape {shapes[name]}; {load}")
+        is_known = tensor.dtype in DTYPES
+        _expect(is_known, f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+    check_finite(key, tensors)  # it would be in every process's model with the first averaging
