@@ -209,10 +209,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        algorithm: algorithms.Algorithm,
-        **options: Unpack[Options],
+        self, params: Iterable[torch.Tensor], algorithm: algorithms.Algorithm, **options: Unpack[Options]
     ) -> None:
         self.grad_scaler = checked_scaler(options.get("grad_scaler"))
         super().__init__(params, algorithm, **options)

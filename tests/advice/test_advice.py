@@ -64,6 +64,19 @@ def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
     assert found == pytest.approx(expected)
 
 
+def test_messages_that_wait_for_each_other_are_late_one_after_the_other() -> None:
+    def late(*sent: Sent) -> float:
+        return Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: 0.001 * num_bytes, 0.5)
+
+    side_by_side = Sent(0.9, 100, 1.0), Sent(0.9, 100, 1.0)
+    in_turn = Sent(0.8, 100, 0.9), Sent(0.95, 100, 1.0)
+    assert (Timeline(side_by_side, 1.0).rounds, Timeline(in_turn, 1.0).rounds) == (1, 2)
+    assert late(*side_by_side) == pytest.approx(0.9 + 0.2 + 0.5)
+    assert late(*in_turn) == pytest.approx(0.8 + 0.1 + 0.5 + 0.05 + 0.1 + 0.5)
+    # Gloo has begun two: the third waits until the first has arrived.
+    assert late(*side_by_side, Sent(0.9, 100, 1.0)) == pytest.approx(0.9 + 0.1 + 0.5 + 0.1 + 0.5)
+
+
 def test_the_slowest_of_so_many_processes() -> None:
     """Against all pairs of steps; and at once for the most processes that there may be."""
     seconds = [0.3, 0.1, 0.4, 0.2]
@@ -290,6 +303,15 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
     assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 
+def test_steps_are_told_by_round_trip() -> None:
+    seconds_at, rounds = {0: 0.05, 80: 0.21}, 2.0
+    advice = advised(replace(predicted("rank 1", 49, 51, 3, 10), seconds_at=seconds_at, rounds=rounds))
+    lines = [line.split() for line in told_of(advice).splitlines()]
+    assert ["0", "ms", "80", "ms", "rounds"] in lines
+    assert ["rank", "1", "50.0", "210.0", "2"] in lines
+    assert "round trips" not in told_of(advised(predicted("rank 1", 49, 51, 3, 10)))
+
+
 def test_in_the_table_less_is_better_everywhere() -> None:
     """Half the time is 50, not 2.00, as in the words below it."""
     rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "–" in line]
@@ -327,6 +349,12 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
         exact, low_rank = found["AllReduce()"], found["PowerSGD(matrix_rank=4)"]
         local, diloco = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
         sparse = found["LocalSGD(every_steps=5, algorithm=TopK(density=0.015625))"]
+        assert (exact.rounds, low_rank.rounds, local.rounds) == (1, 2, 0.2)  # a question before the models
+        for each in found.values():
+            assert list(each.seconds_at) == [0, 5, 20, 80]
+            assert sorted(each.seconds_at.values()) == list(each.seconds_at.values())
+        # The model is one bucket, and its messages wait for nothing: a round trip for each round.
+        assert low_rank.seconds_at[80] - low_rank.seconds_at[0] == pytest.approx(0.16, rel=0.3)
         # A ring of two sends each byte once.
         assert exact.message_bytes == exact.sent_bytes == 2 * found[BASELINE].message_bytes == num_bytes
         assert low_rank.message_bytes < num_bytes / 20

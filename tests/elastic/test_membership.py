@@ -24,7 +24,7 @@ from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.in_process import wait_for
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,
@@ -277,7 +277,7 @@ def test_a_failed_message_of_a_changing_group_speaks_of_members_alone() -> None:
     broken = Mock()
     broken.allreduce.side_effect = RuntimeError("Connection closed by peer")
     with pytest.raises(CommunicationError, match="A member has died") as raised:
-        ReconfigurableTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
+        GroupTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
     assert "uneven batches" not in str(raised.value)
 
 

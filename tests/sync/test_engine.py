@@ -532,7 +532,8 @@ def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> No
     lines = str(stats).splitlines()
     assert lines[0] == "3 steps, 1 of them not finite"
     assert lines[1] == (
-        f"sent {stats.message_bytes:,} bytes in 9 messages, in place of 75,924 bytes: compression ratio 9.8"
+        f"sent {stats.message_bytes:,} bytes in 9 messages (6 rounds), in place of 75,924 bytes: "
+        "compression ratio 9.8"
     )
     assert lines[2].startswith("seconds: 0.")
     assert lines[2].endswith(f"; {stats.exposed_seconds:.2f} not hidden behind the backward pass")

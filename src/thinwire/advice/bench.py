@@ -145,17 +145,21 @@ class Bench:
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 told = f", {round_seconds:.1f} s each"
 
-    def predictions(self, network: Network) -> list[Prediction]:
-        """Return what each way of averaging would take, as this process has measured it."""
+    def predictions(self, network: Network, late_seconds: float = 0.0) -> list[Prediction]:
+        """Return what each way of averaging would take, as this process has measured it.
+
+        Messages arrive `late_seconds` later than on the network, while it carries others.
+        """
         members, shards = self.training.members, self.subject.shards
         alone = slowest_of([each.seconds for each in self.alone.timelines], members)
         found = []
         for name, local, timed in self.ways:
             if local is None:
-                steps = [each.step_seconds(network) for each in timed.timelines]
+                steps = [each.step_seconds(network, late_seconds) for each in timed.timelines]
                 seconds, every_steps = slowest_of(steps, members), 1
             else:
-                seconds, every_steps = local_seconds(local, timed, network, alone), local.every_steps
+                seconds = local_seconds(local, timed, network, alone, late_seconds)
+                every_steps = local.every_steps
             # In the first step processes compare settings as well. All of a replica send over one link.
             last = timed.timelines[-1]
             wire_bytes = (shards or 1) * last.wire_bytes(members) / every_steps
@@ -172,6 +176,7 @@ class Bench:
                 residual_bytes=timed.residual_bytes,
                 loss=self.losses[name],
                 published=published_gap(name, self.training),
+                rounds=(1 if local is None else local.streaming.fragments) * last.rounds / every_steps,
             )
             found.append(prediction)
         return found
@@ -233,13 +238,17 @@ def _kept_bytes(front: LocalSGD) -> int:
     return engine_of(front).memory_bytes() + sum(states) + sum(last_averages)
 
 
-def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Quartiles) -> Quartiles:
+def local_seconds(
+    local: LocalVariant, timed: Timed, network: Network, alone: Quartiles, late_seconds: float = 0.0
+) -> Quartiles:
     """Return median and quartiles of a step, given those of one without averaging."""
     fragments, step_seconds = local.streaming.fragments, alone[0]
     arithmetic_seconds = median(each.seconds for each in timed.timelines)
     # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
     waited_seconds = fragments * median(
-        each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
+        each.step_seconds(
+            lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)), late_seconds
+        )
         - each.seconds
         for each in timed.timelines
     )

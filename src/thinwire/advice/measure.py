@@ -43,6 +43,8 @@ from thinwire.probe.result import ring_share
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+ROUND_TRIPS = (0, 5, 20, 80)
+ROUND_TRIPS_OF_A_MESSAGE = 1
 PROC_STAT = Path("/proc/stat")
 
 
@@ -118,9 +120,9 @@ def advise(
     gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
     inside_seconds = link.inside_seconds(gradient_bytes)
 
-    def predictions(network: Network) -> list[Prediction]:
+    def predictions(network: Network, late_seconds: float = 0.0) -> list[Prediction]:
         """Return the mean of what the processes predict: the same on all, so that all choose alike."""
-        own = bench.predictions(network)
+        own = bench.predictions(network, late_seconds)
         times = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in own]
         # All in one message: there are a hundred numbers, and tens of networks to ask about.
         flat = [seconds + inside_seconds for three in times for seconds in three]
@@ -131,6 +133,12 @@ def advise(
         ]
 
     ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
+    at = {ms: predictions(link.seconds_without_latency, link.late_seconds(ms)) for ms in link.round_trips}
+    seconds_at = {
+        found[0].name: {ms: each.step_seconds for ms, each in zip(at, found, strict=True)}
+        for found in zip(*at.values(), strict=True)
+    }
+    ranked = [replace(each, seconds_at=seconds_at.get(each.name, {})) for each in ranked]
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if each.is_within(budget_loss)]
@@ -178,6 +186,19 @@ class Link:
             return self.probe.collective_seconds(collective, handed_bytes)
         averaged_bytes = self.wire_bytes(collective, handed_bytes) / ring_share(self.probe.world_size)
         return self.probe.average_seconds(averaged_bytes)
+
+    @property
+    def round_trips(self) -> Sequence[int]:
+        """In ms, at which steps are predicted beside the link that was probed."""
+        return ROUND_TRIPS if self.probe.backend == "gloo" else ()
+
+    def late_seconds(self, round_trip_ms: int) -> float:
+        """Return what a collective takes beside its bytes, on a link of such a round trip."""
+        return 1e-3 * round_trip_ms * ROUND_TRIPS_OF_A_MESSAGE
+
+    def seconds_without_latency(self, collective: Collective, handed_bytes: int) -> float:
+        """Return what its bytes take alone."""
+        return max(0.0, self.seconds(collective, handed_bytes) - self.probe.latency_seconds)
 
     def inside_seconds(self, gradient_bytes: int) -> float:
         """Return how long gradients take to be averaged inside of a machine, and to come back, on a ring.

@@ -15,6 +15,8 @@ from thinwire.sync.streams import marked
 
 # Seconds of a collective, by the bytes that each process hands over.
 Network = Callable[[Collective, int], float]
+# A group of Gloo's works on so many collectives at once, if it has one network interface.
+AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -42,23 +44,42 @@ class Timeline:
         """Return the bytes that leave, and reach, each of so many members."""
         return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
 
-    def step_seconds(self, message_seconds: Network) -> float:
-        """Return how long it would have taken on a network, one message after the other."""
+    def step_seconds(self, message_seconds: Network, late_seconds: float = 0.0) -> float:
+        """Return how long it would have taken on a network, one message after the other.
+
+        Each arrives `late_seconds` later than that, while the link carries others.
+        """
         # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
-        # At equal times a message is sent before it is waited for.
-        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
-        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
-        for seconds, is_wait, index in sorted(sends + waits):
+        for seconds, is_wait, index in self._in_order():
             if is_wait:
                 delay = max(delay, arrivals[index] - seconds)
             else:
                 took = message_seconds(self.sent[index].collective, self.sent[index].handed_bytes)
-                # Gloo and NCCL carry a group's collectives one after the other.
-                busy_until = max(busy_until, seconds + delay) + took
-                arrivals.append(busy_until)
+                # Gloo and NCCL carry a group's collectives one after the other, and begin none before an
+                # earlier one makes room.
+                room = arrivals[-AT_ONCE] if len(arrivals) >= AT_ONCE else 0.0
+                busy_until = max(busy_until, room, seconds + delay) + took
+                arrivals.append(busy_until + late_seconds)
         return self.seconds + delay
+
+    @property
+    def rounds(self) -> int:
+        """The longest chain of messages of which each was sent after the one before had been waited for."""
+        found, rounds = 0, list[int]()
+        for _, is_wait, index in self._in_order():
+            if is_wait:
+                found = max(found, rounds[index])
+            else:
+                rounds.append(found + 1)
+        return found
+
+    def _in_order(self) -> list[tuple[float, bool, int]]:
+        """Return when which message was sent, and when it was waited for: at equal times first sent."""
+        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
+        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
+        return sorted(sends + waits)
 
 
 class Stopwatch:

@@ -183,13 +183,21 @@ def show(advice: Advice, console: Console) -> None:
     said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
     said += [*_frontier(advice), *verdict(advice)]
     table = ["", "Predicted steps, fastest first", "", *_table(advice, console.width), ""]
+    by_latency = _by_round_trip(advice)
     pasted = [
         line
         for front, text in lines_to_paste(advice).items()
         for line in ("", f"{front}:", *(f"    {each}" for each in text.splitlines()))
     ]
     # Prose wraps on a terminal; code to copy does not, and in a pipe a sentence is a line.
-    for lines, is_prose in (([do], False), (others, True), (table, False), (said, True), (pasted, False)):
+    for lines, is_prose in (
+        ([do], False),
+        (others, True),
+        (table, False),
+        (said, True),
+        (by_latency, False),
+        (pasted, False),
+    ):
         # Not as markup: an algorithm's settings may stand in brackets.
         is_whole = not (is_prose and console.is_terminal)
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=is_whole)
@@ -223,6 +231,25 @@ def _cells(each: Prediction, baseline: Prediction) -> tuple[str, ...]:
         f"{each.memory_bytes / 1e6:.1f}",
         each.loss.short,
     )
+
+
+def _by_round_trip(advice: Advice) -> list[str]:
+    """Return a table of steps by the link's round trip; nothing if they were not predicted."""
+    if not advice.best.seconds_at:
+        return []
+    columns = [f"{ms} ms" for ms in advice.best.seconds_at]
+    head = "The same at other round trips, and the rate that was probed: ms a step, and the rounds of one"
+    width = max(len(each.name) for each in advice.predictions)
+    rows = [("", columns, "rounds")]
+    rows += [
+        (each.name, [f"{1e3 * seconds:.1f}" for seconds in each.seconds_at.values()], f"{each.rounds:.2g}")
+        for each in advice.predictions
+    ]
+    lines = [
+        f"{name:<{width}}  {'  '.join(cell.rjust(9) for cell in cells)}  {rounds:>6}"
+        for name, cells, rounds in rows
+    ]
+    return ["", head, "", *lines]
 
 
 def _frontier(advice: Advice) -> list[str]:

@@ -28,6 +28,9 @@ def run(
         help="Members to start on this machine.",
         show_default="as --min; with --lighthouse, 1",
     ),
+    processes_per_member: int = typer.Option(
+        1, metavar="N", help="Processes of each member: after init_process_group, one DDP or FSDP2 model."
+    ),
     lighthouse: str | None = typer.Option(
         None,
         metavar="URL",
@@ -54,6 +57,9 @@ def run(
     in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER, and what it prints
     begins with that, such as [1].
 
+    With `--processes-per-member 2` each member is two processes, as if torchrun had started them, and their
+    lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.
+
     Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
     with the exit code of the first that died for good (128 + the signal that ended it).
 
@@ -63,9 +69,11 @@ def run(
         raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
     members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
     processes_here("min" if maximum is None else "max", members, minimum=1)
+    processes_here("processes-per-member", processes_per_member, minimum=1)
     job = ElasticJob(
         [sys.executable, str(script), *(arguments or [])],
         members,
+        processes_per_member=processes_per_member,
         min_members=minimum,
         lighthouse=lighthouse,
         host=host,

@@ -195,13 +195,17 @@ class LocalSGD(ModelAverager, Member):
             if self._pending_steps - self._sent_steps >= schedule.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
-        elif is_warm_up or schedule.ends_turn(
-            self._turns, self._pending_steps, monotonic() - self._averaged_at
-        ):
+        elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
             self._transact(self._membership.start)
             if is_warm_up or not schedule.delay_steps:
                 self._land()
         self._tell_observers()
+
+    def _seconds_since(self) -> float:
+        """Return for how long this member has trained since the last averaging, if that decides anything."""
+        if self._schedule.every_seconds is None:
+            return 0.0
+        return self._group.decided(monotonic() - self._averaged_at)
 
     # What the members see of it.
 

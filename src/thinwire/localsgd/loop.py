@@ -66,7 +66,7 @@ def driven_gradients(
     try:
         yield
     finally:
-        switch.free(model)
+        switch.free()
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
@@ -26,6 +28,7 @@ from thinwire.localsgd.fragment import Averaged, layouts_of
 from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
+from thinwire.localsgd.members.machine import MachineGroup
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, unwrapped
 from thinwire.localsgd.outer import held_by
 from thinwire.localsgd.settings import Streaming
@@ -49,10 +52,13 @@ class Member(Averager, Front):
         group: Group | None,
         streaming: Streaming,
     ) -> None:
-        module = _plain_module(model)
-        held = AveragedModel(module, buffers=streaming.average_buffers)
-        averaged = held.tensors()
+        module, ddp = unwrapped(model)
+        _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
         self._group = _group_of_environment() if group is None else group
+        if self._group.inside.size > 1:
+            self._group = MachineGroup(self._group, has_parts=False)
+        held = AveragedModel(module, ddp=ddp, buffers=streaming.average_buffers)
+        averaged = held.tensors()
         optimizers = checked_optimizers(optimizer, averaged, module)
         self._sent_optimizers = optimizers if self._group.send_optimizer else ()
         if self._sent_optimizers:
@@ -263,20 +269,26 @@ class Member(Averager, Front):
         self._loaded = self._checked(copy.deepcopy(state))
 
 
-def _plain_module(model: object) -> nn.Module:
-    """Return the module that a member trains."""
-    module, ddp = unwrapped(model)
-    if ddp is not None:
-        raise AttachError(
-            "a DDP model's process group can't change; pass the plain module, and do not call "
-            "init_process_group: the members find each other through the lighthouse"
-        )
+def _num_processes() -> int:
+    """Return how many processes a member has whose group is the environment's."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
+    """Refuse a model that the processes of a member do not hold together."""
     if is_fsdp2(module):
         raise AttachError(
             f"{type(module).__name__} is sharded by fully_shard; a member that comes and goes is "
             "one process with a whole model. thinwire.LocalSGD averages sharded ones"
         )
-    return module
+    inside = 1 if ddp is None else ddp.process_group.size()
+    if inside != num_processes:
+        raise AttachError(
+            f"the model is on {inside} processes, and this member has {num_processes}. Call "
+            "init_process_group() for the processes of this member alone, before its group is made, and give "
+            "its DDP model; or, if each process is a member, call no init_process_group, and give the plain "
+            "module: members find each other through the lighthouse"
+        )
 
 
 def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Sequence[Averaged]) -> None:

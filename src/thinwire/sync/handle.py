@@ -184,13 +184,9 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """What makes steps and counts them: an `Engine`, and a front that has one but counts steps of its own.
+    """What makes steps and counts them: an `Engine`, and a front that has one but counts different steps."""
 
-    Attributes:
-        observers: Are called after every step, with whether it was committed.
-    """
-
-    observers: list[Callable[[bool], None]]
+    observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
 
     @property
     def steps(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from thinwire.channel import InProcessTransport
+from thinwire.channel import InProcessTransport, Transport
 from thinwire.channel.in_process import Awaited, wait_for
 from thinwire.channel.metered import Wrapped
 from thinwire.checks import number, true_or_false, whole_count
@@ -33,7 +33,10 @@ class Group(ABC):
 
     Attributes:
         transport: Over the members of the last quorum; always the same object. Before the first, this member
-            is alone.
+            is alone. Where each process of a member has a part of the model, over those of the same place.
+        control: Carries what members say of themselves; of several processes, the first one's word.
+        inside: Joins the processes of this member.
+        has_parts: Whether each process of a member has a part of the model, and not all have the whole one.
         quorum_id: Of the last quorum, the same on all its members.
         num_changes: How often this member was joined to others so far: whenever the members have changed, or
             an averaging has failed.
@@ -65,11 +68,34 @@ class Group(ABC):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         self.weigh_by, self.send_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
         self.transport = Wrapped(InProcessTransport.group(1)[0])
+        self.inside: Transport = InProcessTransport.group(1)[0]
+        self.has_parts = False
         self.quorum_id = -1
         self.num_changes = 0
         self.received: Mapping[str, Any] | None = None
         self.is_leaving: Callable[[], bool] = bool
         self.provide: Callable[[], Mapping[str, Any]] = dict
+
+    @property
+    def control(self) -> Transport:
+        """As above: where a member is one process, `transport`."""
+        return self.transport
+
+    def decided(self, value: float) -> float:
+        """Return what the first process of this member brings, on all of them: as of a clock. Collective."""
+        return value
+
+    def join(self, are_new: Sequence[bool]) -> None:
+        """Let all processes of this member have what its first one has: the others, and `received`.
+
+        Args:
+            are_new: By member of the quorum, whether it starts from what the others hold.
+        """
+        assert self.inside.size == 1, "a member of several processes has a MachineGroup"
+
+    def break_off(self) -> None:
+        """Let this process's messages fail, and so those of the others."""
+        self.conclude(False)
 
     @abstractmethod
     def meet(self) -> None:
