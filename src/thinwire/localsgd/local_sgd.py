@@ -159,15 +159,9 @@ class LocalSGD(ModelAverager, Joinable):
         loaded, group = self._loaded, self._engine.transport
         replica, averaged = self._model.replica, self._model.tensors()
         # The models first: those of other shapes could not even be divided alike.
-        alike_on_all_shards(
-            replica.inside,
-            "entering LocalSGD",
-            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
-            lambda: self._engine.agree(averaged[0].value.device),
-        )
-        self._check_as_made(averaged)
-        num_members, algorithm = self._averagings.num_members, self._engine.algorithm
-        fragments, outer = self._divided(averaged, num_members, algorithm)
+        self._check_models(averaged)
+        algorithm = self._engine.algorithm
+        fragments, outer = self._divided(averaged, self._averagings.num_members, algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
         self._agree_on(self._described(outer))
         flights: list[Flight[Fragment]] = []
@@ -179,7 +173,7 @@ class LocalSGD(ModelAverager, Joinable):
                 fragment.take()
         else:
             flights = go_on_from(loaded, fragments, outer, replica)
-        warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
+        warn_of_momentum(outer, algorithm, stacklevel=2)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
@@ -194,10 +188,17 @@ class LocalSGD(ModelAverager, Joinable):
         self._averagings.end_warmup()
         return self
 
-    def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
-        """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
-        # Planned is what was trained when this was made: messages of other lengths would end the process, and
-        # those of equal lengths be averaged with other parameters'.
+    def _check_models(self, averaged: Sequence[Averaged]) -> None:
+        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+        group = self._engine.transport
+        alike_on_all_shards(
+            self._model.replica.inside,
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
+            lambda: self._engine.agree(averaged[0].value.device),
+        )
+        # The plan is of what was trained then: messages of other lengths would end the process, and those of
+        # equal lengths be averaged with other parameters'.
         others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
         changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
         self._agree_on(changed)
