@@ -317,7 +317,7 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose processes are told what torchrun would tell them; `join_local_job` makes their group.
+    """A job whose processes are told what torchrun would tell them; `join_group` makes their group.
 
     They find each other by a file that other users can't open, and listen on the loopback interface only.
     torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
@@ -400,7 +400,7 @@ class ElasticJob(Job):
         self._processes = whole_count("processes_per_member", processes_per_member, minimum=1)
         self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
         if lighthouse is None and members < min_members:
-            few = f"max={members} members are fewer than min={min_members}: they would wait for ever"
+            few = f"max={members} members are fewer than min={min_members}: they would wait forever"
             raise ConfigError(f"{few}; raise max, or give the lighthouse where others are")
         if lighthouse is not None and port:
             raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
@@ -490,7 +490,7 @@ class ElasticJob(Job):
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"
+                f"a lighthouse can't listen at {self._host}:{self._port}: {error}; change host or port"
             ) from error
         opened.callback(server.shutdown)
         # It names the port truly, and the host by this machine's name, which others may not know.
@@ -516,16 +516,13 @@ def is_in_local_job() -> bool:
     return STORE_VARIABLE in os.environ
 
 
-def join_local_job(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group of a `LocalJob`'s processes."""
-    size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend,
-        store=FileStore(os.environ[STORE_VARIABLE], size),
-        rank=int(os.environ["RANK"]),
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+def join_group(backend: str, *, timeout_seconds: float) -> None:
+    """Make the default process group: of a `LocalJob`'s processes by its file, else as torchrun tells."""
+    where: dict[str, Any] = {}
+    if is_in_local_job():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **where)
 
 
 def leave_group() -> None:

@@ -584,17 +584,17 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda state: {
             "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "state": {0: torch.ones(2)}}]
         },
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
     "the second one of another kind": (
         lambda state: {
             "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "param_groups": []}]
         },
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
     "the second one empty": (
         lambda state: {"optimizers": [state["optimizers"][0], {}]},
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
 }
 

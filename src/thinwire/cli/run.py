@@ -15,7 +15,7 @@ from thinwire.launch import ElasticJob
 def run(
     script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
     arguments: list[str] | None = typer.Argument(
-        None, metavar="ARGUMENTS…", help="Of the script.", show_default=False
+        None, metavar="ARGUMENTS…", help="Arguments of the script.", show_default=False
     ),
     *,
     minimum: int = typer.Option(
@@ -34,7 +34,7 @@ def run(
     lighthouse: str | None = typer.Option(
         None,
         metavar="URL",
-        help="Where members meet, such as http://10.0.0.1:29510.",
+        help="The address at which members meet, such as http://10.0.0.1:29510.",
         show_default="start one",
     ),
     host: str | None = typer.Option(
@@ -42,8 +42,8 @@ def run(
         help="This machine's address for members on other machines.",
         show_default="none can join; with --lighthouse, this machine's name",
     ),
-    port: int = typer.Option(0, help="Of the lighthouse that is started here.", show_default="a free one"),
-    max_restarts: int = typer.Option(3, help="Of each member, if it dies."),
+    port: int = typer.Option(0, help="Port of the lighthouse that it starts.", show_default="a free one"),
+    max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,
         help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are too "

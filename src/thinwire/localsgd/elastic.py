@@ -30,7 +30,7 @@ MANY_STEPS = 30
 
 
 class LocalSGD(ModelAverager, Member):
-    """Train each process on its own for some steps, then average with whoever is there.
+    """Train each process by itself for some steps, then average with all members that are there.
 
     As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. If a member dies or
     stands still for too long in an averaging, the others repeat it without that member, at once and with all
@@ -94,7 +94,7 @@ class LocalSGD(ModelAverager, Member):
         if (every_steps is None) is (every_seconds is None):
             raise ConfigError(
                 f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
-                "is due after so many steps of a member, or after so long"
+                "is due after this many steps of a member, or after this long"
             )
         # The least, for what follows from them: the outer momentum.
         every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
@@ -159,7 +159,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with whoever is there: what is in flight, then each fragment. Collective.
+        """Average now with all who are there: what is in flight, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.

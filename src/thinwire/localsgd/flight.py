@@ -90,7 +90,7 @@ class Flight(Generic[Part]):
             raise StepError(
                 f"the mean {self._what} is not finite though that of each process is: it has left the range "
                 "of the type it travels in, on all alike. Nothing was averaged; average more often, or in "
-                "another type"
+                "a different type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None

@@ -74,7 +74,7 @@ class LocalSGD(ModelAverager, Joinable):
         warmup: Steps at the start that are plain data-parallel training; None for none.
         replicas: The processes that average: a group, None for that of the DDP model or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            well. For an FSDP2 model a group across its replicas, or their dimension of the mesh:
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
         subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
@@ -304,7 +304,7 @@ class LocalSGD(ModelAverager, Joinable):
 
         Raises:
             StepError: The LocalSGD context is not entered.
-            AttachError: The model is a DDP model, which averages gradients of its own, or a sharded one.
+            AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
             ConfigError: Division by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
@@ -386,7 +386,7 @@ class LocalSGD(ModelAverager, Joinable):
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
         Raises:
-            StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
         if self._averagings.fragments:

@@ -360,5 +360,5 @@ def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
             for each, (state, groups) in zip(optimizers, before, strict=True):
                 each.state, each.param_groups = state, groups
             raise StateError(
-                f"the state is of another {type(optimizer).__name__} than this member's: {error}"
+                f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
             ) from error

@@ -156,10 +156,10 @@ def load_outer(
     except KeyError as error:
         missing = list(error.args)
     except ValueError as error:
-        raise StateError(f"the state is of another outer optimizer: {error}") from error
+        raise StateError(f"the state is of a different outer optimizer: {error}") from error
     if missing:
         raise StateError(
-            f"the state is of another outer optimizer: it has no {', '.join(missing)}, which "
+            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
             f"{type(outer).__name__} needs; pass outer= as when it was saved"
         )
 

@@ -51,7 +51,7 @@ class Schedule:
         if fragments > every_steps:
             raise ConfigError(
                 f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
-                "step of its own, so take at most as many"
+                "separate step, so take at most as many"
             )
         if delay_steps >= every_steps:
             raise ConfigError(

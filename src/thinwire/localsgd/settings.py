@@ -29,7 +29,7 @@ class Streaming:
 
     Args:
         fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
-            from all depths. Each is averaged every `every_steps` steps, but after a step of its own, so that
+            from all depths. Each is averaged every `every_steps` steps, each after a different step, so that
             a message is that much shorter.
         delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
             meanwhile, and waits for the link only if that takes longer. Less than `every_steps`. An algorithm

@@ -1,4 +1,4 @@
-"""`elastic.Steps`: gradients averaged at every step, with whoever is there."""
+"""`elastic.Steps`: gradients averaged at every step, with all members that are there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.localsgd.settings import Streaming
 
 
 class Steps(Member):
-    """Average the gradients of every step with whoever is there, and take the optimizer's step.
+    """Average the gradients of every step with all who are there, and take the optimizer's step.
 
     What `thinwire.attach` does for a DDP model, on a group whose members change; call `step()` in place of
     `optimizer.step()`. If a member is lost meanwhile, the others average the same gradients again and take
@@ -80,7 +80,7 @@ class Steps(Member):
         return kind is not None and issubclass(kind, LeftError)
 
     def step(self, work: float = 1.0) -> None:
-        """Average the gradients with whoever is there, and let the optimizer step. Collective.
+        """Average the gradients with all who are there, and let the optimizer step. Collective.
 
         The gradients are the means afterwards. A parameter without one counts as zeros.
 

@@ -216,7 +216,7 @@ class Elastic:
     def start(self) -> None:
         """Meet, and send the first messages of an averaging. Collective."""
         if self.has_left:
-            raise LeftError("this member has left the group; start the process again to join anew")
+            raise LeftError("this member has left the group; start the process again to rejoin")
         self._repeated(self._start)
 
     def finish(self) -> None:

@@ -20,10 +20,10 @@ class Group(ABC):
     """One member's end of a group whose members come and go between averagings.
 
     An averaging is a transaction: `meet`, messages over `transport`, `conclude`. One that is not committed is
-    repeated, with whoever is there then.
+    repeated, with all who are there then.
 
     Args:
-        min_members: An averaging needs at least so many; fewer wait for others.
+        min_members: An averaging needs at least this many; fewer wait for others.
         wait_seconds: How long a member waits, for enough others and for an averaging that succeeds.
         weigh_by: What a member's change weighs in `LocalSGD` and `DiLoCo`: "steps" that it made, or "work",
             as given to `count_work`.
@@ -44,7 +44,7 @@ class Group(ABC):
             where they are.
         kind: What finds the members, the same on all of them.
         leaves_on_sigterm: Whether SIGTERM on the main thread lets this member leave after its next averaging.
-        is_leaving: Returns whether this member has been asked to leave: nobody is waited for any more.
+        is_leaving: Returns whether this member has been asked to leave: it waits for no one any more.
         provide: Returns what a newcomer starts from. It is called inside `meet`, on any thread.
 
     Raises:
@@ -102,8 +102,8 @@ class Group(ABC):
         """Wait until it is decided who takes part in the next averaging; `transport` joins them.
 
         Raises:
-            CommunicationError: They were found, and then could not be joined, or nobody was found in time.
-            LeftError: Nobody can be found, and this member is asked to leave.
+            CommunicationError: They were found, and then could not be joined, or no one was found in time.
+            LeftError: No one can be found, and this member is asked to leave.
         """
 
     @abstractmethod
@@ -112,17 +112,17 @@ class Group(ABC):
 
     @abstractmethod
     def start_over(self, commits: int = 0) -> None:
-        """Stand where so many averagings have led; at 0, the next `meet` brings what the others hold."""
+        """Go to the state after this many averagings; at 0, the next `meet` brings what the others hold."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Go; nobody waits for this member any more."""
+        """Leave; no one waits for this member any more."""
 
 
 class InProcessLighthouse:
     """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
 
-    A quorum is formed once all who are there ask for one. Where everybody waits and nobody can go on, those
+    A quorum is formed once all who are there ask for one. If all wait and no one can go on, those
     who have not asked count as gone, like processes whose heartbeat stops.
 
     Args:

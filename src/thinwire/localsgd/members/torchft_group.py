@@ -52,15 +52,15 @@ class TorchftGroup(Group):
 
     The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
     with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
-    accept, and from whom, stands in `docs/elastic.md`: all of it belongs into a private network.
+    accept, and from whom, stands in `docs/elastic-faults.md`: all of it belongs into a private network.
 
     After `init_process_group` the processes of that group are one member, and each makes this. Collective.
 
     Args:
         lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
             `TORCHFT_LIGHTHOUSE`.
-        min_members: An averaging needs at least so many; None for the environment's `THINWIRE_MIN_MEMBERS`,
-            or else 1. The lighthouse has a number of its own, below which it forms no quorum.
+        min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
+            or else 1. The lighthouse has a separate number, below which it forms no quorum.
         timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
             that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
@@ -175,7 +175,7 @@ class TorchftGroup(Group):
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
                 f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
-                f"received: {cause or 'the group was broken off and not joined anew'}; it is tried again"
+                f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.transport.transport = self._group.transport()
@@ -203,7 +203,7 @@ class TorchftGroup(Group):
                 if self.is_leaving():
                     raise LeftError(
                         f"this member has left the group without handing over what it had not transmitted: "
-                        f"the lighthouse {self._lighthouse} does not answer ({error}), and nobody can be met"
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
                     ) from error
                 logger.warning(
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
@@ -299,7 +299,7 @@ class _Line:
         try:
             self._socket = socket.create_connection(self._address, REACH_SECONDS)
         except ConnectionRefusedError as error:
-            raise _LighthouseGoneError("nobody listens at its address") from error
+            raise _LighthouseGoneError("nothing listens at its address") from error
         except OSError:
             return  # nothing is known: its machine or the network is gone, or only slow
         self._socket.setblocking(False)
