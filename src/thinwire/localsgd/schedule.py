@@ -32,13 +32,14 @@ class Schedule:
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
         object.__setattr__(self, "every_steps", every_steps)
-        for name, given, example in (
-            ("warmup", self.warmup, Warmup(100)),
-            ("streaming", self.streaming, Streaming(fragments=2)),
-        ):
-            if not isinstance(given, type(example)):
-                kind = f"thinwire.{type(example).__name__}"
-                raise ConfigError(f"{name} must be a {kind}, got {shown(given)}; such as {example}")
+        if not isinstance(self.warmup, Warmup):
+            given = shown(self.warmup)
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {given}; such as Warmup(100)")
+        if not isinstance(self.streaming, Streaming):
+            given = shown(self.streaming)
+            raise ConfigError(
+                f"streaming must be a thinwire.Streaming, got {given}; such as Streaming(fragments=2)"
+            )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
