@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
-"""Which processes share a machine: True to find it out, False to treat each as a machine of its own; or the
+"""Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
 PURPOSE = "attach(), which processes share a machine"
@@ -108,7 +108,7 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     if any(count != known[0] for count in known):
         return None, (
             "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-            "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
+            "of the job then, so each process sends by itself; pass machines= as a mesh of two "
             "dimensions, (machines, processes of each)"
         )
     return Machines(*_new_groups(transport, rows, is_whole_job=is_whole_job)), ""

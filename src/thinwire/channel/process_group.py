@@ -24,7 +24,7 @@ Works = Sequence[dist.Work]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
-    "A process has died, stalled or sent another message; or it had fewer batches (uneven batches: train "
+    "A process has died, stalled or sent a different message; or it had fewer batches (uneven batches: train "
     "inside thinwire.join); or a call that must be made on every process (attach, use, state_dict, "
     "load_state_dict) was not; or the backend can't carry this type. Look for the first error among all "
     "processes"

@@ -137,8 +137,8 @@ def check_options(model: DistributedDataParallel) -> None:
         raise AttachError(f"{words}; step an optimizer after backward()")
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
-            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "
-            "so a step would never be complete; build the DDP model without it"
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that no process "
+            "used, so a step would never be complete; build the DDP model without it"
         )
 
 

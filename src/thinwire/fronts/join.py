@@ -43,12 +43,12 @@ def join(
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
-    Cost: per step a message of one element (two with DDP, which says in another whether the step
+    Cost: per step a message of one element (two with DDP, which says in a second one whether the step
     synchronises); one process's model is broadcast at the end.
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or a foreign
+        ConfigError: The model has SyncBatchNorm, whose collectives no one can shadow; or a foreign
             communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
             `throw_on_early_termination`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.

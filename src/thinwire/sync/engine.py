@@ -82,7 +82,7 @@ class Engine(Lanes):
             lines.append(
                 f"plan: {len(compressed)} of {len(self.specs)} parameters compressed, "
                 f"{plan.gradient_bytes:,} bytes per step become {plan.message_bytes:,}: "
-                f"compression ratio {plan.compression_ratio:.1f}"
+                f"compression ratio {plan.compression_ratio:.1f}, rounds: {plan.rounds}"
             )
         return "\n".join([*lines, f"so far: {self.counts()}"])
 
@@ -210,6 +210,7 @@ class Engine(Lanes):
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
+            rounds=traffic.rounds,
             message_bytes=message_bytes,
             inside_bytes=traffic.inside_bytes,
             gradient_bytes=self._gradient_bytes,

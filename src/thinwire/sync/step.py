@@ -94,7 +94,7 @@ class Step:
         if isinstance(lane, Lane) and lane.is_in_flight:
             # It would begin with the memory that the other step is about to write, and one of both be lost.
             raise StepError(
-                f"the bucket of {specs[0].name} is in flight in another step; finish or abandon that first"
+                f"the bucket of {specs[0].name} is in flight in an earlier step; finish or abandon that first"
             )
         self._clock.device = self._engine.device = flat.device
         with self._at_work(are_ready=True):
@@ -348,7 +348,7 @@ class Step:
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise StepError("this step has ended; begin another one")
+            raise StepError("this step has ended; begin a new one")
 
 
 # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores

@@ -47,7 +47,7 @@ def attach_sharded(
     sharded = ShardedModel(model)
     group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)
-    refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
+    refuse_attached(pieces, "switch its algorithm with sync.use(…); sync is what attach returned")
     trained = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
