@@ -25,6 +25,16 @@ sections above explain the most frequent ones.
 ERRORS = {
     node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)
 }
+TREES = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
+# The statements among which each node stands; the walk comes to inner ones last.
+BLOCKS = {
+    inner: statements
+    for tree in TREES
+    for node in ast.walk(tree)
+    for statements in (getattr(node, field, None) for field in ("body", "orelse", "finalbody"))
+    for statement in (statements if isinstance(statements, list) else ())
+    for inner in ast.walk(statement)
+}
 Functions = dict[str, ast.FunctionDef]
 
 
@@ -42,8 +52,10 @@ def messages(node: ast.expr | None, inside: ast.AST, functions: Functions) -> se
             found = {one + other for one, other in both}
         case ast.IfExp(body=body, orelse=orelse):
             found = messages(body, inside, functions) | messages(orelse, inside, functions)
-        case ast.Name(id=name):
-            found = any_of(assigned_to(name, inside), functions)
+        case ast.FormattedValue(value=ast.Name() as name):
+            found = messages(name, inside, functions)
+        case ast.Name():
+            found = any_of(assigned_to(node, inside), functions)
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in functions.keys() - dir(
             str
         ):
@@ -56,19 +68,32 @@ def any_of(expressions: Sequence[ast.expr | None], functions: Functions) -> set[
     return set().union(*(messages(each, ast.Pass(), functions) for each in expressions)) or {"…"}
 
 
-def assigned_to(name: str, inside: ast.AST) -> list[ast.expr]:
-    assignments = [node for node in ast.walk(inside) if isinstance(node, ast.Assign)]
-    return [
-        each.value
-        for each in assignments
-        if any(isinstance(target, ast.Name) and target.id == name for target in each.targets)
+def assigned_to(name: ast.Name, inside: ast.AST) -> list[ast.expr]:
+    """The last value in the same block; else all in the function; else that of a module's constant."""
+    constants = [node for tree in TREES for node in tree.body] if name.id.isupper() else []
+    found = [
+        (each, value)
+        for each in (*ast.walk(inside), *constants)
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        for one, value in assigned(target, each.value)
+        if isinstance(one, ast.Name) and one.id == name.id
     ]
+    before = [value for each, value in found if BLOCKS[each] is BLOCKS[name] and each.lineno < name.lineno]
+    # Empty where nothing is wrong.
+    return before[-1:] or [value for _, value in found if getattr(value, "value", None) != ""]
+
+
+def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+        yield from zip(target.elts, value.elts, strict=True)
+    else:
+        yield target, value
 
 
 def raised() -> Iterator[tuple[str, str]]:
     """Every error that is made in the package, with what it may say."""
-    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
+    nodes = [node for tree in TREES for node in ast.walk(tree)]
     functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
     for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
         for call in ast.walk(function):
