@@ -18,7 +18,7 @@ from rich.console import Console
 
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
-from thinwire.cli import Settings, build_app, main
+from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
@@ -56,7 +56,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
 
 def commands() -> dict[str, Any]:
     """By name; "" is what they all have in common."""
-    group: Any = typer.main.get_command(build_app(Settings()))
+    group: Any = typer.main.get_command(build_app(bool))
     return {"": group, **group.commands}
 
 

@@ -142,7 +142,7 @@ class Steps(Member):
     ) -> None:
         self._flats = []
         if flight is None:
-            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._is_inside and not may_be_empty:
                 raise StepError(
                     "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
@@ -154,7 +154,7 @@ class Steps(Member):
             is_sharded = hasattr(each.tensor, "to_local")
             like = import_module("thinwire.fronts.sharded.model").sharded_like if is_sharded else None
             each.tensor.grad = mean if like is None else like(each.tensor, mean)
-        # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
+        # Here, for a member that joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()
         self._work = 0.0
