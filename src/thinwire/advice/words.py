@@ -35,7 +35,7 @@ def verdict(advice: Advice) -> list[str]:
         # Said before what follows from it: the one advised may not be the first of the table.
         lines.append(f"These take about the same time, as far as can be told: {names}.")
         if best in advice.tied and best.is_lossy:
-            least = f"Of those that win enough, {best.name} is expected to lose the least"
+            least = f"Among those that win enough, {best.name} is expected to lose the least"
             lines[-1] += f" {least}; of equal gaps the most bits win."
         elif best in advice.tied:
             lines[-1] += f" Of these, {best.name} loses nothing, and has the most bits."

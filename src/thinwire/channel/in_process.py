@@ -264,7 +264,7 @@ class _InProcessWork:
         meeting, size = self.meeting, self.meeting.room.size
         wait_for(meeting)
         if len(meeting.brought) < size:
-            raise CommunicationError(f"{meeting.purpose}: another member has broken it off")
+            raise CommunicationError(f"{meeting.purpose}: a different member has broken it off")
         self.is_taken = True
         self._take([meeting.brought[rank] for rank in range(size)])
         meeting.num_taken += 1

@@ -196,7 +196,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
         who = "accelerator.prepare(model), of the Accelerator that has this handler"
-        own = "for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+        own = "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
         raise AttachError(f"register_comm_hook is called by {who}; {own}")
 
     def state_dict(self) -> dict[str, Any]:

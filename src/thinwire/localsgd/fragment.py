@@ -200,9 +200,7 @@ class Fragments(tuple[Fragment, ...]):
         """Refuse a call while the model holds the last averages."""
         # A step would change the average, and be lost when the model's own values come back.
         if self.are_shown:
-            raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave it first"
-            )
+            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
 
 
 def layer_of(name: str) -> str:

@@ -54,7 +54,7 @@ class JSONLWriter:
                 # Before anything is cut off. Bounded: another program's file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
-                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give another path")
+                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
                     raise ConfigError(f"{found}; give a different path")
