@@ -140,7 +140,7 @@ def checked_state(
     )
     _expect(
         state[WARMUP_KEY] is None or has_warmup,
-        "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved",
+        "the state was saved in a warm-up with an algorithm of its own; pass warmup= as when it was saved",
     )
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)

@@ -208,7 +208,7 @@ class Fixed:
         if has_changed:
             logger.warning(
                 "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given; they are averaged now, and were not in between. If other optimizers train them, or "
+                "given; they are averaged now, and were not in between. If another optimizer trains them, or "
                 "it was made again, pass the one that steps last"
             )
         asked = self._ask(changes, has_changed=has_changed)
