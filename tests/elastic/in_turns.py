@@ -161,7 +161,7 @@ class InTurns(ABC, Generic[Front]):
 
     def lasts(self, member: int) -> torch.Tensor:
         """Return a member's last averages, in the order of its parameters."""
-        front = self.fronts[member]
+        front: Any = self.fronts[member]
         lasts = {each.name: last for each, last in front._fragments.lasts}
         return torch.cat([lasts[name].flatten() for name, _ in front.module.named_parameters()])
 

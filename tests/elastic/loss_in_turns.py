@@ -18,7 +18,7 @@ import torch
 from elastic.in_turns import VOTE, Faulty, InTurns
 from elastic.learner import BATCH, EVERY, USUAL, Learner, checksum, diloco, heldout_loss
 from thinwire.elastic import InProcessLighthouse
-from thinwire.localsgd.elastic import LocalSGD
+from thinwire.localsgd.member import Member
 
 STRIKE_EVERY = 13
 FEWEST, MOST = 2, 6
@@ -27,7 +27,7 @@ KINDS = ["killed", "left", "away", "cut", "joined"]
 CUT = ["who takes part", "round 1", "round 2", VOTE]
 
 
-class Training(InTurns[LocalSGD]):
+class Training(InTurns[Member]):
     """A run of `USUAL` members; `loss` is held out, of the model that all hold, after `samples`."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Training(InTurns[LocalSGD]):
 
     def train(self, member: int) -> float | None:
         steps, number = self.num_steps, member + DATA * self.data
-        learner = Learner(os.devnull, number, steps=steps, seed=self.seed, dies_at=None)
+        learner = Learner(os.devnull, number, steps=steps, seed=self.seed)
         group, strikes = self.groups[member], self.strikes.get(member, [])
         faulty = group.transport = Faulty(group.transport, "", -1)  # fails nothing until it is told to
         local = self.fronts[member] = diloco(learner, group)

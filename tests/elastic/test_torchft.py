@@ -82,11 +82,11 @@ def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) ->
     assert job.check_equal() > 3
 
 
-@pytest.mark.parametrize("averages_gradients", [False, True], ids=["models", "gradients"])
+@pytest.mark.parametrize("averaging", [{}, {"averages_gradients": True}], ids=["models", "gradients"])
 def test_a_whole_group_that_was_killed_resumes_and_makes_the_same_models(
-    job: Job, averages_gradients: bool
+    job: Job, averaging: dict[str, Any]
 ) -> None:
-    options: dict[str, Any] = {"min_members": 2, "averages_gradients": averages_gradients}
+    options = {"min_members": 2, **averaging}
     first = [job.start(member, saves_at=10, **options) for member in range(2)]
     job.wait_for_averagings(0, 8)
     for process in first:
@@ -113,7 +113,7 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) 
     job.wait(lambda: job.told(event="raised"))
     (told,) = job.told(event="raised")
     assert (told["member"], told["error"]) == (2, "AgreementError")
-    assert "parameter 0.weight" in told["message"]
+    assert "parameter 2.weight" in told["message"]
     stranger.join(PATIENCE_SECONDS)
     job.wait_for_averagings(0)
     assert job.told(event="averaged", member=0)[-1]["losses"] == 0

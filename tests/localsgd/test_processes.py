@@ -229,7 +229,8 @@ def _resume_on_more(saved: tuple[dict[str, Any], ...]) -> None:
     model = new_model(seed=dist.get_rank())
     optimizer = new_optimizer(model)
     local = LocalSGD(model, optimizer, **SETTINGS)
-    for each, state in zip((local, model, optimizer), saved, strict=True):
+    parts: list[Any] = [local, model, optimizer]
+    for each, state in zip(parts, saved, strict=True):
         each.load_state_dict(state)
     with local:
         assert agreed(model)
