@@ -319,16 +319,6 @@ def test_a_member_that_joins_in_the_warm_up_or_behind_it_uses_what_the_others_do
         assert run.fronts[2]._engine.algorithm == PowerSGD(matrix_rank=2)
 
 
-def test_what_a_warm_up_does_not_have_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = alone()
-    with pytest.raises(ConfigError, match="gradients that a DDP model averages"):
-        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=Warmup(2, on_nonfinite="zero"))
-    with pytest.raises(ConfigError, match=r"warmup must be a thinwire\.Warmup"):
-        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=3)  # type: ignore[arg-type]
-
-
 class Unequal(InTurns[Any]):
     """Members whose steps take so many seconds each; each has a clock."""
 
@@ -381,17 +371,28 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
     assert by_steps.waited[0] / by_steps.until > 0.4
 
 
-def test_what_the_clock_does_not_go_with_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: dict[str, Any] = {"group": alone()}
-    for settings, told in (
-        ({}, "every_steps or every_seconds"),
-        ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
-        ({"every_seconds": 0.0}, "above 0"),
-        ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            LocalSGD(model, optimizer, **given, **settings)
-    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, **given))
-    assert "every_steps=30" in str(DiLoCo(model, optimizer, **given))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"every_steps": 2, "warmup": Warmup(2, on_nonfinite="zero")}, "gradients that a DDP model averages"),
+    ({"every_steps": 2, "warmup": 3}, r"warmup must be a thinwire\.Warmup"),
+    (
+        {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=2)},
+        r"less than every_steps / fragments .* got 2 with 4 / 2",
+    ),
+    ({}, "every_steps or every_seconds"),
+    ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
+    ({"every_seconds": 0.0}, "above 0"),
+    ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
+]
+
+
+@pytest.mark.parametrize(("settings", "told"), REFUSED)
+def test_settings_that_do_not_go_are_refused(settings: dict[str, Any], told: str) -> None:
+    model, optimizer = member_of(0)
+    with pytest.raises(ConfigError, match=told):
+        LocalSGD(model, optimizer, group=alone(), **settings)
+
+
+def test_a_clock_stands_in_the_name_and_a_default_in_its_place() -> None:
+    model, optimizer = member_of(0)
+    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, group=alone()))
+    assert "every_steps=30" in str(DiLoCo(model, optimizer, group=alone()))

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -416,6 +416,7 @@ def added(model: Any) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "frozen": (lambda model: model[2].requires_grad_(False), "['2.bias', '2.weight']"),
+    "unfrozen": (lambda model: model[0].requires_grad_(True), "['0.bias', '0.weight']"),
     "replaced": (replaced, "['0.weight']"),
     "resized": (resized, "['4.bias', '4.weight']"),
     "added": (added, "['extra']"),
@@ -426,6 +427,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 @in_each_member(2)
 def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str) -> None:
     change, names = CHANGES[case]
+    cast(Any, member.model)[0].requires_grad_(case != "unfrozen")
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
     with (
         refused(StepError, "the model's trainable parameters or buffers are others", names),
