@@ -60,7 +60,7 @@ encoder.weight  512×256, rank 4       524,288       12,288
 encoder.bias       uncompressed         2,048        2,048
 logit_scale        uncompressed             4            4
 total                                 526,340       14,340
-compression ratio 36.7 (of each process)"""
+compression ratio 36.7 (of each process), 2 rounds a step"""
     assert str(PowerSGD(matrix_rank=4).plan(specs)) == expected
 
 

@@ -55,6 +55,7 @@ class AroundTrend(Algorithm):
                 spec.numel + (extra_bytes if index == 0 else 0),
                 "8 bits around a trend",
                 is_compressed=True,
+                rounds=2,
             )
             for index, spec in enumerate(specs)
         ]

@@ -112,6 +112,7 @@ class Route:
             of an all-reduce, see `Stats`.
         detail: As what the gradient travels, in a few words.
         is_compressed: Whether it is approximated.
+        rounds: Messages of it that wait for each other in a step: each costs the network's round trip.
     """
 
     names: tuple[str, ...]
@@ -119,6 +120,7 @@ class Route:
     message_bytes: int
     detail: str = "uncompressed"
     is_compressed: bool = False
+    rounds: int = 1
 
     @property
     def label(self) -> str:
@@ -153,13 +155,19 @@ class Plan:
         """Uncompressed over compressed; 1.0 for a model without gradients."""
         return compression_ratio(self.gradient_bytes, self.message_bytes)
 
+    @property
+    def rounds(self) -> int:
+        """Messages of a step that wait for each other, if those of all buckets travel side by side."""
+        return max((route.rounds for route in self.routes), default=0)
+
     def __str__(self) -> str:
         rows = [("parameter", "travels as", "bytes before", "bytes after")]
         for route in self.routes:
             rows.append((route.label, route.detail, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"))
         rows.append(("total", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
         of = f"machine of {self.processes} processes" if self.processes > 1 else "process"
-        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each {of})"
+        rounds = f"{self.rounds} round{'' if self.rounds == 1 else 's'} a step"
+        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each {of}), {rounds}"
 
 
 def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:

@@ -128,6 +128,16 @@ def test_compresses_or_does_not(entry: Entry, num_workers: int) -> None:
     assert (plan.compression_ratio > 1.9) == entry.compresses
 
 
+@over(entry for entry in ENTRIES if warmup_steps(entry.algorithm) < 1_000)
+def test_a_plan_tells_the_rounds_of_a_step(entry: Entry) -> None:
+    bucket, rounds = buckets()[:1], list[int]()
+    sim = Simulation(entry.algorithm, bucket, num_workers=2)
+    for step in first_steps(entry):
+        sim.step(random_gradients(bucket, num_workers=2, seed=step))
+        rounds.append(sim.syncs[0].stats().rounds)
+    assert rounds[-1] - rounds[-2] == sim.syncs[0].plan.rounds
+
+
 @every_entry
 def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
     sim, first = simulation(entry, 2), first_steps(entry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -84,6 +85,24 @@ class Job:
         assert self._network is not None
         command = self._network.command_in(self._host_of(member), "ip", "link", "set", "eth0", state)
         subprocess.run(command, check=True)
+
+    def cut(self, member: int, seconds: float) -> None:
+        """Cut a member's link for so long."""
+        self.set_link(member, "down")
+        time.sleep(seconds)
+        self.set_link(member, "up")
+
+    def stop(self, member: int, seconds: float) -> None:
+        """Let a member stand still for so long."""
+        os.kill(self.processes[member].pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self.processes[member].pid, signal.SIGCONT)
+
+    def darken_for(self, seconds: float) -> None:
+        """End the lighthouse, and start it again."""
+        self.darken()
+        time.sleep(seconds)
+        self.light()
 
     def start(self, member: int, **options: Any) -> forked.Process:
         namespaces = []

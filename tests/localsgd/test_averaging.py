@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
-from thinwire import Streaming, Warmup
+from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.errors import AgreementError, CommunicationError, StepError
 from thinwire.sync import engine_of
@@ -445,10 +445,14 @@ def _kinds(member: Member, algorithm: Algorithm) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("are_both_given", [False, True])
 @in_each_member(2)
-def test_of_two_optimizers_the_one_that_steps_last_is_given(member: Member) -> None:
+def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(
+    member: Member, are_both_given: bool
+) -> None:
     optimizers = of_two_optimizers(member)
-    with member.local():
+    given = optimizers if are_both_given else member.optimizer
+    with LocalSGD(member.model, given, every_steps=2, replicas=member.transport):
         for step in range(4):
             member.model.zero_grad()
             torch.autograd.backward(member.model(batch_of(step, member.rank)).square().mean())

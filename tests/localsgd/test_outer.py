@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import NESTEROV, Member, in_each_member
 from thinwire import Streaming
 from thinwire.errors import StepError
+from thinwire.localsgd.fragment import Averaged
 from thinwire.localsgd.outer import saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
@@ -144,7 +145,7 @@ def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
         last = nn.Parameter(torch.empty(3, device="cuda"))
         outer = torch.optim.SGD([last], lr=0.5, momentum=0.9)
         outer.state[last]["momentum_buffer"] = torch.empty(3, device="cuda")
-        state = saved_outer(outer, {id(last): "weight"}, Replica(None))
+        state = saved_outer(outer, [(Averaged("weight", last, is_buffer=False), last)], Replica(None))
     assert state["state"][0]["momentum_buffer"].device.type == "cpu"
     assert outer.state[last]["momentum_buffer"].device.type == "cuda"
 

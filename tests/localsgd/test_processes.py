@@ -229,9 +229,9 @@ def _resume_on_more(saved: tuple[dict[str, Any], ...]) -> None:
     model = new_model(seed=dist.get_rank())
     optimizer = new_optimizer(model)
     local = LocalSGD(model, optimizer, **SETTINGS)
-    parts: list[Any] = [local, model, optimizer]
-    for each, state in zip(parts, saved, strict=True):
-        each.load_state_dict(state)
+    local.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
     with local:
         assert agreed(model)
         train(model, optimizer, range(6, 12))

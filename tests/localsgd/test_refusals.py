@@ -153,6 +153,10 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
     "no optimizer": (with_model(new_model(), "SGD"), "ConfigError: expected a torch.optim.Optimizer"),
     "wrapped optimizer": (wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
+    "one optimizer twice": (
+        lambda member: with_model(member.model, [member.optimizer] * 2)(member),
+        "ConfigError: expected one optimizer or several, each once",
+    ),
     "other model's": (
         with_model(new_model()),
         "ConfigError: the optimizer holds none of the model's trainable parameters",

@@ -209,7 +209,7 @@ def buffer_of(value: object) -> Callable[[dict[str, Any]], object]:
 
 NO_STEP = "SGD can't make a step with the outer optimizer's state"
 OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of another outer optimizer"),
+    "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of a different outer optimizer"),
     "no state": (lambda outer: outer.pop("state"), NO_STEP),
     "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
     "a tensor as state": (lambda outer: outer["state"].update({0: torch.ones(2)}), NO_STEP),

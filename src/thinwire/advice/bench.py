@@ -48,18 +48,15 @@ Quartiles = tuple[float, float, float]  # the median comes first
 
 
 class Replicated:
-    """A copy of the user's model, in a DDP group of this process only.
+    """A copy of the user's model, in a DDP group of this process only: a subject, as `Sharded` is."""
 
-    It is the subject of a bench, as `Sharded` is: steps train `model`; fronts that average whole models are
-    given `module`; `shards` processes hold a replica together, None if each holds all of it.
-    """
-
-    shards: int | None = None
+    shards: int | None = None  # processes that hold a replica together; None if each holds all of it
 
     def __init__(self, module: nn.Module, transport: Transport, entered: ExitStack) -> None:
         # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
         group = own_subgroup(1, None)
         entered.callback(dist.destroy_process_group, group)
+        # Steps train `model`; fronts that average whole models are given `module`.
         self.module, self._transport = module, transport
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
@@ -108,8 +105,7 @@ class Bench:
         }
         self.losses = expected_losses(training)
         self.alone = Timed()
-        self.ways: list[tuple[str, LocalVariant | None, Timed]]
-        self.ways = [(name, None, Timed()) for name in self.variants]
+        self.ways: list[tuple[str, LocalVariant | None, Timed]] = [(n, None, Timed()) for n in self.variants]
         # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
         self.averagings: dict[tuple[type[LocalSGD], Algorithm | None], Timed] = {}
         for local in LOCAL_VARIANTS:
@@ -145,17 +141,21 @@ class Bench:
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 told = f", {round_seconds:.1f} s each"
 
-    def predictions(self, network: Network) -> list[Prediction]:
-        """Return what each way of averaging would take, as this process has measured it."""
+    def predictions(self, network: Network, late_seconds: float = 0.0) -> list[Prediction]:
+        """Return what each way of averaging would take, as this process has measured it.
+
+        Messages arrive `late_seconds` later than on the network, while it carries others.
+        """
         members, shards = self.training.members, self.subject.shards
         alone = slowest_of([each.seconds for each in self.alone.timelines], members)
         found = []
         for name, local, timed in self.ways:
             if local is None:
-                steps = [each.step_seconds(network) for each in timed.timelines]
+                steps = [each.step_seconds(network, late_seconds) for each in timed.timelines]
                 seconds, every_steps = slowest_of(steps, members), 1
             else:
-                seconds, every_steps = local_seconds(local, timed, network, alone), local.every_steps
+                seconds = local_seconds(local, timed, network, alone, late_seconds)
+                every_steps = local.every_steps
             # In the first step processes compare settings as well. All of a replica send over one link.
             last = timed.timelines[-1]
             wire_bytes = (shards or 1) * last.wire_bytes(members) / every_steps
@@ -172,6 +172,7 @@ class Bench:
                 residual_bytes=timed.residual_bytes,
                 loss=self.losses[name],
                 published=published_gap(name, self.training),
+                rounds=(1 if local is None else local.streaming.fragments) * last.rounds / every_steps,
             )
             found.append(prediction)
         return found
@@ -185,8 +186,8 @@ class Bench:
                 timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
         # Hooks are called in a backward pass only.
         if algorithm is not None and not all(each.sent for each in found):
-            needs = "one_step(model) must run a backward pass on the model that it is given"
-            raise ConfigError(f"{needs}, through all of its parameters")
+            needs = "a backward pass on the model that it is given, through all of its parameters"
+            raise ConfigError(f"one_step(model) must run {needs}")
         timed.timelines += found
         # Without gradients, so that what inner optimizers take is no time at all.
         model.zero_grad(set_to_none=True)
@@ -223,23 +224,25 @@ def _kept_bytes(front: LocalSGD) -> int:
         """Return what this process holds: its shard of a sharded tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-    kept = [] if front.outer is None else list(front.outer.state.values())
-    states = [
-        held(each).nbytes for state in kept for each in state.values() if isinstance(each, torch.Tensor)
-    ]
+    kept_bytes = engine_of(front).memory_bytes()
+    for state in () if front.outer is None else front.outer.state.values():
+        kept_bytes += sum(held(each).nbytes for each in state.values() if isinstance(each, torch.Tensor))
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
     averaged = (each for each in front.module.parameters() if each.requires_grad)
-    last_averages = [held(each).numel() * max(4, each.itemsize) for each in averaged]
-    return engine_of(front).memory_bytes() + sum(states) + sum(last_averages)
+    return kept_bytes + sum(held(each).numel() * max(4, each.itemsize) for each in averaged)
 
 
-def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Quartiles) -> Quartiles:
+def local_seconds(
+    local: LocalVariant, timed: Timed, network: Network, alone: Quartiles, late_seconds: float = 0.0
+) -> Quartiles:
     """Return median and quartiles of a step, given those of one without averaging."""
     fragments, step_seconds = local.streaming.fragments, alone[0]
     arithmetic_seconds = median(each.seconds for each in timed.timelines)
     # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
     waited_seconds = fragments * median(
-        each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
+        each.step_seconds(
+            lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)), late_seconds
+        )
         - each.seconds
         for each in timed.timelines
     )

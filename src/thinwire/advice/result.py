@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
@@ -36,6 +36,9 @@ class Prediction:
         residual_bytes: What a process averages exactly when the state is saved.
         loss: The gap to exact averaging's loss that is to be expected.
         published: What others have measured of it; None if nothing.
+        rounds: Messages of a step that wait for each other, as a mean over steps.
+        seconds_at: `step_seconds` by the link's round trip in ms, at the rate that was probed. Empty if it
+            is not known how many round trips a message takes: other backends than Gloo.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Prediction:
     residual_bytes: int = 0
     loss: ExpectedLoss = UNKNOWN_LOSS
     published: LossGap | None = None
+    rounds: float = 0.0
+    seconds_at: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def compresses(self) -> bool:
@@ -195,7 +200,7 @@ def checked_gain(least_gain: object) -> float:
 def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
-    Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
+    Among those within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +11,15 @@ import torch
 
 from thinwire.channel import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
+from thinwire.tensors.accelerators import wait_for
 
 # Seconds of a collective, by the bytes that each process hands over.
 Network = Callable[[Collective, int], float]
+# A group of Gloo's works on so many collectives at once, if it has one network interface.
+AT_ONCE = 2
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A message."""
 
     at_seconds: float
@@ -27,8 +28,7 @@ class Sent:
     collective: Collective = "all_reduce"
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """A step: its messages in the order they were sent, and how long it took without a network."""
 
     sent: tuple[Sent, ...]
@@ -42,23 +42,42 @@ class Timeline:
         """Return the bytes that leave, and reach, each of so many members."""
         return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
 
-    def step_seconds(self, message_seconds: Network) -> float:
-        """Return how long it would have taken on a network, one message after the other."""
+    def step_seconds(self, message_seconds: Network, late_seconds: float = 0.0) -> float:
+        """Return how long it would have taken on a network, one message after the other.
+
+        Each arrives `late_seconds` later than that, while the link carries others.
+        """
         # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
-        # At equal times a message is sent before it is waited for.
-        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
-        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
-        for seconds, is_wait, index in sorted(sends + waits):
+        for seconds, is_wait, index in self._in_order():
             if is_wait:
                 delay = max(delay, arrivals[index] - seconds)
             else:
                 took = message_seconds(self.sent[index].collective, self.sent[index].handed_bytes)
-                # Gloo and NCCL carry a group's collectives one after the other.
-                busy_until = max(busy_until, seconds + delay) + took
-                arrivals.append(busy_until)
+                # Gloo and NCCL carry a group's collectives one after the other, and begin none before an
+                # earlier one makes room.
+                room = arrivals[-AT_ONCE] if len(arrivals) >= AT_ONCE else 0.0
+                busy_until = max(busy_until, room, seconds + delay) + took
+                arrivals.append(busy_until + late_seconds)
         return self.seconds + delay
+
+    @property
+    def rounds(self) -> int:
+        """The longest chain of messages of which each was sent after the one before had been waited for."""
+        found, rounds = 0, list[int]()
+        for _, is_wait, index in self._in_order():
+            if is_wait:
+                found = max(found, rounds[index])
+            else:
+                rounds.append(found + 1)
+        return found
+
+    def _in_order(self) -> list[tuple[float, bool, int]]:
+        """Return when which message was sent, and when it was waited for: at equal times first sent."""
+        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
+        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
+        return sorted(sends + waits)
 
 
 class Stopwatch:
@@ -84,8 +103,7 @@ class Stopwatch:
     def timeline(self) -> Timeline:
         """End the step and return what it did."""
         end = self._mark()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # until then events have no times
+        wait_for(self._device)  # until then events have no times
         sent = []
         for note in self.transport.notes:
             # A message that is never waited for must have come when the next step begins.

@@ -81,6 +81,7 @@ class Traffic:
     Attributes:
         messages: All collectives.
         message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
+        rounds: Of the messages, the longest chain of such as were each sent after the one before had come.
         waiting_seconds: Time the host was blocked until results had come back.
         machine_bytes: Of the messages of all processes of this machine, if they share them; not read back.
         planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
@@ -90,6 +91,7 @@ class Traffic:
 
     messages: int = 0
     message_bytes: int = 0
+    rounds: int = 0
     waiting_seconds: float = 0.0
     machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     planned_machine_bytes: int = 0
@@ -119,16 +121,18 @@ class Metered(Wrapped):
         # Only now: what could not be sent has cost nothing.
         self.traffic.messages += 1
         self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, self.size)
-        return _TimedWork(work, self.traffic)
+        return _TimedWork(work, self.traffic, self.traffic.rounds + 1)
 
 
 class _TimedWork(NamedTuple):
     work: Work
     traffic: Traffic
+    number: int  # of its round
 
     def wait(self) -> None:
         with self.traffic.waiting():
             self.work.wait()
+        self.traffic.rounds = max(self.traffic.rounds, self.number)
 
 
 @dataclass

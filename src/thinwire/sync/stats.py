@@ -18,6 +18,8 @@ class Stats:
             the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
             without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
         messages: Collectives of steps; saving a state adds none.
+        rounds: Of the messages, how many had to wait for the one before. Each costs a round trip of the
+            network at least; messages that travel side by side are one round.
         message_bytes: Their bytes, counted as of an all-reduce (of which a process hands over as many): what
             an all-gather or an all-to-all sends is converted to what would be as much on a ring. If the
             processes of a machine share its messages (`attach(machines=…)`), those of all of them, which
@@ -41,6 +43,7 @@ class Stats:
     steps: int = 0
     nonfinite_steps: int = 0
     messages: int = 0
+    rounds: int = 0
     message_bytes: int = 0
     inside_bytes: int = 0
     gradient_bytes: int = 0
@@ -60,8 +63,8 @@ class Stats:
             steps += f", {self.nonfinite_steps:,} of them not finite"
         lines = [
             steps,
-            f"sent {self.message_bytes:,} bytes in {self.messages:,} messages, in place of "
-            f"{self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
+            f"sent {self.message_bytes:,} bytes in {self.messages:,} messages ({self.rounds:,} rounds), "
+            f"in place of {self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
             f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic; "
             f"{self.exposed_seconds:.2f} not hidden behind the backward pass",
         ]

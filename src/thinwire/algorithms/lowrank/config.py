@@ -116,6 +116,7 @@ class LowRank(Algorithm):
             self.factor_bytes(shape, matrix_rank, specs[0].dtype),
             f"{shape[0]}×{shape[1]}, rank {matrix_rank}",
             is_compressed=True,
+            rounds=int(2 * self.factor_pairs),
             matrix_shape=shape,
             matrix_rank=matrix_rank,
         )
