@@ -49,6 +49,12 @@ def linear_and_sgd() -> tuple[nn.Linear, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def linear_and_two() -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
+    """A model with two optimizers, as Muon and AdamW are used together."""
+    model = nn.Linear(32, 16)
+    return model, [torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])]
+
+
 def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -490,9 +496,8 @@ def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others
 def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent: bool) -> None:
     optimizers, fronts, groups = [], [], []
     for _ in range(2):
-        model = nn.Linear(32, 16)
-        # Two, as Muon and AdamW are used together.
-        optimizers.append([torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])])
+        model, own = linear_and_two()
+        optimizers.append(own)
         groups.append(InProcessGroup(InProcessLighthouse(send_optimizer=is_sent)))
         fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], every_steps=2))
     with fronts[0], fronts[1]:
@@ -512,10 +517,8 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
 
 def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
     """Return a member of a group by itself, after two steps."""
-    model = nn.Linear(32, 16)
-    optimizers = [torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])]
-    group = alone()
-    member = opened.enter_context(front(model, optimizers, group=group))
+    model, optimizers = linear_and_two()
+    member = opened.enter_context(front(model, optimizers, group=alone()))
     for _ in range(2):
         model(torch.randn(1, 32)).sum().backward()
         for stepping in [member] if front is STEPS else optimizers:
