@@ -25,6 +25,15 @@ sections above explain the most frequent ones.
 ERRORS = {
     node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)
 }
+# Of modules, by name.
+CONSTANTS = {
+    target.id: [node.value]
+    for path in sorted(SOURCE.rglob("*.py"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.Assign)
+    for target in node.targets
+    if isinstance(target, ast.Name) and target.id.isupper()
+}
 Functions = dict[str, ast.FunctionDef]
 
 
@@ -42,8 +51,10 @@ def messages(node: ast.expr | None, inside: ast.AST, functions: Functions) -> se
             found = {one + other for one, other in both}
         case ast.IfExp(body=body, orelse=orelse):
             found = messages(body, inside, functions) | messages(orelse, inside, functions)
+        case ast.FormattedValue(value=ast.Name() as part, conversion=-1, format_spec=None):
+            found = messages(part, inside, functions)
         case ast.Name(id=name):
-            found = any_of(assigned_to(name, inside), functions)
+            found = any_of(assigned_to(name, inside) or CONSTANTS.get(name, []), functions)
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in functions.keys() - dir(
             str
         ):

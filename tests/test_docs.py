@@ -34,10 +34,11 @@ def test_every_error_stands_in_the_list_of_errors() -> None:
 
 @pytest.fixture(scope="module")
 def source() -> list[str]:
-    """The package's files, each with the parts of its strings joined as Python joins them."""
+    """The package's files, with the parts of their strings joined as Python joins them; and all messages."""
     files = Path(thinwire.__file__).parent.rglob("*.py")
     joined = [re.sub(r'(["\'])\s+f?["\']', "", path.read_text()) for path in files]
-    return [re.sub(r"\{[^{}]*\}|%[sdr]|%\.1f", "…", text) for text in joined]
+    shown = [re.sub(r"\{[^{}]*\}|%[sdr]|%\.1f", "…", text) for text in joined]
+    return [*shown, *(said for _, said in errors_page.raised())]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)

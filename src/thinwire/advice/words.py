@@ -170,10 +170,8 @@ def notes_on(
         )
     # One replica alone may ask about any network: that is what the command does.
     if num_processes not in (shards, predicted_processes):
-        yield (
-            f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
-            f"is for {predicted_processes}."
-        )
+        sizes = f"of {probe.world_size} processes, this job has {num_processes}"
+        yield f"The probe is {sizes}: what is predicted is for {predicted_processes}."
     if device.type != "cpu" and shards == 1:
         yield (
             "Each bucket has its own launches: if no message could hide behind the backward pass, "

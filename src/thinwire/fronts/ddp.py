@@ -287,18 +287,14 @@ class _Parameters:
         key = tuple(map(id, parameters))
         if key not in self._specs:
             # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-            for parameter in reversed(parameters):
-                if id(parameter) not in self._names:
-                    self._name(parameter)
+            for parameter in (each for each in reversed(parameters) if id(each) not in self._names):
+                if self.are_all_known:
+                    words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+                    raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
             self._outside = None
             self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
         return self._specs[key]
-
-    def _name(self, parameter: torch.Tensor) -> None:
-        if self.are_all_known:
-            words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-            raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
-        self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
 
     def refuse_unaveraged(self) -> None:
         """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""

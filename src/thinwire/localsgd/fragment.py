@@ -238,7 +238,7 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
         layers[layer_of(each.name)].append(each)
     by_bytes = defaultdict(list)
     for name, members in layers.items():
-        # Of whole parameters: the shards of a model must be divided alike.
+        # Bytes of whole parameters: the shards of a model must be divided alike.
         by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:

@@ -83,24 +83,24 @@ class DevicePage:
 
     def as_markdown(self) -> str:
         """Return it as a page to paste into an issue."""
+
+        def cell(value: str | float | None) -> str:
+            if isinstance(value, float):
+                # A time in milliseconds or copies, or the error of a kernel.
+                return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"
+            return f"{value:,}" if isinstance(value, int) else value or ""
+
         lines = [f"- {name}: {value}" for name, value in self.setting.items()]
         if self.copied_bytes_per_second is not None:
             lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
         for rows in filter(None, (self.kernels, self.steps)):
             heads = [name.replace("_", " ") for name in rows[0]]
-            cells = [list(map(_cell, row.values())) for row in rows]
+            cells = [list(map(cell, row.values())) for row in rows]
             marks = ["---", *["--:"] * (len(heads) - 1)]
             lines += ["", *(f"| {' | '.join(line)} |" for line in [heads, marks, *cells])]
         gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
         gaps += [f"- **not run**: {name}: {why}" for name, why in self.not_run.items()]
         return "\n".join([*lines, "", *gaps] if gaps else lines)
-
-
-def _cell(value: str | float | None) -> str:
-    if isinstance(value, float):
-        # A time in milliseconds or copies, or the error of a kernel.
-        return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"
-    return f"{value:,}" if isinstance(value, int) else value or ""
 
 
 def new_page(device: str) -> DevicePage:
