@@ -19,13 +19,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import Deadly, new_model
+from elastic.learner import Deadly
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 from thinwire.tensors.layout import held_of
 
 EVERY_STEPS = 4
+
+
+def new_model(seed: int, width: int, *, has_buffers: bool) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norm = nn.BatchNorm1d(width) if has_buffers else nn.Identity()
+    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), norm, nn.Linear(width, 4))
 
 
 def main(path: str, settings: dict[str, Any]) -> None:

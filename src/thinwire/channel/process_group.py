@@ -33,7 +33,7 @@ WHY_IN_A_FIXED_GROUP = (
 )
 WHY_IN_A_CHANGING_GROUP = (
     "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
-    "averaging off because a message of its own failed"
+    "averaging off because one of its messages failed"
 )
 
 # Gloo sends a message before it asks for the other's, on one connection. So between two processes of which

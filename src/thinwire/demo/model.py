@@ -66,10 +66,10 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
     content = bytearray()
     for path in files:
         content += path.read_bytes()
-        # Not one file more than needed: reading is what the start of the demo takes.
+        # No more files than needed: reading is what the start of the demo takes.
         if len(content) >= max_bytes:
             break
-    # Of a bytearray: of bytes, which can't be written, torch would warn.
+    # From a bytearray: torch would warn of bytes, which can't be written.
     return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)
 
 

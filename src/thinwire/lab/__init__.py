@@ -259,7 +259,7 @@ class Namespace:
         # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
         make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
         self.holder = _held(make if outer is None else outer.command(*make), READY)
-        # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
+        # A namespace belongs to the user namespace that made it: without entering that, no one may configure
         # it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
@@ -287,7 +287,7 @@ def _allowed_flags() -> list[str]:
 def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
     """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
     part = subprocess.Popen(
-        # By the kernel, not by an exit handler: it is gone even if this process is killed.
+        # The kernel does it, not an exit handler: it is gone even if this process is killed.
         ["setpriv", "--pdeathsig", "KILL", "--", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -30,15 +30,15 @@ OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
 # Each by whether the algorithm sends few entries.
 
-# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
+# For at least this many members. Charles et al., "Communication-Efficient Language Model Training Scales
 # Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
-# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
+# With few entries, one that a single member has sent moves by its whole change, so with more members
 # more of them add up. Measured: `docs/adamw.md`.
 LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
 
-# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
-# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
+# For at least this many steps between averagings. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is our choice. For few entries error feedback takes the place of momentum
 # (SparseLoCo, arXiv 2508.15706).
 MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
 

@@ -79,7 +79,7 @@ class Schedule:
         """Return what a model keeps of its own when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
-        # What a model keeps of a change is part of its next one. Where the residual holds most of that change
+        # What a model keeps of a change is part of its next one. If the residual holds most of that change
         # already, it would be sent twice.
         return USUAL_LOCAL_WEIGHT if self.delay_steps and not algorithm.sends_few_entries else 0.0
 

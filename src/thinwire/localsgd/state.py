@@ -138,7 +138,7 @@ def checked_state(
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if state[WARMUP_KEY] is not None and not has_warmup:
         raise StateError(
-            "the state was saved in a warm-up with an algorithm of its own; pass warmup= as when it was saved"
+            "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved"
         )
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)

@@ -54,7 +54,7 @@ class JSONLWriter:
                 # Before anything is cut off. Bounded: another program's file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
-                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give another path")
+                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
                     raise ConfigError(f"{found}; give a different path")
@@ -67,7 +67,7 @@ class JSONLWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """As `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
+        """See `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
         record = _readable({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(record) + "\n")
 
@@ -96,7 +96,7 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """As `Writer.write`: pass on steps, norms and what the user logs."""
+        """See `Writer.write`: pass on steps, norms and what the user logs."""
         if kind == "log":
             # `seconds` is for the file: loggers have their own clocks.
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)

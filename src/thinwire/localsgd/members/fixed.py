@@ -153,7 +153,7 @@ class Fixed:
         self._asked: list[Consensus] = []  # and not read yet, in this order
 
     def gradients(self, owner: object) -> AbstractContextManager[None]:
-        """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
+        """Direct a DDP model's gradients; of a different model, refuse that they are averaged besides."""
         if self._model.ddp is None:
             return averaging_model(owner, self._model.module, self.engine.transport)
         engines: dict[Level, Engine] = {"group": self.warmup}
@@ -162,7 +162,7 @@ class Fixed:
         return driven_gradients(self._model.ddp, engines, lambda: self._schedule.gradients_in(self.step))
 
     def end_warmup(self) -> None:
-        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
+        """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
         if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup.steps - 1:
             self.warmup.use(EXACT)
 
@@ -286,7 +286,7 @@ class Fixed:
         self.flights.remove(flight)
         local_weight = self._schedule.local_weight(self.engine.algorithm)
         for fragment, means in flight.changes.items():
-            # Without a step since it was sent there is nothing of one's own to keep.
+            # Without a step since it was sent there is nothing that is ours to keep.
             fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     def _average_within(self, sent: Sequence[Fragment]) -> None:
