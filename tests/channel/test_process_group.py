@@ -26,23 +26,45 @@ def test_every_collective_carries_every_type(pool2: Pool) -> None:
         assert world_size == 2
 
 
-def test_between_two_processes_long_messages_travel_in_pieces(pool2: Pool) -> None:
-    assert pool2.run(_in_pieces) == [(2, True, 8, 8)] * 2
+def test_messages_that_go_directly_carry_what_gloos_own_collectives_do(pool2: Pool, pool4: Pool) -> None:
+    for pool in (pool2, pool4):
+        for is_there, sums_are_equal, own_gathers, gathers in pool.run(_directly):
+            assert is_there
+            assert sums_are_equal
+            assert (own_gathers, gathers) == (0, 1)
+    for pool in (pool2, pool4):
+        assert pool.run(_not_directly) == pool.run(_every_collective_of_size)
 
 
-def _in_pieces() -> tuple[int, bool, int, int]:
-    """Pieces of two bytes carry what whole messages do, and make one future."""
-    with patch.object(process_group, "PIECE_BYTES", 2):
-        _, world_size = _every_collective()
-        transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
-        rows = torch.empty(2, 9, dtype=torch.int64)
-        with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
-            work = transport.all_gather(rows, own, "a gather")
-            future = future_of(work, lambda: rows.sum().item())
-        is_there = future.wait() == 9
-        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
-            transport.all_to_all(rows, rows.clone(), "an exchange").wait()
-    return world_size, is_there, gathered.call_count, exchanged.call_count
+def _directly() -> tuple[bool, bool, int, int]:
+    transport = ProcessGroupTransport()
+    own, rows = torch.full((9,), transport.rank), torch.empty(transport.size, 9, dtype=torch.int64)
+    with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
+        work = transport.all_gather(rows, own, "a gather")
+        work.wait()
+        work.wait()  # which must not wait for a second message
+        is_there = rows.sum().item() == 9 * sum(range(transport.size))
+        num_direct = gathered.call_count
+        with patch.object(process_group, "MAX_DIRECT_MEMBERS", 1):
+            transport.all_gather(rows, own, "a gather").wait()
+    sums = []
+    for most in (16, 1):
+        generator = torch.Generator().manual_seed(transport.rank)
+        numbers = torch.randn(1000, generator=generator).to(torch.bfloat16)
+        numbers[0] = torch.nan if transport.rank else torch.inf
+        with patch.object(process_group, "MAX_DIRECT_MEMBERS", most):
+            transport.mean(numbers, "a mean").wait()
+        sums.append(numbers.view(torch.int16)[1:])
+    return is_there, torch.equal(*sums), num_direct, gathered.call_count
+
+
+def _not_directly() -> int:
+    with patch.object(process_group, "MAX_DIRECT_MEMBERS", 1):
+        return _every_collective()[1]
+
+
+def _every_collective_of_size() -> int:
+    return _every_collective()[1]
 
 
 def test_among_four(pool4: Pool) -> None:
@@ -78,6 +100,7 @@ def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
 
 def _then() -> float:
     transport = ProcessGroupTransport()
+    transport.directly = False
     tensor = torch.tensor([float(transport.rank)])
     return future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait()
 
@@ -116,8 +139,8 @@ def test_a_message_that_the_backend_refuses_is_named(pool2: Pool) -> None:
 
 
 def _refused() -> str:
-    message = torch.zeros(2, dtype=torch.int16)
-    with patch.object(dist, "all_reduce", side_effect=RuntimeError("Invalid scalar type")):
+    message, failure = torch.zeros(2, dtype=torch.int16), RuntimeError("Invalid scalar type")
+    with patch.object(ProcessGroupTransport, "_receive", side_effect=failure):
         return error_of(lambda: ProcessGroupTransport().all_reduce(message, "step 3"))
 
 

@@ -191,7 +191,7 @@ def test_the_plan_says_who_sends_what() -> None:
     assert "inside of the machine this process sent" in str(sim.syncs[0].stats())
     shown = str(sim.syncs[0].plan)
     assert all(f"96×64, rank 2, by process {place}" in shown for place in range(2))
-    assert shown.endswith("(of each machine of 2 processes)")
+    assert shown.endswith("(of each machine of 2 processes), 2 rounds a step")
     for sync in sim.syncs:
         sync.use(Quantize(bits=4))
         assert "4 bits in blocks of 64, by 2 processes" in str(sync.plan)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel.transport import Message, Operation, Transport, Work
+from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
@@ -31,15 +31,20 @@ WHY_IN_A_FIXED_GROUP = (
 )
 
 
-# Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
-# one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
-# Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.
-PIECE_BYTES, MAX_PIECES = 1 << 18, 8
+# Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
+# a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one. Of
+# more than two members, long messages go by Gloo's ring, which was not slower.
+MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
+# A longer sum is Gloo's own: in its thread, beside the backward pass.
+MAX_DIRECT_SUM_BYTES = 1 << 22
+# Of one kind they match in the order in which they are sent; nobody else's have these tags.
+TAGS: dict[str, int] = {"all_reduce": 0x7D01, "all_gather": 0x7D02, "all_to_all": 0x7D03}
 
 
 class GroupTransport(Transport):
     """Carries tensors over a process group; a subclass knows how its collectives are called."""
 
+    directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
     why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
 
     def start(self, message: Message) -> ProcessGroupWork:
@@ -48,7 +53,7 @@ class GroupTransport(Transport):
         if message.collective == "all_reduce":
             what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
             return self._started(
-                f"{message.purpose}: {what}", partial(self._reduce, tensor, message.operation)
+                f"{message.purpose}: {what}", partial(self._reduced, tensor, message.operation)
             )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
         sent, received = _as_bytes(tensor), _as_bytes(message.output)
@@ -87,33 +92,58 @@ class GroupTransport(Transport):
     def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
         """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
         with named_failure(where, self.why):
-            return ProcessGroupWork(cast("dist.Work | Pieces", start()), where, self.why)
+            return ProcessGroupWork(cast("dist.Work | Direct", start()), where, self.why)
 
-    def _num_pieces(self, sent: torch.Tensor) -> int:
-        if self.size != 2 or not self._is_gloo(sent.device):
-            return 1
-        return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
+    @abstractmethod
+    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
+        """Start sending bytes to one member."""
 
-    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
-        num_pieces = self._num_pieces(own)
-        if num_pieces == 1:
+    @abstractmethod
+    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
+        """Start receiving bytes from one member."""
+
+    def _goes_directly(self, tensor: torch.Tensor) -> bool:
+        is_on_gloo = self.directly and tensor.device.type == "cpu" and self._is_gloo(tensor.device)
+        return is_on_gloo and 1 < self.size <= MAX_DIRECT_MEMBERS and tensor.numel() > 0
+
+    def _directly(
+        self,
+        collective: Collective,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        finish: Callable[[], object] = lambda: None,
+    ) -> Direct:
+        """Send a row to each of the other members, and receive the rows of bytes that they send."""
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        # All are asked for before anything is sent, or the question would wait behind what this member sends.
+        works = [self._receive(received[each], each, TAGS[collective]) for each in others]
+        works += [self._send(sent[each], each, TAGS[collective]) for each in others]
+        return Direct(works, finish)
+
+    def _reduced(self, tensor: torch.Tensor, operation: Operation) -> object:
+        if self.size != 2 or not self._goes_directly(tensor) or tensor.nbytes > MAX_DIRECT_SUM_BYTES:
+            return self._reduce(tensor, operation)
+        if operation == "mean":
+            tensor.div_(2)
+        other = torch.empty_like(tensor)
+        # In one order on both, for the same bits.
+        first, second = (tensor, other) if self.rank == 0 else (other, tensor)
+        function = torch.maximum if operation == "max" else torch.add
+        received, sent = [_as_bytes(other)] * 2, [_as_bytes(tensor)] * 2
+        return self._directly("all_reduce", received, sent, lambda: function(first, second, out=tensor))
+
+    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> object:
+        if not self._goes_directly(own) or (self.size > 2 and own.nbytes > MAX_DIRECT_BYTES):
             return self._gather(list(rows), own)
-        parts = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
-        return Pieces([self._gather(list(into), piece) for piece, *into in parts])
+        rows[self.rank].copy_(own)
+        return self._directly("all_gather", list(rows), [own] * self.size)
 
-    def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | Pieces:
-        num_pieces = self._num_pieces(sent)
-        if num_pieces == 1:
+    def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> object:
+        if not self._goes_directly(sent):
             return self._exchange(received, sent, [], [])
-        # Between two: each has a row for the other one, and its own only changes places.
-        other, into, rows = 1 - self.rank, received.view(2, -1), sent.view(2, -1)
+        into, rows = received.view(self.size, -1), sent.view(self.size, -1)
         into[self.rank].copy_(rows[self.rank])
-        works = []
-        parts = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
-        for to, piece in parts:
-            sizes = [piece.numel() * (each == other) for each in range(2)]
-            works.append(self._exchange(to, piece, sizes, sizes))
-        return Pieces(works)
+        return self._directly("all_to_all", list(into), list(rows))
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -188,7 +218,7 @@ class ProcessGroupTransport(GroupTransport):
     def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         return cast(dist.Work, dist.all_gather(rows, own, self.group, async_op=True))
 
-    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
+    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> object:
         if not self._is_nccl(own.device):
             return super()._gathered(rows, own)
         # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
@@ -203,6 +233,12 @@ class ProcessGroupTransport(GroupTransport):
         lengths = to_come or None, to_go or None
         work = dist.all_to_all_single(received, sent, *lengths, group=self.group, async_op=True)
         return cast(dist.Work, work)
+
+    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
+        return self.group.send([sent], to, tag)
+
+    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
+        return self.group.recv([received], source, tag)
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
@@ -292,41 +328,44 @@ class ReconfigurableTransport(GroupTransport):
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
         """Send a tensor to one member, which calls `receive`."""
-        return self._started(purpose, lambda: self._group.send([_as_bytes(tensor)], to, 0))
+        return self._started(purpose, lambda: self._send(_as_bytes(tensor), to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """Receive what one member sends."""
-        return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
+        return self._started(purpose, lambda: self._receive(_as_bytes(tensor), source, 0))
+
+    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
+        work: dist.Work = self._group.send([sent], to, tag)
+        return work
+
+    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
+        work: dist.Work = self._group.recv([received], source, tag)
+        return work
 
     def _is_gloo(self, device: torch.device) -> bool:
         return bool(self._group.getBackendName() == "torchft-gloo")
 
 
-class Pieces(NamedTuple):
-    """Collectives that carry the pieces of one message, as one `dist.Work`."""
+class Direct:
+    """Messages from each member to each other one, as one `dist.Work`; `finish` makes the result of them."""
 
-    works: Sequence[dist.Work]
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
+        self._works, self._finish = works, finish
 
     def wait(self) -> None:
         """As `dist.Work.wait`."""
-        for each in self.works:
+        # Taken out first: waiting for one of Gloo's again would never end.
+        works, self._works = self._works, ()
+        for each in works:
             each.wait()
-
-    def get_future(self) -> Future[object]:
-        """As `dist.Work.get_future`."""
-
-        def finished(done: Future[list[Future[object]]]) -> None:
-            # All have ended; it is `value` that raises what one has ended with.
-            for each in done.value():
-                each.value()
-
-        return torch.futures.collect_all([each.get_future() for each in self.works]).then(finished)
+        if works:
+            self._finish()
 
 
 class ProcessGroupWork(NamedTuple):
     """A collective of a process group under way; `where` and `why` are as of `named_failure`."""
 
-    work: dist.Work | Pieces
+    work: dist.Work | Direct
     where: str
     why: str = WHY_IN_A_FIXED_GROUP
 
@@ -337,8 +376,9 @@ class ProcessGroupWork(NamedTuple):
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
-    """Return a future of what `result` makes of a process group's finished collective."""
+    """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
     assert isinstance(work, ProcessGroupWork)
+    assert not isinstance(work.work, Direct)
 
     def finished(done: Future[object]) -> Result:
         # Torch calls back for a failure, too; it is `value` that raises it.
