@@ -37,14 +37,17 @@ WHY_IN_A_FIXED_GROUP = (
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_BYTES = 1 << 22
-# Of one kind they match in the order in which they are sent; nobody else's have these tags.
-TAGS: dict[str, int] = {"all_reduce": 0x7D01, "all_gather": 0x7D02, "all_to_all": 0x7D03}
+# Messages of one tag match in the order in which they are sent; nobody else's have these tags. Gloo chooses
+# by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
+NUM_TAGS = 8
+TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
 
 
 class GroupTransport(Transport):
     """Carries tensors over a process group; a subclass knows how its collectives are called."""
 
     directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
+    _num_direct = 0
     why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
 
     def start(self, message: Message) -> ProcessGroupWork:
@@ -114,10 +117,12 @@ class GroupTransport(Transport):
         finish: Callable[[], object] = lambda: None,
     ) -> Direct:
         """Send a row to each of the other members, and receive the rows of bytes that they send."""
+        tag = TAGS[collective] + self._num_direct % NUM_TAGS
+        self._num_direct += 1
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         # All are asked for before anything is sent, or the question would wait behind what this member sends.
-        works = [self._receive(received[each], each, TAGS[collective]) for each in others]
-        works += [self._send(sent[each], each, TAGS[collective]) for each in others]
+        works = [self._receive(received[each], each, tag) for each in others]
+        works += [self._send(sent[each], each, tag) for each in others]
         return Direct(works, finish)
 
     def _reduced(self, tensor: torch.Tensor, operation: Operation) -> object:

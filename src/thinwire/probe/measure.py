@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from socket import gethostname
 from statistics import fmean, median
@@ -21,7 +22,7 @@ from thinwire.channel import (
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
-from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
+from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of, ring_share
 
 # Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
@@ -32,6 +33,7 @@ MAX_PROCESSES_FOR_ALL_PAIRS = 8
 # By which one process comes later than the others, besides a latency: in training they never come at once,
 # and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
+IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
 
 Progress = Callable[[str], None]
 
@@ -97,6 +99,40 @@ def probe(
         wire_factors=wire_factors,
         hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, "a probe")],
     )
+
+
+def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
+    """Return the bits per second of averagings in flight, by the connections that Gloo makes. Collective.
+
+    Gloo makes as many to each process as `GLOO_SOCKET_IFNAME` names interfaces, also one of them twice.
+    Each number has a group of its own here. Of the default process group.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not interface or found.backend != "gloo":
+        raise ConfigError(
+            "streams compares settings of Gloo's for one network interface: set GLOO_SOCKET_IFNAME=eth0, or "
+            "what it is called, on every machine"
+        )
+    # A tenth of a second each, so that one alone does not tell a latency.
+    message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, found.known_rate() / 10))) // 4 * 4
+    transports = {}
+    for count in counts:
+        os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * count)
+        transports[count] = ProcessGroupTransport(dist.new_group(backend="gloo"))
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(STREAM_REPETITIONS + 1):
+        for count, transport in transports.items():
+            messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
+            gather_numbers([0.0], transport, "a probe")
+            start = time.perf_counter()
+            for work in [transport.mean(each, "a probe") for each in messages]:
+                work.wait()
+            took = gather_numbers([time.perf_counter() - start], transport, "a probe")
+            seconds[count].append(fmean(each for (each,) in took))
+    sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(found.world_size)
+    # The first finds out how fast connections are.
+    return {count: sent_bits / median(of_count[1:]) for count, of_count in seconds.items()}
 
 
 class _Meter:
