@@ -41,7 +41,7 @@ SAFETENSORS = ".safetensors"
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state that `state_dict` returned, on any one process: all have the same.
 
-    What `local_state_dict` returned is of one process: let each write its own, under a name with its rank.
+    What `local_state_dict` returned is of one process: let each write its own, under a name with its number.
 
     The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
     last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put

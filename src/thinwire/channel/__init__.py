@@ -34,6 +34,7 @@ from thinwire.channel.process_group import (
     alone,
     checked_group,
     future_of,
+    over_connections,
     own_subgroup,
 )
 from thinwire.channel.transport import Collective, Message, Transport, Work
@@ -64,6 +65,7 @@ __all__ = [
     "machines_of",
     "machines_of_subgroups",
     "message_bytes_of",
+    "over_connections",
     "own_subgroup",
     "ranks_by_machine",
     "run_members",

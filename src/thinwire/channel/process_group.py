@@ -444,6 +444,17 @@ def alone() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
+def over_connections(interface: str, number: int) -> ProcessGroupTransport:
+    """Return a new Gloo group of all processes with so many connections to each. Collective."""
+    # Gloo reads it when a group is made.
+    before = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
+    try:
+        return ProcessGroupTransport(dist.new_group(backend="gloo"))
+    finally:
+        os.environ["GLOO_SOCKET_IFNAME"] = before
+
+
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Divide a group into subgroups of neighbours and return this process's. Collective."""
     try:

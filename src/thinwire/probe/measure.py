@@ -19,6 +19,7 @@ from thinwire.channel import (
     agree,
     gather_bytes,
     gather_numbers,
+    over_connections,
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
@@ -115,11 +116,7 @@ def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
         )
     # A tenth of a second each, so that one alone does not tell a latency.
     message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, found.known_rate() / 10))) // 4 * 4
-    transports = {}
-    for count in counts:
-        os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * count)
-        transports[count] = ProcessGroupTransport(dist.new_group(backend="gloo"))
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    transports = {count: over_connections(interface, count) for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(STREAM_REPETITIONS + 1):
         for count, transport in transports.items():
