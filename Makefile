@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Empty means that bytecode is kept: to compile the tests takes seconds, in several processes.
+# Keep bytecode: compiling the tests takes seconds in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
 STAGES := types compiled docs lint triton tests
 
-# What no framework, tool or demo is needed for.
+# Tests that need no framework, tool or demo.
 CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
@@ -17,9 +17,9 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-# Every stage runs, whatever became of the others; the last line says which have failed. What imports torch once
-# for all tests has one core's work, and the measurements that come first mostly wait for slow links: the stages
-# beside them use what they leave (`nice`), two at a time.
+# Every stage runs, even if one fails; the last line names the failed ones. The tests use one core, and the
+# measurements that come first mostly wait for slow links. The other stages run beside them, two at a time, and
+# use what is left (`nice`).
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
 	@$(MAKE) --no-print-directory --jobs 4 $(STAGES:%=try-%)
@@ -46,40 +46,40 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict --quiet
 	@echo "the pages: $(CURDIR)/build/site/index.html"
 
-# Once, so that two workers of the tests do not compile the same at the same time.
+# Compile once, so that two test workers do not compile the same code.
 compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
-# What is measured alone comes first: see conftest.py.
+# Measurements come first: see conftest.py.
 tests: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/triton_ready
 
-# In processes of their own: where another test has imported Triton, its interpreter stays off.
+# In separate processes: Triton's interpreter stays off once a test has imported Triton without it.
 triton: .venv/.installed
 	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)'; \
 	then nice -n 19 $(BIN)/python -m pytest -m 'not long' tests/triton_ready; \
 	else echo "NO TRITON HERE: none of its kernels was tested (make test-triton)"; fi
 
-# Triton is a large wheel that only GPUs need: its kernels run here in its interpreter, and are compiled for GPUs.
+# Only GPUs need Triton, a large wheel. Here its kernels run in its interpreter, and are compiled for GPUs.
 test-triton: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-triton]'
 	$(BIN)/python -m pytest tests/triton_ready tests/gpu_ready
 
-# The core on another torch, in an environment of its own: make test-torch VERSION=2.6.0 PYTHON=python3.10
+# The core on a different torch, in a separate environment: make test-torch VERSION=2.6.0 PYTHON=python3.10
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python tests/preloaded.py
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m 'not alone' $(CORE)
 
-# Without constraints: they are of one Python.
+# No constraints: they are for one version of Python.
 $(OTHER)/.installed: pyproject.toml
 	$(if $(VERSION),,$(error say which torch: make test-torch VERSION=2.6.0))
 	$(PYTHON) -m venv $(OTHER)
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
 	touch $@
 
-# What a release is made of, installed beside nothing but torch, then with the command line.
+# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line.
 RELEASE := build/release
 BARE := $(RELEASE)/bare/bin
 test-wheel:
@@ -96,9 +96,10 @@ test-wheel:
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# Lines, files, duplicates, what `import thinwire` loads; with the places: .venv/bin/python tests/house_figures.py --list
+# Lines, files, duplicates, what `import thinwire` loads, and turns of phrase; with the places: add `--list`.
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
+	$(BIN)/python tests/english.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
@@ -107,8 +108,8 @@ bench: .venv/.installed
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
 
-# Real members and a real lighthouse, in an hour or two; the cut link needs root, or user namespaces. A soak that
-# is in build/elastic-soaks.jsonl is not repeated.
+# Real members and a real lighthouse; takes an hour or two. Cutting the link needs root or user namespaces. A soak
+# in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
 	cd tests && ../$(BIN)/python -m elastic.soak_in_turns
 	cd tests && ../$(BIN)/python -m elastic.loss_in_turns

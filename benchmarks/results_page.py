@@ -38,7 +38,7 @@ NOT_MEASURED = """## Not measured
   not timed here.
 - **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
   of packets, no other traffic.
-- **Links of 10 Gbit/s that are full.** Two cores do not fill them; where `10gbit` or `unshaped` stands,
+- **Links of 10 Gbit/s that are full.** Two cores do not fill them: in rows of `10gbit` and `unshaped`,
   hosts of one machine passed on what their processors could.
 - **Large models.** The largest that is timed is a GPT of 10.9 M parameters; losses are of models up to
   1.2 M, and of single seeds above: 10.9 M, and GPT-2 small at one learning rate. ResNets have their

@@ -20,7 +20,7 @@ BATCHES, BATCH, CONTEXT = 40, 16, 32  # batches a process; two make a step
 
 
 class Windows(Dataset[torch.Tensor]):
-    """Windows of Python's own standard library, as bytes."""
+    """Windows of Python's standard library, as bytes."""
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]

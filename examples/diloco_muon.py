@@ -1,4 +1,4 @@
-"""DiLoCo with Muon inside, in two fragments behind the computing.
+"""MuLoCo: DiLoCo with Muon inside, here in two fragments behind the computing.
 
 Run: torchrun --nproc-per-node 2 examples/diloco_muon.py (torch 2.9 or later, which has Muon).
 """
@@ -18,7 +18,7 @@ STEPS, BATCH, CONTEXT, EVERY_STEPS = 30, 16, 16, 10
 
 
 def training_text() -> torch.Tensor:
-    """Bytes of Python's own standard library."""
+    """Bytes of Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 
@@ -52,10 +52,8 @@ def main() -> None:
     muon = torch.optim.Muon(matrices, lr=0.02)
     adamw = torch.optim.AdamW(others, lr=2e-3)
     draws = torch.Generator().manual_seed(dist.get_rank())
-    # Of two optimizers the one that steps last.
-    with thinwire.DiLoCo(
-        model, adamw, every_steps=EVERY_STEPS, streaming=thinwire.Streaming(fragments=2, delay_steps=2)
-    ) as local:
+    streaming = thinwire.Streaming(fragments=2, delay_steps=2)
+    with thinwire.DiLoCo(model, [muon, adamw], every_steps=EVERY_STEPS, streaming=streaming) as local:
         for step in range(STEPS):
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]
@@ -76,4 +74,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does
+    dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

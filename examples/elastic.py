@@ -1,4 +1,4 @@
-"""A job that survives lost machines and resumes with those left; how to launch it stands at the end."""
+"""A job that survives lost machines and resumes with the others; the launch command is at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, SAVE_EVERY, BATCH, CONTEXT = 60, 5, 16, 32
 
 
 def training_text() -> torch.Tensor:
-    """Bytes of Python's own standard library."""
+    """Bytes of Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 
@@ -76,4 +76,4 @@ if __name__ == "__main__":
     main(Path(sys.argv[1]) if sys.argv[1:] else sys.exit("say where the checkpoint is: elastic.py FILE"))
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 9 \
     #     --rdzv-backend c10d --rdzv-endpoint first-machine:29400 examples/elastic.py /shared/checkpoint.pt
-    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does
+    dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

@@ -18,7 +18,7 @@ STEPS, BATCH, CONTEXT, EVERY_STEPS = 60, 16, 32, 10
 
 
 def training_text() -> torch.Tensor:
-    """Bytes of Python's own standard library."""
+    """Bytes of Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 
@@ -43,9 +43,9 @@ def main() -> None:
     model = ByteModel()  # a member that joins takes the weights of the others
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     draws = torch.Generator()
-    draws.seed()  # its own draws, whoever else is there
-    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:  # of whom `thinwire run` says
-        while local.steps < STEPS:  # counted by those who have been here longest
+    draws.seed()  # draws differ between members
+    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:
+        while local.steps < STEPS:  # counted by the members that have been here longest
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]
             loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())

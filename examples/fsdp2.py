@@ -1,4 +1,4 @@
-"""FSDP2 inside a machine, Thinwire between machines, on CPUs or GPUs; how to launch it stands at the end."""
+"""FSDP2 inside a machine, Thinwire between machines, on CPUs or GPUs; the launch command is at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, MICRO_STEPS, BATCH, CONTEXT = 10, 2, 8, 32
 
 
 def training_text() -> torch.Tensor:
-    """Bytes of Python's own standard library."""
+    """Bytes of Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 
@@ -77,4 +77,4 @@ def main(shards: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]) if sys.argv[1:] else sys.exit("say how many processes share a replica: fsdp2.py 2"))
     # torchrun --nnodes 2 --nproc-per-node 8 … examples/fsdp2.py 8; on one machine: --nproc-per-node 4 … 2
-    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does
+    dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

@@ -20,7 +20,7 @@ BATCHES, BATCH, CONTEXT = 15, 16, 32  # batches a process and epoch
 
 
 class Windows(Dataset[torch.Tensor]):
-    """Windows of Python's own standard library, as bytes."""
+    """Windows of Python's standard library, as bytes."""
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]

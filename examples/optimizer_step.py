@@ -15,7 +15,7 @@ STEPS, BATCH, CONTEXT = 30, 16, 32
 
 
 def training_text() -> torch.Tensor:
-    """Bytes of Python's own standard library."""
+    """Bytes of Python's standard library."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8).long()
 
@@ -63,4 +63,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does
+    dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

@@ -18,7 +18,7 @@ CONTEXT = 64
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of Python's own standard library, as bytes."""
+    """Windows of Python's standard library, as bytes."""
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
@@ -67,4 +67,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    torch.distributed.destroy_process_group()  # nothing holds it here: its threads must end before Python
+    torch.distributed.destroy_process_group()  # its threads must end before Python does

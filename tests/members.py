@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.algorithms import PowerSGD
 from thinwire.channel import InProcessTransport, run_members
+from thinwire.channel.metered import Wrapped
+from thinwire.channel.transport import Work
+from thinwire.errors import CommunicationError
 from thinwire.localsgd import LocalSGD
 from training import batch_of, flat, new_model, new_optimizer, train
 
 Result = TypeVar("Result")
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+POWER = PowerSGD(matrix_rank=2)
 
 
 @dataclass
@@ -42,9 +51,24 @@ class Member:
         settings = {"replicas": self.transport, "every_steps": 2, **settings}
         return LocalSGD(self.model, self.optimizer, **settings)
 
+    def residual(self, local: LocalSGD) -> Tensor:
+        """Return the mean residual of all parameters."""
+        error = dict(local.state_dict()["sync"]["error"])
+        named = self.model.named_parameters()
+        return torch.cat([error.get(name, torch.zeros_like(p)).reshape(-1) for name, p in named])
+
     def train(self, *steps: int) -> None:
         """Train for range(*steps), on its own batches."""
         train(self.model, self.optimizer, range(*steps), self.rank)
+
+    def train_unevenly(self, local: LocalSGD, num_batches: Sequence[int], **options: Any) -> None:
+        """Train as `Join` drives members: who has run out of batches shadows the others' steps."""
+        hook, most = local.join_hook(**options), max(num_batches)
+        own = num_batches[self.rank]
+        self.train(own)
+        for _ in range(own, most):
+            hook.main_hook()
+        hook.post_hook(own == most)
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return those of all members, stacked."""
@@ -69,6 +93,31 @@ def run(size: int, body: Callable[..., Result], *args: Any) -> list[Result]:
     pair = 2 if size % 2 == 0 else 1
     pairs = [end for _ in range(size // pair) for end in InProcessTransport.group(pair)]
     return run_members(size, lambda rank: body(Member(group[rank], pairs[rank], look[rank]), *args))
+
+
+def in_each_member(size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let every member of a new group run a test's body; of no size: the test has a parameter `size`."""
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run(given.pop("size") if size is None else size, lambda member: body(member, **given))
+
+        update_wrapper(test, body)
+        parameters = list(inspect.signature(body).parameters.values())
+        size_of = inspect.Parameter("size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters[:1] = [size_of] if size is None else []
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+class Failing(Wrapped):
+    """Loses means."""
+
+    def mean(self, tensor: Tensor, purpose: str) -> Work:
+        tensor.fill_(torch.nan)
+        raise CommunicationError(f"{purpose}: lost")
 
 
 def data_parallel(num_workers: int, num_steps: int, dtype: torch.dtype, first_worker: int = 0) -> Tensor:

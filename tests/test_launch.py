@@ -371,5 +371,5 @@ def test_what_can_not_be_is_told_before_anything_starts() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"a lighthouse can't listen at 127.0.0.1:{port}"):
             ElasticJob(["true"], 1, port=port, out=out).run()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,6 +54,16 @@ def error_of(action: Callable[[], object]) -> str:
     except ThinwireError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """An error of this very kind ends the block; its message has all of these words."""
+    with pytest.raises(kind) as raised:
+        yield
+    assert type(raised.value) is kind
+    for each in words:
+        assert each in str(raised.value), str(raised.value)
 
 
 def raised_by(action: Callable[..., object]) -> tuple[str, str]:

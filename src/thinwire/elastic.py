@@ -1,6 +1,6 @@
 """Training whose members come and go: over a group that changes between averagings.
 
-`LocalSGD` and `DiLoCo` average models every so many steps, `Steps` gradients at each.
+`LocalSGD` and `DiLoCo` average models every few steps, `Steps` averages gradients at each step.
 
 `TorchftGroup` finds the members through torchft's lighthouse (`pip install '.[elastic]'` in a clone).
 `InProcessGroup` has them in one process, for tests.

@@ -39,7 +39,7 @@ class Config(NamedTuple):
         rank: Matrix rank of the factors; lower is fewer bytes.
         min_compression_rate: A matrix is compressed only if its elements are more than this times
             0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
-            shape. Of a matrix those are the elements sent in a step; of a convolution, which is counted by
+            shape. For a matrix those are the elements sent in a step; for a convolution, which is counted by
             its own shape as the reference does, more are sent. (Gradients of 16 bits, whose factors have
             32, count half. With a rate of 1 or more, gradients that would not shrink all together travel
             uncompressed.)
@@ -209,10 +209,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        algorithm: algorithms.Algorithm,
-        **options: Unpack[Options],
+        self, params: Iterable[torch.Tensor], algorithm: algorithms.Algorithm, **options: Unpack[Options]
     ) -> None:
         self.grad_scaler = checked_scaler(options.get("grad_scaler"))
         super().__init__(params, algorithm, **options)

@@ -49,11 +49,17 @@ def keep(command: Sequence[str]) -> int:
     # The command is in the same process group and hears the same: it decides what it does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
+
+    def end_all(number: int, frame: FrameType | None) -> None:
+        # A second one must not break off the ending.
+        signal.signal(number, _ignore)
+        raise AllMustEndError
+
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         # The handler comes first, then the request, then the look: one that ends in between is not missed.
-        signal.signal(END_ALL, _end_all)
+        signal.signal(END_ALL, end_all)
         prctl(PR_SET_PDEATHSIG, END_ALL)
         if not _launcher_is_there():
             raise AllMustEndError
@@ -111,12 +117,6 @@ def _descendants() -> list[int]:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Go on: a function, because SIG_IGN would be inherited, and the command would ignore the signal too."""
-
-
-def _end_all(number: int, frame: FrameType | None) -> None:
-    # A second one must not break off the ending.
-    signal.signal(number, _ignore)
-    raise AllMustEndError
 
 
 if __name__ == "__main__":

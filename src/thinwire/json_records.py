@@ -77,12 +77,10 @@ def _reader(hint: Any) -> Reader:
     if get_origin(hint) is Annotated:
         hint, bounds = get_args(hint)[0], get_args(hint)[1:]
     arguments, origin = get_args(hint), get_origin(hint) or hint
-    reader: Reader = {str: _text, bool: _flag}.get(origin, lambda name, value: read_record(hint, value))
+    reader: Reader = lambda name, value: read_record(hint, value)  # noqa: E731
     if origin in (Union, UnionType):
         of_value = _reader(arguments[0])
         reader = lambda name, value: None if value is None else of_value(name, value)  # noqa: E731
-    elif origin is Literal:
-        reader = partial(_one_of, arguments)
     elif origin is list:
         reader = partial(_list_of, _reader(arguments[0]), *(bounds or (0, MAX_WHOLE_NUMBER)))
     elif origin is tuple:
@@ -90,34 +88,30 @@ def _reader(hint: Any) -> Reader:
         reader = lambda name, value: tuple(items(name, value))  # noqa: E731
     elif origin is dict:
         reader = partial(_mapping_of, _reader(arguments[0]), _reader(arguments[1]))
-    elif origin in (int, float):
-        reader = partial(_number, origin, *(bounds or (-MAX_NUMBER, MAX_NUMBER)))
+    elif origin in (Literal, int, float, str, bool):
+        reader = partial(_plain, *_expected(origin, arguments or bounds))
     return reader
 
 
-def _number(kind: type, minimum: float, maximum: float, name: str, value: Any) -> Any:
+def _expected(kind: Any, choices: tuple[Any, ...]) -> tuple[str, Callable[[Any], bool]]:
+    """Return what a plain value must be, and what tells whether it is that: one of some, or within bounds."""
     # Compare types: to `isinstance` True is a whole number.
-    if type(value) not in (int, kind) or not minimum <= value <= maximum:
-        whole, digits = ("whole ", "d") if kind is int else ("", "g")
-        raise _expected(name, f"a {whole}number from {minimum:{digits}} to {maximum:{digits}}", value)
-    return value
+    if kind is Literal:
+        return f"one of {', '.join(choices)}", lambda value: type(value) is str and value in choices
+    if kind is bool:
+        return "true or false", lambda value: type(value) is bool
+    if kind is str:
+        words = f"text of at most {MAX_TEXT_LENGTH} characters"
+        return words, lambda value: type(value) is str and len(value) <= MAX_TEXT_LENGTH
+    low, high = choices or (-MAX_NUMBER, MAX_NUMBER)
+    whole, digits = ("whole ", "") if kind is int else ("", "g")
+    words = f"a {whole}number from {low:{digits}} to {high:{digits}}"
+    return words, lambda value: type(value) in (int, kind) and low <= value <= high
 
 
-def _text(name: str, value: Any) -> str:
-    if type(value) is not str or len(value) > MAX_TEXT_LENGTH:
-        raise _expected(name, f"text of at most {MAX_TEXT_LENGTH} characters", value)
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    if type(value) is not bool:
-        raise _expected(name, "true or false", value)
-    return value
-
-
-def _one_of(choices: tuple[str, ...], name: str, value: Any) -> str:
-    if type(value) is not str or value not in choices:
-        raise _expected(name, f"one of {', '.join(choices)}", value)
+def _plain(expected: str, fits: Callable[[Any], bool], name: str, value: Any) -> Any:
+    if not fits(value):
+        raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")
     return value
 
 
@@ -129,17 +123,12 @@ def _list_of(reader: Reader, minimum: int, maximum: int, name: str, value: Any) 
 
 
 def _mapping_of(key_reader: Reader, reader: Reader, name: str, value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise _expected(name, "an object", value)
+    _plain("an object", lambda value: type(value) is dict, name, value)
     # Each record has the same names: interned, they are kept once for all records.
     return {
         sys.intern(key_reader(f"a name in {name}", key)): reader(reprlib.repr(key), each)
         for key, each in value.items()
     }
-
-
-def _expected(name: str, expected: str, value: object) -> ValueError:
-    return ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")
 
 
 def _refuse(constant: str) -> None:

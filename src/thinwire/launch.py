@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, TCPStore
 
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
@@ -146,6 +146,65 @@ class Process:
             os.killpg(self._process.pid, number)
 
 
+class ProcessesOfMember:
+    """Several processes that end together, and look like one: the first that fails ends the others at once.
+
+    They are told what torchrun tells its own.
+    """
+
+    def __init__(self, start: Callable[[Mapping[str, str]], Process], size: int) -> None:
+        # A free port that nobody can take meanwhile: the listener becomes the store's. It is closed with it.
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+        self._store = TCPStore(LOOPBACK, port, master_listen_fd=listener.detach(), **options)
+        told = {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_RUN_ID": "none",
+        }
+        self._failed: Process | None = None
+        self._processes: list[Process] = []
+        try:
+            for rank in range(size):
+                self._processes.append(start({**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+        except BaseException:
+            self.send(signal.SIGKILL)
+            raise
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the first that failed, once all have ended; 0 if all ended well; None while some run."""
+        codes = [each.exit_code for each in self._processes]
+        if self._failed is None:
+            self._failed = next((each for each in self._processes if each.exit_code), None)
+            # One is gone, and the others can do nothing without it, not even leave in order.
+            if self._failed is not None:
+                self.send(signal.SIGKILL)
+        if None in codes:
+            return None
+        return 0 if self._failed is None else self._failed.exit_code
+
+    @property
+    def ending(self) -> str:
+        """How the first that failed ended, in words."""
+        return (self._failed or self._processes[0]).ending
+
+    def read_to_the_end(self) -> None:
+        """As `Process.read_to_the_end`, of all."""
+        for each in self._processes:
+            each.read_to_the_end()
+
+    def send(self, number: int) -> None:
+        """As `Process.send`, to all."""
+        for each in self._processes:
+            each.send(number)
+
+
 class Job:
     """Processes that run here; the first that fails ends the others.
 
@@ -160,7 +219,7 @@ class Job:
 
     def __init__(
         self,
-        start: Callable[[int], Process],
+        start: Callable[[int], Process | ProcessesOfMember],
         size: int,
         *,
         out: Output | None = None,
@@ -169,7 +228,7 @@ class Job:
         passes_signals_on: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.processes: list[Process] = []
+        self.processes: list[Any] = []  # each a Process, or several as one
         self.failure: str | None = None
         self.received: int | None = None
         self._start, self._size, self._out, self._say = start, size, out, say
@@ -258,7 +317,7 @@ class Job:
 
 
 class LocalJob(Job):
-    """A job whose processes are told what torchrun would tell them; `join_local_job` makes their group.
+    """A job whose processes are told what torchrun would tell them; `join_group` makes their group.
 
     They find each other by a file that other users can't open, and listen on the loopback interface only.
     torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
@@ -307,17 +366,19 @@ class ElasticJob(Job):
     """Elastic members on this machine, and a lighthouse unless one was given.
 
     A member that dies (by a signal, or an exit code other than 0) is started again. It finds in its
-    environment what `elastic.TorchftGroup` reads, and its number, from 0, which it keeps.
+    environment what `elastic.TorchftGroup` reads, and its number, from 0, which it keeps. If it is several
+    processes, they find what torchrun would tell them, of this member alone.
 
     The exit code is 0 if no member died for good, or enough have ended well: as many as an averaging needs,
     or one at a lighthouse that was given, where others may be. Else it is that of the first that died so.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of `thinwire run`
         self,
         command: Sequence[str],
         members: int,
         *,
+        processes_per_member: int = 1,
         min_members: int = 1,
         lighthouse: str | None = None,
         host: str | None = None,
@@ -336,9 +397,10 @@ class ElasticJob(Job):
         )
         self._command = list(command)
         self._min_members = whole_count("min", min_members, minimum=1)
+        self._processes = whole_count("processes_per_member", processes_per_member, minimum=1)
         self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
         if lighthouse is None and members < min_members:
-            few = f"max={members} members are fewer than min={min_members}: they would wait for ever"
+            few = f"max={members} members are fewer than min={min_members}: they would wait forever"
             raise ConfigError(f"{few}; raise max, or give the lighthouse where others are")
         if lighthouse is not None and port:
             raise ConfigError("port is of a lighthouse that is started here; leave it out with lighthouse")
@@ -394,7 +456,7 @@ class ElasticJob(Job):
         # At a lighthouse that was given there may be others.
         return self._given is not None or self._size - len(self._ended) >= self._min_members
 
-    def _started(self, member: int) -> Process:
+    def _started(self, member: int) -> Process | ProcessesOfMember:
         variables = {
             "PYTHONUNBUFFERED": "1",  # lines come when they are printed
             LIGHTHOUSE: self._address,
@@ -405,7 +467,13 @@ class ElasticJob(Job):
             variables[HOSTNAME] = self._host
         if self._host == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        return Process(self._command, variables, self._out, f"[{member}] ")
+        if self._processes == 1:
+            return Process(self._command, variables, self._out, f"[{member}] ")
+
+        def start(told: Mapping[str, str]) -> Process:
+            return Process(self._command, {**variables, **told}, self._out, f"[{member}.{told['RANK']}] ")
+
+        return ProcessesOfMember(start, self._processes)
 
     def _prepare(self, opened: ExitStack) -> None:
         """Start a lighthouse, unless one was given; it ends last: members that leave still ask it."""
@@ -422,7 +490,7 @@ class ElasticJob(Job):
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"
+                f"a lighthouse can't listen at {self._host}:{self._port}: {error}; change host or port"
             ) from error
         opened.callback(server.shutdown)
         # It names the port truly, and the host by this machine's name, which others may not know.
@@ -448,16 +516,13 @@ def is_in_local_job() -> bool:
     return STORE_VARIABLE in os.environ
 
 
-def join_local_job(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group of a `LocalJob`'s processes."""
-    size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend,
-        store=FileStore(os.environ[STORE_VARIABLE], size),
-        rank=int(os.environ["RANK"]),
-        world_size=size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+def join_group(backend: str, *, timeout_seconds: float) -> None:
+    """Make the default process group: of a `LocalJob`'s processes by its file, else as torchrun tells."""
+    where: dict[str, Any] = {}
+    if is_in_local_job():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        where = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **where)
 
 
 def leave_group() -> None:

@@ -31,6 +31,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
 from thinwire.watch import read_run
 from training import error_of
+from watch.test_watch import train as train_on
 
 # What is chosen, from numbers
 
@@ -39,10 +40,7 @@ def chooser_for(
     optimizer: str, members: int, *, budget_loss: float = 0.005, least_gain: float = 0.05
 ) -> Auto:
     (sync,) = Simulation(AllReduce(), buckets(), num_workers=1).syncs
-    training, rules = (
-        Training(optimizer, members, 10**6),
-        Rules(budget_loss, least_gain, 5, 500, enabled=True),
-    )
+    training, rules = Training(optimizer, members, 10**6), Rules(budget_loss, least_gain, 5, 500, True)
     return Auto(sync, training, rules, optimizer_notes(optimizer), log=print, clock=lambda: (0.0, 0.0))
 
 
@@ -253,14 +251,6 @@ def choosers_of(
         return Auto(simulated.syncs[rank], TRAINING, Rules(0.01, 0.05, 2, every_steps, True), [], log, clock)
 
     return run_members(2, chooser_of)
-
-
-def train_on(simulated: Simulation, steps: range, bad_steps: tuple[int, ...] = ()) -> None:
-    for step in steps:
-        gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
-        if step in bad_steps:
-            gradients[0][0][0] = torch.nan
-        simulated.step(gradients)
 
 
 @pytest.mark.parametrize(("lossy_ms", "num_told"), [(0, 1), (5.5, 1), (1000, 3)])

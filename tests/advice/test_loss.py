@@ -325,7 +325,7 @@ def test_the_frontier_and_ties_on_it() -> None:
 def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:
     told, of_none = ("\n".join(verdict(advice_of(*ways, budget=0.01))) for ways in ((ONE, LOCAL), (UNKNOWN,)))
     assert "known to lose at most 1 %: the nearest is Quantize(bits=1) (+4.5 % loss)." in told
-    assert "to lose at most 1 %: of none is a gap known." in of_none
+    assert "to lose at most 1 %: no gap is known." in of_none
 
 
 def test_what_is_known_of_a_loss_names_its_sources() -> None:

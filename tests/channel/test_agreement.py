@@ -7,15 +7,7 @@ import threading
 
 import pytest
 
-from thinwire.channel import (
-    CALL,
-    Description,
-    InProcessTransport,
-    Recording,
-    agree,
-    agreement,
-    run_members,
-)
+from thinwire.channel import CALL, Description, InProcessTransport, Recording, agree, agreement, run_members
 from thinwire.channel.agreement import check_same
 from thinwire.errors import AgreementError, CommunicationError
 

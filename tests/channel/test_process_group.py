@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,96 +12,81 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from channel.every_collective import check_every_collective, tensor_of
-from pool import Pool
+from pool import in_each_process
 from thinwire.channel import ProcessGroupTransport, checked_group, process_group
 from thinwire.channel.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
-from training import error_of
 
 
-def test_every_collective_carries_every_type(pool2: Pool) -> None:
-    for process_id, world_size in pool2.run(_every_collective):
-        assert process_id != os.getpid()
-        assert world_size == 2
+@in_each_process(2)
+def test_every_collective_carries_every_type() -> None:
+    check_every_collective(ProcessGroupTransport())
 
 
-def test_messages_that_go_directly_carry_what_gloos_own_collectives_do(pool2: Pool, pool4: Pool) -> None:
-    for pool in (pool2, pool4):
-        for is_there, sums_are_equal, own_gathers, gathers in pool.run(_directly):
-            assert is_there
-            assert sums_are_equal
-            assert (own_gathers, gathers) == (0, 1)
-    for pool in (pool2, pool4):
-        assert pool.run(_not_directly) == pool.run(_every_collective_of_size)
-
-
-def _directly() -> tuple[bool, bool, int, int]:
+@in_each_process(4)
+def test_among_four() -> None:
     transport = ProcessGroupTransport()
-    own, rows = torch.full((9,), transport.rank), torch.empty(transport.size, 9, dtype=torch.int64)
-    with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
-        work = transport.all_gather(rows, own, "a gather")
-        work.wait()
-        work.wait()  # which must not wait for a second message
-        is_there = rows.sum().item() == 9 * sum(range(transport.size))
-        num_direct = gathered.call_count
-        with patch.object(process_group, "MAX_DIRECT_MEMBERS", 1):
-            transport.all_gather(rows, own, "a gather").wait()
-    sums = []
-    for most in (16, 1):
-        generator = torch.Generator().manual_seed(transport.rank)
-        numbers = torch.randn(1000, generator=generator).to(torch.bfloat16)
-        numbers[0] = torch.nan if transport.rank else torch.inf
-        with patch.object(process_group, "MAX_DIRECT_MEMBERS", most):
-            transport.mean(numbers, "a mean").wait()
-        sums.append(numbers.view(torch.int16)[1:])
-    return is_there, torch.equal(*sums), num_direct, gathered.call_count
-
-
-def _not_directly() -> int:
-    with patch.object(process_group, "MAX_DIRECT_MEMBERS", 1):
-        return _every_collective()[1]
-
-
-def _every_collective_of_size() -> int:
-    return _every_collective()[1]
-
-
-def test_among_four(pool4: Pool) -> None:
-    assert [world_size for _, world_size in pool4.run(_every_collective)] == [4] * 4
-
-
-def _every_collective() -> tuple[int, int]:
-    transport = ProcessGroupTransport()
-    assert (transport.rank, transport.size) == (dist.get_rank(), dist.get_world_size())
+    assert (transport.rank, transport.size) == (dist.get_rank(), 4)
     check_every_collective(transport)
-    return os.getpid(), transport.size
 
 
-def test_ranks_are_those_of_the_group(pool4: Pool) -> None:
+@in_each_process(2)
+def test_between_two_messages_go_directly() -> None:
+    """And carry what Gloo's own collectives do, to the bit."""
+    transport, indirect = ProcessGroupTransport(), ProcessGroupTransport()
+    indirect.directly = False
+    check_every_collective(indirect)
+    assert transport.backend_for(torch.device("cpu")) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    own, rows = torch.full((9,), transport.rank), torch.empty(2, 9, dtype=torch.int64)
+    gathered = transport.all_gather(rows, own, "a gather")
+    gathered.wait()
+    gathered.wait()  # which must not wait for a second message
+    assert rows.sum() == 9
+    transport.all_to_all(rows, rows.clone(), "an exchange").wait()
+    sums = []
+    for each in (transport, indirect):
+        numbers = torch.randn(1000, generator=torch.Generator().manual_seed(transport.rank))
+        sums.append(numbers.to(torch.bfloat16))
+        each.mean(sums[-1], "a mean").wait()
+    assert torch.equal(*sums)
+    assert (group.send.call_count, group.recv.call_count) == (3, 3)
+    for collective in (group.allgather, group.alltoall_base, group.allreduce):
+        assert not collective.called
+
+
+@in_each_process(4)
+def test_among_four_short_gathers_go_directly() -> None:
+    transport, rows = ProcessGroupTransport(), torch.empty(4, 1)
+    assert transport.backend_for(rows.device) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    for most, calls in ((4, (3, 0)), (3, (3, 1))):
+        with patch.object(process_group, "MAX_DIRECT_BYTES", most):
+            transport.all_gather(rows, torch.ones(1), "a gather").wait()
+            check_every_collective(ProcessGroupTransport())
+        assert (group.send.call_count, group.allgather.call_count) == calls
+
+
+@in_each_process(4)
+def test_ranks_are_those_of_the_group() -> None:
     """Of processes 1 and 3: the source is the group's rank, not the world's."""
-    assert pool4.run(_in_a_group_of_two) == [None, (0, 2, [3, 3], [1, 3]), None, (1, 2, [3, 3], [1, 3])]
-
-
-def _in_a_group_of_two() -> tuple[int, int, list[int], list[int]] | None:
     group = dist.new_group([1, 3])
     if dist.get_rank() % 2 == 0:
-        return None
+        return
     transport = ProcessGroupTransport(group)
     copied, rows = torch.full((2,), dist.get_rank()), torch.empty(2, 1, dtype=torch.int64)
     transport.broadcast(copied, 1, "a copy").wait()
     transport.all_gather(rows, torch.tensor([dist.get_rank()]), "a gather").wait()
-    return transport.rank, transport.size, copied.tolist(), rows.view(-1).tolist()
+    assert (transport.rank, transport.size) == (dist.get_rank() // 2, 2)
+    assert (copied.tolist(), rows.view(-1).tolist()) == ([3, 3], [1, 3])
 
 
-def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
-    assert pool2.run(_then) == [7.0, 7.0]
-
-
-def _then() -> float:
+@in_each_process(2)
+def test_then_gives_a_future_of_what_is_made_of_the_result() -> None:
     transport = ProcessGroupTransport()
     transport.directly = False
     tensor = torch.tensor([float(transport.rank)])
-    return future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait()
+    assert future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait() == 7
 
 
 def failing_work(words: str) -> ProcessGroupWork:
@@ -110,13 +94,15 @@ def failing_work(words: str) -> ProcessGroupWork:
     future: Future[object] = Future()
     future.set_exception(RuntimeError(words))
     work = SimpleNamespace(get_future=lambda: future, wait=future.wait)
-    return ProcessGroupWork(cast("dist.Work", work), "step 3, round 2")
+    return ProcessGroupWork([cast("dist.Work", work)], "step 3, round 2")
 
 
 def test_a_failure_is_named_with_what_was_under_way() -> None:
     words = "step 3, round 2 failed: connection closed by peer. A process has died"
     with pytest.raises(CommunicationError, match=words) as caught:
         failing_work("connection closed by peer").wait()
+    assert "uneven batches: train inside thinwire.join" in str(caught.value)
+    assert "made on every process (attach, " in str(caught.value)
     assert isinstance(caught.value.__cause__, RuntimeError)
     work = failing_work("connection closed by peer")
     future = future_of(work, lambda: pytest.fail("there is no result"))
@@ -132,16 +118,13 @@ def test_only_what_a_backend_raises_is_renamed() -> None:
             raise error
 
 
-def test_a_message_that_the_backend_refuses_is_named(pool2: Pool) -> None:
-    for told in pool2.run(_refused):
-        assert "Error: step 3: the average of 2 × torch.int16 failed: Invalid scalar type. " in told
-        assert "the backend can't carry this type" in told
-
-
-def _refused() -> str:
-    message, failure = torch.zeros(2, dtype=torch.int16), RuntimeError("Invalid scalar type")
-    with patch.object(ProcessGroupTransport, "_receive", side_effect=failure):
-        return error_of(lambda: ProcessGroupTransport().all_reduce(message, "step 3"))
+def test_a_message_that_the_backend_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cpu:gloo")
+    group: Any = transport.group
+    group.recv.side_effect = RuntimeError("Invalid scalar type")
+    words = "step 3: the average of 2 × torch.int16 failed: Invalid scalar type. .* can't carry this type"
+    with pytest.raises(CommunicationError, match=words):
+        transport.all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")
 
 
 # Groups with GPUs, of which there is none here
@@ -156,7 +139,8 @@ def on_a_machine_with_gpus(
     size: int = 2,
 ) -> ProcessGroupTransport:
     """A process that has not called `torch.cuda.set_device`, in a group of some backends."""
-    group = SimpleNamespace(bound_device_id=bound, rank=lambda: 1, size=lambda: size)
+    group = Mock(bound_device_id=bound)
+    group.rank.return_value, group.size.return_value = 1, size
     monkeypatch.setattr(process_group, "checked_group", lambda given: group)
     monkeypatch.setattr(dist, "get_backend_config", lambda given: config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -210,45 +194,32 @@ def test_nccl_divides_by_itself(
     size: int, operation: dist.ReduceOp.RedOpType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = on_a_machine_with_gpus(monkeypatch, "cpu:nccl", size=size)
-    with patch.object(dist, "all_reduce") as called:
-        transport.mean(message := torch.full((3,), 6.0), "a mean")
-    assert called.call_args.args[1] == operation
+    transport.mean(message := torch.full((3,), 6.0), "a mean")
+    group: Any = transport.group
+    assert group.allreduce.call_args.args[1].reduceOp == operation
     assert torch.equal(message, torch.full((3,), 6.0))
 
 
-def test_what_nccl_gathers_comes_to_its_place_at_once(pool2: Pool) -> None:
+@in_each_process(2)
+def test_what_nccl_gathers_comes_to_its_place_at_once() -> None:
     """By the collective that takes one tensor; Gloo has it as well."""
-    assert pool2.run(_gathered_as_by_nccl) == [2, 2]
-
-
-def _gathered_as_by_nccl() -> int:
     transport = ProcessGroupTransport()
     brought = torch.stack([tensor_of(rank, torch.bfloat16, 5) for rank in range(transport.size)])
     rows = torch.empty_like(brought)
     with (
         patch.object(ProcessGroupTransport, "backend_for", lambda self, device: "nccl"),
-        patch.object(dist, "all_gather", None),
+        patch.object(process_group, "AllgatherOptions", None),
     ):
         transport.all_gather(rows, brought[transport.rank].clone(), "a gather").wait()
     assert torch.equal(rows, brought)
-    return transport.size
 
 
-def test_subgroups_of_neighbours(pool4: Pool) -> None:
-    assert pool4.run(_neighbours) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def _neighbours() -> list[int]:
-    return dist.get_process_group_ranks(own_subgroup(2, None))
-
-
-def test_a_size_that_does_not_divide_the_group_is_refused(pool2: Pool) -> None:
-    for told in pool2.run(_uneven_subgroups):
-        assert "pass subgroup=, this process's group of processes on one machine" in told
-
-
-def _uneven_subgroups() -> str:
-    return error_of(lambda: own_subgroup(3, None))
+@in_each_process(4)
+def test_subgroups_of_neighbours() -> None:
+    first = dist.get_rank() // 2 * 2
+    assert dist.get_process_group_ranks(own_subgroup(2, None)) == [first, first + 1]
+    with pytest.raises(ConfigError, match="pass subgroup=, this process's group of processes on one machine"):
+        own_subgroup(3, None)
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:
@@ -258,14 +229,12 @@ def test_without_a_process_group_it_says_what_to_call() -> None:
             refused(None)
 
 
-def test_what_is_no_group_is_refused(pool2: Pool) -> None:
-    told = pool2.run(_no_groups)
-    for not_a_group, _ in told:
-        assert "process_group must be a torch.distributed process group or None, got 'gloo'" in not_a_group
-    assert told[0][1] == ""
-    assert "not a member" in told[1][1]
-
-
-def _no_groups() -> tuple[str, str]:
+@in_each_process(2)
+def test_what_is_no_group_is_refused() -> None:
+    words = "process_group must be a torch.distributed process group or None, got 'gloo'"
+    with pytest.raises(AttachError, match=words):
+        checked_group("gloo")
     only_first: Any = dist.new_group([0])
-    return error_of(lambda: checked_group("gloo")), error_of(lambda: ProcessGroupTransport(only_first))
+    if dist.get_rank():
+        with pytest.raises(AttachError, match="this process is not a member of process_group"):
+            ProcessGroupTransport(only_first)

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, die, heldout_loss
 from elastic.worker import checksum
 from thinwire import Nesterov, Quantize
+from thinwire.localsgd.outer import new_outer
 
 
 class Deadly:
@@ -135,7 +136,7 @@ def torchft_member(
             told.after_averaging()
         return True
 
-    outer = Nesterov().optimizer(list(model.parameters()), USUAL, EVERY, Quantize(bits=4))
+    outer = new_outer(Nesterov(), list(model.parameters()), USUAL, EVERY, Quantize(bits=4))
     try:
         with local_sgd.DiLoCo(manager, [model], optimizer, outer, sync_every=EVERY, use_bucketization=True):
             yield step

@@ -24,7 +24,7 @@ from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.in_process import wait_for
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,
@@ -135,7 +135,7 @@ class Run(InTurns[LocalSGD]):
         self, member: int, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
-        due = {each.name: last for each, last in local._fragments[local._due].lasts}
+        due = {each.name: last for each, last in local._fragments[local._place(0)].lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -143,7 +143,7 @@ class Run(InTurns[LocalSGD]):
             moved = (parameter - due.get(name, parameter)).detach().double()
             moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
             change = torch.cat([change, moved.flatten()])
-        weight = round(local._work[local._due]) + 1
+        weight = round(local._work[local._place(0)]) + 1
         self.put_in.setdefault(local._turns, {})[member] = (weight, change)
 
     def lasts(self, member: int) -> torch.Tensor:
@@ -277,7 +277,7 @@ def test_a_failed_message_of_a_changing_group_speaks_of_members_alone() -> None:
     broken = Mock()
     broken.allreduce.side_effect = RuntimeError("Connection closed by peer")
     with pytest.raises(CommunicationError, match="A member has died") as raised:
-        ReconfigurableTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
+        GroupTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
     assert "uneven batches" not in str(raised.value)
 
 
@@ -584,17 +584,17 @@ UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda state: {
             "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "state": {0: torch.ones(2)}}]
         },
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
     "the second one of another kind": (
         lambda state: {
             "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "param_groups": []}]
         },
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
     "the second one empty": (
         lambda state: {"optimizers": [state["optimizers"][0], {}]},
-        "of another AdamW than this member's",
+        "of a different AdamW than this member's",
     ),
 }
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
@@ -254,7 +254,7 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
     with pytest.raises(torchft_group._LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)
     asked.clear()
-    with pytest.raises(torchft_group._LighthouseGoneError, match="nobody listens"):
+    with pytest.raises(torchft_group._LighthouseGoneError, match="nothing listens"):
         client._quorum(step=0)
     assert not asked.is_set()  # such a question would be lost, and nobody would hear of it
     ended.set()
@@ -289,7 +289,7 @@ def test_messages_go_directly_between_members() -> None:
     def exchanged(rank: int) -> tuple[list[int], list[int], int]:
         group = import_module("torchft").ProcessGroupGloo(timeout=timedelta(seconds=20))
         group.configure(f"127.0.0.1:{store.port}/pieces", f"member{rank}", rank, 2)
-        transport = ReconfigurableTransport(group, rank, 2)
+        transport = GroupTransport(group, rank, 2)
         gathered, swapped = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32)
         own = torch.arange(6, dtype=torch.int32).view(2, 3) + 10 * rank
         total = torch.tensor([rank + 1.0])

@@ -18,7 +18,6 @@ import thinwire
 from pool import Pool, are_alike, gathered, in_each_process
 from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import ProcessGroupTransport
 from thinwire.errors import GradientError
 from thinwire.sync.step import Step
 
@@ -408,35 +407,6 @@ def test_a_process_group_of_some() -> None:
     assert not torch.equal(first, third)
 
 
-@in_each_process(2)
-def test_a_group_this_process_is_not_in_is_refused() -> None:
-    group = dist.new_group([0])
-    if dist.get_rank():
-        with pytest.raises(thinwire.AttachError, match="this process is not a member of process_group"):
-            ProcessGroupTransport(group)
-
-
-@in_each_process(2)
-def test_switching_at_run_time() -> None:
-    ddp_model = build("linear")
-    sync = thinwire.attach(ddp_model, AllReduce())
-    sent, errors = [], []
-    for algorithm in (AllReduce(), POWER, Cast("bf16"), AllReduce()):
-        sync.use(algorithm)
-        for step in range(3):
-            before = sync.stats().message_bytes
-            ddp_model.zero_grad()
-            ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
-        sent.append(sync.stats().message_bytes - before)
-        errors.append(len(dict(sync.state_dict()["error"])))
-    exact, power, half, exact_again = sent
-    assert power < half / 2
-    assert half == exact / 2
-    assert exact == exact_again
-    assert errors[:2] == [0, 3]
-    assert errors[2:] == [0, 0]
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -498,31 +468,6 @@ def _resume(algorithm: Algorithm, bucket_cap_mb: float) -> tuple[Tensor, Tensor]
     ]
     assert resumed_sync.stats().compression_ratio > 1.5 or algorithm == AllReduce()
     return torch.stack(rows[0]), torch.stack(rows[1])
-
-
-@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "disabled scaler"])
-@in_each_process(2)
-def test_a_grad_scaler_whose_scale_jumps_changes_no_result(enabled: bool) -> None:
-    plain, scaled = build("linear"), build("linear")
-    thinwire.attach(plain, POWER)
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_factor=4.0, growth_interval=2, enabled=enabled)
-    sync = thinwire.attach(scaled, POWER, grad_scaler=scaler)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, scaled)]
-    scales = []
-    for step in range(8):
-        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
-        for model, optimizer in zip((plain, scaled), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss = model(batch).square().mean()
-            torch.autograd.backward(loss if model is plain else scaler.scale(loss))
-        optimizers[0].step()
-        scales.append(scaler.get_scale())
-        scaler.step(optimizers[1])
-        scaler.update()
-    assert sync.stats().compression_ratio > 1.5
-    assert len(set(scales)) == (4 if enabled else 1)
-    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 import thinwire
 from pool import are_alike, in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
-from thinwire.channel.agreement import check_same
-from thinwire.channel.process_group import named_failure
 from thinwire.fronts import ddp, ddp_model
 from thinwire.sync import engine_of
 from training import raised_by
@@ -430,23 +428,3 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         assert kind == "AttachError"
         assert words in message
         assert ("wrap it first" in message) == ("wrap it first" in words)
-
-
-def test_a_failed_collective_names_uneven_batches_and_attach() -> None:
-    with pytest.raises(thinwire.CommunicationError) as raised, named_failure("step 7"):
-        raise RuntimeError("Connection closed by peer")
-    assert "uneven batches: train inside thinwire.join" in str(raised.value)
-    assert "made on every process (attach, " in str(raised.value)
-
-
-def test_of_unlike_algorithms_no_settings_are_told() -> None:
-    alike = {"thinwire": "1", "committed steps": "0"}
-    told = [
-        {**alike, "algorithm": "PowerSGD", "matrix_rank": "4", "seed": "0"},
-        {**alike, "algorithm": "Cast", "dtype": "'fp16'"},
-    ]
-    with pytest.raises(thinwire.AgreementError) as raised:
-        check_same(told, "step 0")
-    assert str(raised.value).startswith(
-        "step 0: process 0 has algorithm PowerSGD, process 1 has algorithm Cast. "
-    )

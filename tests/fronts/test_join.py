@@ -290,18 +290,6 @@ def test_early_termination_raises_on_all(divide_by_initial: bool) -> None:
 
 
 @in_each_process(2)
-def test_switched_off_it_does_nothing() -> None:
-    model = new_model()
-    sync = thinwire.attach(model, POWER)
-    before = len(model._forward_pre_hooks)
-    with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
-        assert len(model._forward_pre_hooks) == before
-        for step in range(3):
-            gradients_of(model, step, dist.get_rank())
-    assert sync.stats().steps == 3
-
-
-@in_each_process(2)
 def test_what_cannot_be_joined_is_refused_at_once() -> None:
     model = new_model()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only

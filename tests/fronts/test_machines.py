@@ -227,7 +227,7 @@ def test_nothing_is_sent_where_there_is_nothing_to_find(variables: dict[str, str
 def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
     sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
     assert sync.stats().shortfalls == (
-        "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
+        "machines have 3, 1 processes of the group, so each process sends by itself; with as "
         "many on each, what a machine has in common would be sent once",
     )
     assert "over 4 processes" in str(sync)

@@ -174,14 +174,12 @@ def test_the_pages_mesh_has_a_timeout_of_its_own() -> None:
 # Exact averaging is native HSDP
 
 
-Case = tuple[int, torch.dtype, str, float, dict[str, Any]]
-
 SYNC, REDUCE, LAST = "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"
 IN_FP32, IN_BF16 = (MixedPrecisionPolicy(torch.bfloat16, each) for each in (torch.float32, torch.bfloat16))
 
 # Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
 # native HSDP in the reduced one.
-EXACT: dict[str, Case] = {
+EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
     "20 steps": (20, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (2, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
     "offload": (1, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
@@ -190,107 +188,74 @@ EXACT: dict[str, Case] = {
 }
 
 
+@pytest.mark.parametrize(("steps", "dtype", "flag", "tolerance", "options"), EXACT.values(), ids=EXACT.keys())
 @in_each_process(4)
-def test_exact_averaging_is_native_hsdp() -> None:
-    found: dict[str, Any] = {"world": dist.get_world_size()}
-    for case, (steps, dtype, flag, _, options) in EXACT.items():
-        native = sharded(language(dtype=dtype), mesh_of(), **options)
-        train(native, range(steps), flag=flag)
-        expected, scale = flat(native), flat(native).abs().max().item()
-        # With the dimension of the shards alone, and as native HSDP, of both.
-        of_both = sharded(language(dtype=dtype), mesh_of(), **options)
-        ours = [
-            attached(AllReduce(), language(dtype=dtype), **options),
-            (of_both, attach(of_both, AllReduce())),
-        ]
-        for model, _ in ours:
-            train(model, range(steps), flag=flag)
-        found[case] = [
-            ((flat(model) - expected).abs().max().item(), scale, sync.steps, agreed(model))
-            for model, sync in ours
-        ]
-    # Off again, PyTorch averages as before.
-    native, of_both = (sharded(language(dtype=torch.float64), mesh_of()) for _ in range(2))
-    attach(of_both, POWER).detach()
-    train(of_both, range(2))
-    train(native, range(2))
-    found["detached"] = (flat(of_both) - flat(native)).abs().max().item()
+def test_exact_averaging_is_native_hsdp(
+    steps: int, dtype: torch.dtype, flag: str, tolerance: float, options: dict[str, Any]
+) -> None:
+    native, of_both = (sharded(language(dtype=dtype), mesh_of(), **options) for _ in range(2))
+    train(native, range(steps), flag=flag)
+    # With the dimension of the shards alone, and as native HSDP, of both.
+    ours = [attached(AllReduce(), language(dtype=dtype), **options), (of_both, attach(of_both, AllReduce()))]
+    for model, sync in ours:
+        train(model, range(steps), flag=flag)
+        assert (flat(model) - flat(native)).abs().max() <= tolerance * flat(native).abs().max()
+        assert sync.steps == steps  # one each, whatever the accumulation
+        assert agreed(model)
+
+
+@in_each_process(4)
+def test_native_hsdp_off_again_averages_as_before() -> None:
+    native, ours = (sharded(language(), mesh_of()) for _ in range(2))
+    attach(ours, POWER).detach()
+    for model in (native, ours):
+        train(model, range(2))
+    assert torch.equal(flat(ours), flat(native))
+
+
+@in_each_process(4)
+def test_sums_in_place_of_means() -> None:
+    """Over all processes: ours are the mean of two replicas' sums, so these are twice as large."""
     native, (ours, _) = sharded(language(), mesh_of()), attached(AllReduce())
-    # Sums over all processes: ours are the mean of two replicas' sums, so these are twice as large.
-    divided_by(native, 1.0)
-    divided_by(ours, 0.5)
-    found["sums"] = distance(gradients_of(ours, range(1)), gradients_of(native, range(1)))
-    assert found["world"] == 4
-    assert found["sums"] <= 1e-6
-    for case, (steps, _, _, tolerance, _) in EXACT.items():
-        for difference, scale, steps_here, is_agreed in found[case]:
-            assert is_agreed
-            assert steps_here == steps, case  # one each, whatever the accumulation
-            assert difference <= tolerance * scale, case
-    assert found["detached"] == 0
-
-
-def divided_by(model: Any, factor: float) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    for model, factor in ((native, 1.0), (ours, 0.5)):
+        for module in (each for each in model.modules() if isinstance(each, FSDPModule)):
             module.set_gradient_divide_factor(factor)
+    assert distance(gradients_of(ours, range(1)), gradients_of(native, range(1))) <= 1e-6
 
 
 # Compression
 
 
-VARIANTS = {v.code: (v.algorithm, v.tolerance, each.is_lossy) for each in REGISTRY for v in each.variants}
-
-
 @in_each_process(4)
 def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike() -> None:
     """Results so far and the mean residual are the true means so far."""
-    found: dict[str, Any] = {"world": dist.get_world_size()}
     model, sync = attached(AllReduce(), wide())
     fresh = sync.state_dict()
     truth = gradients_of(sharded(wide(), mesh_of()), range(2))
-    for code, (algorithm, _, _) in VARIANTS.items():
+    for entry, variant in ((each, variant) for each in REGISTRY for variant in each.variants):
         sync.load_state_dict(fresh)
-        sync.use(algorithm)
+        sync.use(variant.algorithm)
         before = sync.stats()
         sums = gradients_of(model, range(2))
         after = sync.stats()
-        is_alike = agreed_gradients(model)
+        assert are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
         for name, error in sync.state_dict()["error"]:
             sums[name] += error
         ratio = (after.gradient_bytes - before.gradient_bytes) / (after.message_bytes - before.message_bytes)
-        found[code] = (distance(sums, truth), is_alike, ratio)
-    assert found.pop("world") == 4
-    for code, (missing, is_alike, ratio) in found.items():
-        _, tolerance, is_lossy = VARIANTS[code]
-        assert missing <= tolerance, code
-        assert is_alike, code
-        assert (ratio > 1.2) == is_lossy, code
+        assert distance(sums, truth) <= variant.tolerance, variant.code
+        assert (ratio > 1.2) == entry.is_lossy, variant.code
 
 
 def gradients_of(model: Any, steps: range) -> dict[str, Tensor]:
     """The sum of the gradients of some steps, each by itself."""
-    module = getattr(model, "module", model)
-    sums = zeros_of(module)
+    trained = {n: p for n, p in getattr(model, "module", model).named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros(p.shape) for name, p in trained.items()}
     for step in steps:
         model.zero_grad()
         backward(model, step)
-        add_gradients(sums, module)
+        for name in (each for each, p in trained.items() if p.grad is not None):
+            sums[name] += whole(trained[name].grad)
     return sums
-
-
-def zeros_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.zeros(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def add_gradients(sums: dict[str, Tensor], model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            sums[name] += whole(p.grad)
-
-
-def agreed_gradients(model: nn.Module) -> bool:
-    return are_alike(whole(p.grad) for p in model.parameters() if p.grad is not None)
 
 
 def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
@@ -310,24 +275,14 @@ def test_a_state_is_of_the_whole_model_and_goes_on_to_the_bit() -> None:
     again, its = attached(POWER, wide(seed=6))
     again.load_state_dict(weights)
     its.load_state_dict(saved)
-    train(model, range(2, 4))
-    train(again, range(2, 4))
-    found = {
-        "straight": checksum(model, sync),
-        "resumed": checksum(again, its),
-        "ratio": sync.stats().compression_ratio,
-        "shape": dict(saved["error"])["blocks.0.0.weight"].shape,
-        "factors": {label for label, _ in saved["factor"] if "blocks.0.0.weight" in label},
-    }
-    assert found["straight"] == found["resumed"]
-    assert found["ratio"] > 1.5
-    assert found["shape"] == (64, 64)
+    for each in (model, again):
+        train(each, range(2, 4))
+    assert torch.equal(flat(model), flat(again))
+    assert sync.state_dict()["checksum"] == its.state_dict()["checksum"]
+    assert sync.stats().compression_ratio > 1.5
+    assert dict(saved["error"])["blocks.0.0.weight"].shape == (64, 64)
     of_both = {"blocks.0.0.weight @ shard 0 of 2", "blocks.0.0.weight @ shard 1 of 2"}
-    assert found["factors"] == of_both
-
-
-def checksum(model: nn.Module, sync: thinwire.GradientSync) -> tuple[str, float]:
-    return sync.state_dict()["checksum"], flat(model).double().sum().item()
+    assert {label for label, _ in saved["factor"] if "blocks.0.0.weight" in label} == of_both
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -435,8 +390,7 @@ def again(parameter: Any) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"),
-    reason="this torch's FSDP2 can't forget a failed pass",
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch's FSDP2 can't forget a failed pass"
 )
 @in_each_process(4)
 def test_after_an_exception_in_a_backward_pass() -> None:
@@ -475,16 +429,13 @@ def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere() -> None:
         scaler.update()
     assert spoiled is not None
     spoiled.remove()
-    all_nan = all(p.grad.to_local().isnan().all() for p in model.parameters() if p.grad is not None)
+    assert all(p.grad.to_local().isnan().all() for p in model.parameters() if p.grad is not None)
     after = dict(sync.state_dict()["error"])
-    same = error.keys() == after.keys() and all(torch.equal(error[name], after[name]) for name in error)
-    same = same and any(each.any() for each in error.values())  # something was owed
-    assert (sync.stats().nonfinite_steps, bool(all_nan), same, torch.equal(before, flat(model))) == (
-        1,
-        True,
-        True,
-        True,
-    )
+    assert error.keys() == after.keys()
+    assert all(torch.equal(error[name], after[name]) for name in error)
+    assert any(each.any() for each in error.values())  # something was owed
+    assert sync.stats().nonfinite_steps == 1
+    assert torch.equal(before, flat(model))
 
 
 def spoil(parameter: Tensor) -> None:

@@ -60,8 +60,8 @@ def new_model(bucket_cap_mb: float = 0.01) -> DistributedDataParallel:
     )
 
 
-def new_state(rank: int = 1) -> hooks.PowerSGDState:
-    return hooks.PowerSGDState(None, rank, start_powerSGD_iter=0)
+def new_state(rank: int = 1, group: dist.ProcessGroup | None = None) -> hooks.PowerSGDState:
+    return hooks.PowerSGDState(group, rank, start_powerSGD_iter=0)
 
 
 def hooked(
@@ -184,20 +184,23 @@ def test_the_settings_reach_the_algorithm() -> None:
     assert state.algorithm(BatchedPowerSGD, "fp16") == batched
 
 
-@pytest.mark.parametrize("name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook"])
+@pytest.mark.parametrize(
+    "name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook", "post_localSGD_hook"]
+)
 @in_each_process(4)
 def test_a_process_group_of_some(name: str) -> None:
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     module = nn.Linear(64, 64)
     torch.nn.init.ones_(module.weight)
     ddp_model = DistributedDataParallel(module, process_group=group)
-    state = hooks.PowerSGDState(group, start_powerSGD_iter=0)
-    ddp_model.register_comm_hook(state if name in POWER else group, hook_named(name))
+    power, post_local = new_state(group=group), hooks.PostLocalSGDState(group, None, 9, False)
+    states: dict[str, Any] = {"powerSGD_hook": power, "post_localSGD_hook": post_local}
+    ddp_model.register_comm_hook(states.get(name, group), hook_named(name))
     first, second, third, fourth = gathered(gradients_of(ddp_model, range(2))[0])
     assert torch.equal(first, second)
     assert torch.equal(third, fourth)
     assert not torch.equal(first, third)
-    assert (state.stats().compression_ratio > 8) == (name in POWER)
+    assert (power.stats().compression_ratio > 8) == (name in POWER)
 
 
 @in_each_process(2)

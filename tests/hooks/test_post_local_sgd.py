@@ -20,17 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pool import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, ThinwireError, Warmup, hooks
 from thinwire.channel import ProcessGroupTransport
-from training import (
-    agreed,
-    batch_of,
-    flat,
-    gathered,
-    halves,
-    new_model,
-    new_optimizer,
-    pairs,
-    train,
-)
+from training import agreed, batch_of, flat, gathered, halves, new_model, new_optimizer, pairs, train
 
 
 def new_ddp_model() -> DistributedDataParallel:
@@ -69,16 +59,6 @@ def test_gradients_are_torchs_own(local_gradients: bool) -> None:
         assert torch.equal(flat(theirs), flat(ours))
         assert their_state.iter == our_state.iter == min(step + 1, 3)
         assert halves(ours) == ((True, True) if step < 3 else (local_gradients, False))
-
-
-@in_each_process(4)
-def test_a_process_group_of_some() -> None:
-    group = pairs()
-    model = DistributedDataParallel(new_model(), process_group=group)
-    state = hooks.PostLocalSGDState(group, None, 10, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, hooks.post_localSGD_hook)
-    train(model, new_optimizer(model), range(3))
-    assert halves(model) == (True, False)
 
 
 @in_each_process(2)

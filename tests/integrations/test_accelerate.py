@@ -16,18 +16,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType as StockHook
 from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from accelerated import assert_chosen_alike, several_processes
-from launcher import (
-    EXAMPLES,
-    TOLD,
-    assert_compressed_and_agreed,
-    run_processes,
-    run_python,
-)
+from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes, run_python
 from pasted import handles, lines_for, run
 from pool import in_each_process
 from stand_ins import stand_ins
@@ -35,6 +30,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs
 from thinwire.sync import engine_of
+from thinwire.watch import MetricsWriter, Watch
 from training import agreed, flat
 
 AT_ONCE = {"start_powerSGD_iter": 0}
@@ -158,16 +154,19 @@ def test_every_hook_and_wrapper(
 
 
 @in_each_process(4)
-def test_the_handler_takes_machines() -> None:
-    for machines, over in (
+def test_attach_gets_its_settings() -> None:
+    for options, over in (
         ({}, "over 4 processes"),  # the launcher tells of one machine
         ({"machines": [[0, 1], [2, 3]]}, "over 2 machines of 2 processes"),
-        ({"machines": False}, "over 4 processes"),
+        ({"machines": False, "on_nonfinite": "zero", "host_check": False}, "over 4 processes"),
     ):
         with several_processes():
-            handler = new_handler(comm_state_option=machines)
+            handler = new_handler(comm_state_option=options)
             Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(torch.nn.Linear(64, 64))
             assert over in str(handler.sync)
+            settings = engine_of(handler.sync).settings
+            expected = ("zero", False) if "on_nonfinite" in options else ("nan", True)
+            assert (settings.on_nonfinite, settings.host_check) == expected
 
 
 @in_each_process(2)
@@ -232,6 +231,30 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
 
 
 @in_each_process(2)
+def test_the_loggers_of_lightning_and_accelerate_take_what_a_watch_writes(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="NO TENSORBOARD HERE")
+    with several_processes():
+        handler = new_handler()
+        accelerator = new_accelerator(handler, log_with="tensorboard", project_dir=tmp_path / "accelerate")
+        accelerator.init_trackers("run")
+        logger, trained = CSVLogger(tmp_path, version=dist.get_rank()), prepared(accelerator)
+        with (
+            Watch(handler.sync, MetricsWriter(accelerator.log)),
+            Watch(handler.sync, MetricsWriter(logger.log_metrics), norms_every_steps=2),
+        ):
+            train(accelerator, *trained, range(6))
+        logger.save()
+        for tracker in accelerator.trackers:  # `end_training` would end the group, too
+            tracker.finish()
+    header, *rows = Path(logger.log_dir, "metrics.csv").read_text().splitlines()
+    assert "thinwire/message_bytes" in header
+    assert "thinwire/relative_error/0.weight" in header
+    assert len(rows) == 6 + 3  # steps, and norms
+    dist.barrier()
+    assert list(tmp_path.glob("accelerate/**/events.out.tfevents.*"))
+
+
+@in_each_process(2)
 def test_accumulated_batches_are_one_step() -> None:
     ends, sent = [], []
     for parts in (1, 2):
@@ -251,18 +274,6 @@ def test_accumulated_batches_are_one_step() -> None:
             assert handler.sync.stats().steps == 4
     assert sent[0] == sent[1] > 0
     torch.testing.assert_close(ends[0], ends[1])
-
-
-@in_each_process(2)
-def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros() -> None:
-    with several_processes():
-        options = {**AT_ONCE, "on_nonfinite": "zero", "host_check": False}
-        handler, accelerator, (model, _) = new_run(comm_state_option=options)
-        loss = model(torch.ones(8, 64)).square().mean()
-        accelerator.backward(loss * torch.inf if dist.get_rank() == 1 else loss)
-        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-        assert not engine_of(handler.sync).settings.host_check
-        assert handler.sync.stats().nonfinite_steps == 1
 
 
 @in_each_process(2)

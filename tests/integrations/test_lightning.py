@@ -96,11 +96,12 @@ def fit(
     return trainer, module
 
 
-def new_trainer(folder: Path, *, plugins: Sequence[Any] = (), **options: Any) -> Trainer:
+def new_trainer(folder: Path, devices: int = 0, *, plugins: Sequence[Any] = (), **options: Any) -> Trainer:
+    """Of the processes of the pool, or of so many."""
     return Trainer(
         accelerator="cpu",
-        devices=dist.get_world_size(),
-        plugins=[TorchElasticEnvironment(), *plugins],
+        devices=devices or dist.get_world_size(),
+        plugins=[*([] if devices else [TorchElasticEnvironment()]), *plugins],
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -120,31 +121,24 @@ def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> N
     assert "thinwire/compression_ratio" in metrics
 
 
-def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path) -> None:
-    pool2.run(_resumed, tmp_path, "ours")
-
-
-def test_a_checkpoint_made_without_thinwire_is_resumed(pool2: Pool, tmp_path: Path) -> None:
-    pool2.run(_resumed, tmp_path, "made without Thinwire")
-
-
-def _resumed(folder: Path, kind: str) -> None:
-    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    callbacks = [ThinwireCallback(), saving]
-    _, straight = fit(ThinwireStrategy(POWER), folder, callbacks=callbacks, enable_checkpointing=True)
-    file = str(folder / "epoch=0.ckpt")
-    if kind == "made without Thinwire" and dist.get_rank() == 0:
-        saved = torch.load(file, weights_only=True)
-        del saved["thinwire"]
-        torch.save(saved, file)
-    dist.barrier()
-    resuming = ThinwireStrategy(POWER)
-    _, resumed = fit(resuming, folder, resume=file, callbacks=[ThinwireCallback()])
-    if kind == "ours":
-        assert torch.equal(flat(straight), flat(resumed))
-    assert agreed(resumed)
-    assert resuming.sync.stats().steps == (12 if kind == "ours" else 6)
-    assert resuming.sync.stats().compression_ratio > 2
+@in_each_process(2)
+def test_a_checkpoint_is_resumed_and_so_is_one_made_without_thinwire(tmp_path: Path) -> None:
+    callbacks = [ThinwireCallback(), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
+    _, straight = fit(ThinwireStrategy(POWER), tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    file = str(tmp_path / "epoch=0.ckpt")
+    for is_ours in (True, False):
+        resuming = ThinwireStrategy(POWER)
+        _, resumed = fit(resuming, tmp_path, resume=file, callbacks=[ThinwireCallback()])
+        assert torch.equal(flat(straight), flat(resumed)) == is_ours
+        assert agreed(resumed)
+        assert resuming.sync.stats().steps == (12 if is_ours else 6)
+        assert resuming.sync.stats().compression_ratio > 2
+        dist.barrier()
+        if is_ours and dist.get_rank() == 0:
+            saved = torch.load(file, weights_only=True)
+            del saved["thinwire"]
+            torch.save(saved, file)
+        dist.barrier()
 
 
 def test_resume_on_a_different_number_of_processes(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
@@ -181,30 +175,14 @@ def test_facts_16_hooks_work_on_the_cpu(tmp_path: Path) -> None:
 
 
 @in_each_process(2)
-def test_accumulation_and_clipping(tmp_path: Path) -> None:
-    strategy = ThinwireStrategy(PowerSGD(matrix_rank=2))
+def test_accumulation_and_clipping_and_attach_gets_its_settings(tmp_path: Path) -> None:
+    strategy = ThinwireStrategy(PowerSGD(matrix_rank=2), on_nonfinite="zero", host_check=False)
     _, model = fit(strategy, tmp_path, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
     assert strategy.sync.stats().steps == 3
     assert strategy.sync.stats().compression_ratio > 2
     assert agreed(model)
-
-
-class Overflowing(Regression):
-    """Infinite in the third batch of process 1."""
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        loss = super().training_step(batch)
-        return loss * torch.inf if self.global_rank == 1 and self.trainer.global_step == 2 else loss
-
-
-@in_each_process(2)
-def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: Path) -> None:
-    strategy = ThinwireStrategy(PowerSGD(matrix_rank=2), on_nonfinite="zero", host_check=False)
-    _, model = fit(strategy, tmp_path, epochs=1, model=Overflowing)
-    assert not engine_of(strategy.sync).settings.host_check
-    stats = strategy.sync.stats()
-    assert (stats.steps, stats.nonfinite_steps) == (6, 1)
-    assert flat(model).isfinite().all()
+    settings = engine_of(strategy.sync).settings
+    assert (settings.on_nonfinite, settings.host_check) == ("zero", False)
 
 
 @in_each_process(2)
@@ -250,14 +228,6 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     assert strategy.auto is not first
     assert strategy.auto.is_choosing
     assert strategy.sync.stats().steps == 30
-
-
-@in_each_process(2)
-def test_by_name(tmp_path: Path) -> None:
-    trainer, _ = fit("thinwire", tmp_path, epochs=1)
-    assert isinstance(trainer.strategy, ThinwireStrategy)
-    assert trainer.strategy.sync.stats().compression_ratio > 1.5
-    assert trainer.strategy.algorithm == PowerSGD()
 
 
 @in_each_process(2)
@@ -500,7 +470,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "DistributedDataParallel has.*matrix_rank",
     ),
     "a mistyped setting of DiLoCo": (
-        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),  # type: ignore[call-arg]
+        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),
         "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
     ),
     "a mistyped setting of auto": (
@@ -522,31 +492,29 @@ def test_mistakes_are_refused_at_once(name: str) -> None:
 
 
 @in_each_process(2)
-def test_the_callback_refuses_a_strategy_with_nothing_to_log(tmp_path: Path) -> None:
+def test_by_name_and_the_callback_refuses_a_strategy_with_nothing_to_log(tmp_path: Path) -> None:
+    trainer, _ = fit("thinwire", tmp_path, epochs=1)
+    assert isinstance(trainer.strategy, ThinwireStrategy)
+    assert trainer.strategy.sync.stats().compression_ratio > 1.5
+    assert trainer.strategy.algorithm == PowerSGD()
     with pytest.raises(thinwire.ConfigError, match="got DDPStrategy"):
         fit(DDPStrategy(), tmp_path, callbacks=[ThinwireCallback()])
 
 
-def member(**settings: Any) -> Any:
+def member() -> Any:
     """What makes a member that is alone."""
     group = elastic.InProcessGroup(elastic.InProcessLighthouse())
-    return partial(elastic.DiLoCo, every_steps=4, algorithm=POWER, group=group, **settings)
+    return partial(elastic.DiLoCo, every_steps=4, algorithm=POWER, group=group)
 
 
-def alone(folder: Path, callback: ThinwireCallback, resume: str | None = None, **options: Any) -> Trainer:
+def alone(folder: Path, callback: ThinwireCallback, resume: str | None = None) -> Trainer:
+    """A Trainer of one process, after 12 steps of two batches each."""
+    saving = ModelCheckpoint(folder, "at-{step}", every_n_train_steps=6, save_top_k=-1)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": 12}
+    options |= {"max_epochs": 4, "enable_checkpointing": True, "num_sanity_val_steps": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            default_root_dir=folder,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-            callbacks=[callback, ModelCheckpoint(folder, "at-{step}", every_n_train_steps=6, save_top_k=-1)],
-            num_sanity_val_steps=0,
-            **options,
-        )
+        trainer = new_trainer(folder, devices=1, callbacks=[callback, saving], **options)
         trainer.fit(Regression(), batches(), ckpt_path=resume)
     return trainer
 
@@ -560,13 +528,12 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
             looked.append((self.local.steps, self.local.stats().compression_ratio))
             super().on_train_end(trainer, pl_module)
 
-    clipped: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_steps": 12}
-    trainer = alone(tmp_path, Looking(elastic=member()), max_epochs=4, **clipped)
+    trainer = alone(tmp_path, Looking(elastic=member()))
     assert trainer.global_step == 12
     assert looked[0][0] == 12
     assert looked[0][1] > 2
     saved = str(next(tmp_path.glob("*step=6.ckpt")))
-    again = alone(tmp_path / "again", Looking(elastic=member()), saved, max_epochs=4, **clipped)
+    again = alone(tmp_path / "again", Looking(elastic=member()), saved)
     assert again.global_step == 12
     assert trainer.model is not None
     assert again.model is not None

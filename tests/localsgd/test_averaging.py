@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from members import Member, data_parallel, run
-from thinwire import Streaming, Warmup
+from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
+from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
-from thinwire.channel import Metered
-from thinwire.channel.transport import Work
-from thinwire.errors import CommunicationError
-from thinwire.plan import Plan
+from thinwire.errors import AgreementError, CommunicationError, StepError
 from thinwire.sync import engine_of
-from training import batch_of, error_of, flat, new_model, new_optimizer, train, train_step
+from training import batch_of, flat, new_model, new_optimizer, refused, train, train_step
 
-POWER = PowerSGD(matrix_rank=2)
 FULL_RANK = PowerSGD(matrix_rank=48, min_compression_ratio=0.01)
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+NOT_FINITE = "the parameters or buffers of process {} are not finite"
+OTHERS = "the model's trainable parameters or buffers are others than when this LocalSGD was"
 
 
 @pytest.mark.parametrize(
@@ -37,129 +34,99 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     ids=["exact, fp64", "exact, fp32", "full rank, fp32"],
 )
 @pytest.mark.parametrize("size", [2, 4])
+@in_each_member()
 def test_averaging_every_step_is_data_parallel_training(
-    size: int, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
+    member: Member, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
 ) -> None:
-    expected, start = data_parallel(size, 8, dtype), flat(new_model(dtype=dtype))
-    moved = (expected - start).norm()
+    expected, model = data_parallel(member.size, 8, dtype), new_model(dtype=dtype)
+    moved = (expected - flat(model)).norm()
     assert moved > 0.1
-    for parameters, agreed, same_storage in run(size, _every_step, algorithm, dtype):
-        assert (parameters - expected).norm() < max_gap * moved
-        assert agreed
-        assert same_storage
-
-
-def _every_step(member: Member, algorithm: Algorithm, dtype: torch.dtype) -> tuple[Tensor, bool, bool]:
-    member.take(new_model(dtype=dtype))
-    addresses = [p.data_ptr() for p in member.model.parameters()]
+    member.take(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
     with member.local(every_steps=1, algorithm=algorithm):
         member.train(8)
-    same_storage = addresses == [p.data_ptr() for p in member.model.parameters()]
-    return flat(member.model), member.agreed(), same_storage
+    assert (flat(model) - expected).norm() < max_gap * moved
+    assert member.agreed()
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+
+
+def with_statistics() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
 
 
 @pytest.mark.parametrize("algorithm", [TopK(), Quantize(bits=1)])
-def test_statistics_are_averaged_as_they_are(algorithm: Algorithm) -> None:
+@in_each_member(4)
+def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorithm) -> None:
     """A variance that is only about the mean may be negative, and its model's outputs NaN."""
-    models = run(4, _with_statistics, algorithm)
-    variances = torch.stack([before for before, *_ in models])
-    assert len({tuple(each.tolist()) for each in variances}) == 4
-    for _, after, ratio in models:
-        torch.testing.assert_close(after, variances.mean(0))
-        assert ratio > 4
-
-
-def _with_statistics(member: Member, algorithm: Algorithm) -> tuple[Tensor, Tensor, float]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+    model = with_statistics()
     member.take(model)
     variance = model[1].running_var
-    assert isinstance(variance, Tensor)
     with member.local(every_steps=1, algorithm=algorithm) as local:
         variance.copy_(torch.rand(48, generator=torch.Generator().manual_seed(member.rank)))
-        before = variance.clone()
+        variances = member.gathered(variance)
         member.optimizer.step()
-    return before, variance.clone(), local.stats().compression_ratio
+    assert len({tuple(each.tolist()) for each in variances}) == 4
+    torch.testing.assert_close(variance, variances.mean(0))
+    assert local.stats().compression_ratio > 4
 
 
 @pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
-def test_before_the_first_averaging_the_plan_knows_statistics(algorithm: Algorithm) -> None:
+@in_each_member(2)
+def test_before_the_first_averaging_the_plan_knows_statistics(member: Member, algorithm: Algorithm) -> None:
     """As it is after it."""
-    first, last = run(2, _plans, algorithm)[0]
-    assert first == last
+    member.take(with_statistics())
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        first = local.sync.plan
+        member.optimizer.step()
+        assert local.sync.plan == first
     assert first.compression_ratio > 4
     assert [r.names for r in first.routes if not r.is_compressed] == [("1.running_mean",), ("1.running_var",)]
 
 
-def _plans(member: Member, algorithm: Algorithm) -> tuple[Plan, Plan]:
-    torch.manual_seed(0)
-    member.take(nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48)))
-    with member.local(every_steps=1, algorithm=algorithm) as local:
-        first = local.sync.plan
-        member.optimizer.step()
-        return first, local.sync.plan
-
-
-def test_every_few_steps_the_models_become_their_mean() -> None:
-    alone = []
-    for worker in range(2):
-        model = new_model()
-        train(model, new_optimizer(model), range(3), worker)
-        alone.append(flat(model))
-    for agreed, after_three in run(2, _to_the_mean):
-        assert agreed == [False, False, True, False, False, True]
-        assert (after_three - torch.stack(alone).mean(0)).abs().max() < 1e-6
-
-
-def _to_the_mean(member: Member) -> tuple[list[bool], Tensor]:
-    agreed, parameters = [], []
+@in_each_member(2)
+def test_every_few_steps_the_models_become_their_mean(member: Member) -> None:
+    alone = new_model()
+    train(alone, new_optimizer(alone), range(3), member.rank)
+    mean, agreed = member.gathered(flat(alone)).mean(0), []
     with member.local(every_steps=3):
         for step in range(6):
             member.train(step, step + 1)
             agreed.append(member.agreed())
-            parameters.append(flat(member.model))
-    return agreed, parameters[2]
+            if step == 2:
+                assert (flat(member.model) - mean).abs().max() < 1e-6
+    assert agreed == [False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_bytes_are_those_of_data_parallel_training_over_the_number_of_steps(warmup_steps: int) -> None:
-    parameter_bytes = 4 * flat(new_model()).numel()
-    for stats in run(2, _bytes, warmup_steps):
-        assert stats.steps == warmup_steps + 12
-        assert stats.gradient_bytes == stats.steps * parameter_bytes
-        assert stats.message_bytes == (warmup_steps + 12 // 4) * parameter_bytes
-        assert stats.compression_ratio == stats.steps / (warmup_steps + 3)
-
-
-def _bytes(member: Member, warmup_steps: int) -> Any:
+@in_each_member(2)
+def test_bytes_are_those_of_data_parallel_training_over_the_number_of_steps(
+    member: Member, warmup_steps: int
+) -> None:
     with member.local(every_steps=4, warmup=Warmup(warmup_steps)) as local:
         member.train(warmup_steps + 12)
-    assert local.counts().message_bytes == local.stats().message_bytes
+    parameter_bytes, stats = flat(member.model).nbytes, local.stats()
+    assert stats.steps == warmup_steps + 12
+    assert stats.gradient_bytes == stats.steps * parameter_bytes
+    assert stats.message_bytes == (warmup_steps + 12 // 4) * parameter_bytes == local.counts().message_bytes
+    assert stats.compression_ratio == stats.steps / (warmup_steps + 3)
     assert str(local) == "LocalSGD(every_steps=4), AllReduce()"
-    return local.stats()
 
 
-def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimizer() -> None:
-    expected = data_parallel(2, 5, torch.float64)
-    moved = (expected - flat(new_model(dtype=torch.float64))).norm()
-    for after_warm_up, errors, outer_state, agreed in run(2, _warm_up):
-        assert (after_warm_up - expected).norm() < 1e-12 * moved
-        assert errors == [0, 3]
-        assert outer_state == [0, 6]
-        assert agreed
-
-
-def _warm_up(member: Member) -> tuple[Tensor, list[int], list[int], bool]:
-    member.take(new_model(dtype=torch.float64))
-    parameters, errors, outer_state = [], [], []
+@in_each_member(2)
+def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimizer(member: Member) -> None:
+    expected, model = data_parallel(2, 5, torch.float64), new_model(dtype=torch.float64)
+    moved = (expected - flat(model)).norm()
+    member.take(model)
     with member.local(every_steps=2, warmup=Warmup(5), algorithm=POWER, outer=NESTEROV) as local:
-        for first, last in ((0, 5), (5, 7)):
-            member.train(first, last)
-            parameters.append(flat(member.model))
+        for steps, num_errors, num_outer_states in (((5,), 0, 0), ((5, 7), 3, 6)):
+            member.train(*steps)
+            if steps == (5,):
+                assert (flat(model) - expected).norm() < 1e-12 * moved
             state = local.state_dict()
-            errors.append(len(dict(state["sync"]["error"])))
-            outer_state.append(len(state["outer"]["state"]))
-    return parameters[0], errors, outer_state, member.agreed()
+            assert len(dict(state["sync"]["error"])) == num_errors
+            assert len(state["outer"]["state"]) == num_outer_states
+    assert member.agreed()
 
 
 # Algorithms
@@ -175,39 +142,28 @@ def _warm_up(member: Member) -> tuple[Tensor, list[int], list[int], bool]:
     ],
     ids=str,
 )
-def test_every_algorithm_carries_changes(algorithm: Algorithm, min_ratio: float) -> None:
-    for ratio, agreed, loss in run(2, _with_algorithm, algorithm):
-        assert ratio >= min_ratio
-        assert agreed
-        assert loss < 0.6
-
-
-def _with_algorithm(member: Member, algorithm: Algorithm) -> tuple[float, bool, float]:
+@in_each_member(2)
+def test_every_algorithm_carries_changes(member: Member, algorithm: Algorithm, min_ratio: float) -> None:
     before = member.model(batch_of(99, 0)).square().mean().item()
     with member.local(every_steps=4, algorithm=algorithm) as local:
         member.train(16)
-    after = member.model(batch_of(99, 0)).square().mean().item()
-    return local.stats().compression_ratio, member.agreed(), after / before
+    assert local.stats().compression_ratio >= min_ratio
+    assert member.agreed()
+    assert member.model(batch_of(99, 0)).square().mean().item() < 0.6 * before
 
 
-def test_what_powersgd_did_not_carry_is_residual() -> None:
+@in_each_member(2)
+def test_what_powersgd_did_not_carry_is_residual(member: Member) -> None:
     """What all members got, plus the mean residual, is the exact mean of the models."""
-    for gap, residual, ratio in run(2, _residual):
-        assert residual > 1e-3
-        assert gap < 1e-5 * residual + 1e-6
-        assert ratio > 20
-
-
-def _residual(member: Member) -> tuple[float, float, float]:
     alone = new_model()
     train(alone, new_optimizer(alone), range(4), member.rank)
     with member.local(every_steps=4, algorithm=POWER) as local:
         member.train(4)
-    error = dict(local.state_dict()["sync"]["error"])
-    named = list(member.model.named_parameters())
-    residual = torch.cat([error.get(name, torch.zeros_like(p)).reshape(-1) for name, p in named])
+    residual = member.residual(local)
     gap = flat(member.model) + residual - member.gathered(flat(alone)).mean(0)
-    return gap.norm().item(), residual.norm().item(), local.stats().compression_ratio
+    assert residual.norm() > 1e-3
+    assert gap.norm() < 1e-5 * residual.norm() + 1e-6
+    assert local.stats().compression_ratio > 20
 
 
 # Skipped steps, disagreement, values that are not finite
@@ -223,201 +179,146 @@ def scaled_step(member: Member, scaler: GradScaler, step: int) -> None:
     scaler.update()
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_step_that_one_scaler_skips_counts(enabled: bool) -> None:
-    taken = []
-    for steps_taken, averaged_after, stats, restored in run(2, _skipped, enabled):
-        taken.append(steps_taken)
-        assert averaged_after == [4, 8]
-        assert stats.steps == 8
-        assert stats.messages == 2
-        assert restored
-    assert taken == ([7, 8] if enabled else [8, 8])
-
-
-def _skipped(member: Member, enabled: bool) -> tuple[int, list[int], Any, bool]:
-    scaler = GradScaler("cpu", init_scale=2.0**8, enabled=enabled)
-    taken: list[int] = []
+@pytest.mark.parametrize("kind", ["scaled", "disabled", "fused"])
+@in_each_member(2)
+def test_a_step_that_one_scaler_skips_counts(member: Member, kind: str) -> None:
+    """To a fused optimizer the scaler leaves skipping, so that its own hook fires in every step."""
+    if kind == "fused":
+        member.optimizer = torch.optim.AdamW(member.model.parameters(), fused=True)
+    scaler, taken, averaged_after = GradScaler("cpu", init_scale=2.0**8, enabled=kind != "disabled"), [], []
     member.optimizer.register_step_post_hook(lambda *_: taken.append(1))
-    averaged_after = []
     with member.local(every_steps=4, grad_scaler=scaler) as local:
         for step in range(8):
-            scaled_step(member, scaler, step if enabled else 7)
+            scaled_step(member, scaler, 7 if kind == "disabled" else step)
             if member.agreed():
                 averaged_after.append(step + 1)
-    return len(taken), averaged_after, local.stats(), "step" not in vars(scaler)
+    assert averaged_after == [4, 8]
+    assert (local.stats().steps, local.stats().messages) == (8, 2)
+    assert "step" not in vars(scaler)
+    assert len(taken) == (7 if kind == "scaled" and member.rank == 0 else 8)
 
 
-def test_a_fused_optimizer_under_a_scaler_counts_once() -> None:
-    """The scaler leaves skipping to it, so that its own hook fires in every step."""
-    for averaged_after, stats in run(2, _fused):
-        assert averaged_after == [3, 6]
-        assert stats.steps == 6
-
-
-def _fused(member: Member) -> tuple[list[int], Any]:
-    member.optimizer = torch.optim.AdamW(member.model.parameters(), fused=True)
+@in_each_member(2)
+def test_without_the_scaler_a_skipped_step_is_an_error_on_all_members_that_names_the_remedy(
+    member: Member,
+) -> None:
     scaler = GradScaler("cpu", init_scale=2.0**8)
-    averaged_after = []
-    with member.local(every_steps=3, grad_scaler=scaler) as local:
-        for step in range(6):
+    at_steps = "processes are at different steps (0: 7, 1: 8)"
+    with refused(StepError, at_steps, "LocalSGD(…, grad_scaler=scaler)"), member.local(every_steps=4):
+        for step in range(8):
             scaled_step(member, scaler, step)
-            if member.agreed():
-                averaged_after.append(step + 1)
-    return averaged_after, local.stats()
 
 
-def test_without_the_scaler_a_skipped_step_is_an_error_on_all_members_that_names_the_remedy() -> None:
-    def loop(member: Member) -> None:
-        scaler = GradScaler("cpu", init_scale=2.0**8)
-        with member.local(every_steps=4):
-            for step in range(8):
-                scaled_step(member, scaler, step)
-
-    for message in run(2, lambda member: error_of(lambda: loop(member))):
-        assert message.startswith("StepError: processes are at different steps (0: 7, 1: 8)")
-        assert "LocalSGD(…, grad_scaler=scaler)" in message
+def of_two_optimizers(member: Member) -> list[torch.optim.Optimizer]:
+    """Two that share the model; the second one is the member's."""
+    first, *others = member.model.parameters()
+    member.optimizer = torch.optim.SGD(others, lr=0.05)
+    return [torch.optim.AdamW([first], lr=0.01), member.optimizer]
 
 
-def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count() -> None:
-    def body(member: Member) -> tuple[int, int]:
-        first, *others = member.model.parameters()
-        optimizers = [torch.optim.SGD([first], lr=0.01), torch.optim.SGD(others, lr=0.01)]
-        member.optimizer, scaler = optimizers[1], GradScaler("cpu", init_scale=2.0)
-        with member.local(every_steps=2, grad_scaler=scaler) as local:
-            for step in range(4):
-                member.model.zero_grad()
-                loss = member.model(batch_of(step, member.rank)).square().mean()
-                torch.autograd.backward(scaler.scale(loss))
-                for optimizer in optimizers:
-                    scaler.step(optimizer)
-                scaler.update()
-        return local.steps, local.stats().messages
-
-    assert run(2, body) == [(4, 2)] * 2
+@in_each_member(2)
+def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count(member: Member) -> None:
+    optimizers, scaler = of_two_optimizers(member), GradScaler("cpu", init_scale=2.0)
+    with member.local(every_steps=2, grad_scaler=scaler) as local:
+        for step in range(4):
+            member.model.zero_grad()
+            loss = member.model(batch_of(step, member.rank)).square().mean()
+            torch.autograd.backward(scaler.scale(loss))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert (local.steps, local.stats().messages) == (4, 2)
 
 
 @pytest.mark.parametrize("every_steps", [2, 4, 100])
 @pytest.mark.parametrize("hierarchical", [False, True])
+@in_each_member(4)
 def test_different_numbers_of_batches_are_an_error_on_all_members(
-    every_steps: int, hierarchical: bool
+    member: Member, every_steps: int, hierarchical: bool
 ) -> None:
-    def loop(member: Member) -> None:
-        with member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None):
-            member.train(3 if member.rank == 1 else 4)
-
-    for message in run(4, lambda member: error_of(lambda: loop(member))):
-        assert message.startswith("StepError: processes are at different steps")
-        assert "1: 3" in message
-        assert "uneven batches" in message
-        assert "with local, thinwire.join(local): …" in message
+    told = ["processes are at different steps", "1: 3", "uneven batches"]
+    with (
+        refused(StepError, *told, "with local, thinwire.join(local): …"),
+        member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None),
+    ):
+        member.train(3 if member.rank == 1 else 4)
 
 
-def test_of_many_who_disagree_eight_are_listed() -> None:
-    def loop(member: Member) -> None:
-        with member.local(every_steps=9):
-            member.train(member.rank)
-
-    (message, *others) = run(10, lambda member: error_of(lambda: loop(member)))
-    assert "(0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7 and 2 more)" in message
-    assert others == [message] * 9
+@in_each_member(10)
+def test_of_many_who_disagree_eight_are_listed(member: Member) -> None:
+    told = "(0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7 and 2 more)"
+    with refused(StepError, told), member.local(every_steps=9):
+        member.train(member.rank)
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
-def test_parameters_that_are_not_finite_are_an_error_on_all_members(algorithm: Algorithm) -> None:
+@in_each_member(2)
+def test_parameters_that_are_not_finite_are_an_error_on_all_members(
+    member: Member, algorithm: Algorithm
+) -> None:
     """Nothing is averaged: parameters, last average and residual stay as they were."""
-    results = run(2, _diverged, algorithm)
-    assert len(results) == 2
-    for message, untouched, messages in results:
-        assert message.startswith("StepError: the parameters or buffers of process 1 are not finite")
-        assert "restart all processes from a checkpoint" in message
-        assert untouched == [True, True, True]
-        assert messages == (1 if algorithm == AllReduce() else 2)
+    with (
+        refused(StepError, NOT_FINITE.format(1), "restart all processes from a checkpoint"),
+        member.local(algorithm=algorithm) as local,
+    ):
+        member.train(3)
+        before = copy.deepcopy(local.state_dict())
+        if member.rank == 1:
+            next(member.model.parameters()).data[0, 0] = torch.nan
+        own = flat(member.model)
+        local.average()
+    assert torch.equal(own.nan_to_num(5), flat(member.model).nan_to_num(5))
+    assert bool(own.isfinite().all()) == (member.rank == 0)
+    after = local.state_dict()
+    for one, other in (
+        (before["last_average"], after["last_average"]),
+        (dict(before["sync"]["error"]), dict(after["sync"]["error"])),
+    ):
+        assert all(torch.equal(each, other[name]) for name, each in one.items())
+    assert local.stats().messages == (1 if algorithm == AllReduce() else 2)
 
 
-def _diverged(member: Member, algorithm: Algorithm) -> tuple[str, list[bool], int]:
-    local = member.local(algorithm=algorithm)
-    states, kept = [], []
-
-    def loop() -> None:
-        with local:
-            member.train(3)
-            states.append(copy.deepcopy(local.state_dict()))
-            if member.rank == 1:
-                next(member.model.parameters()).data[0, 0] = torch.nan
-            kept.append(flat(member.model))
-            local.average()
-
-    message = error_of(loop)
-    states.append(local.state_dict())
-    before, after = states
-    errors = [dict(state["sync"]["error"]) for state in states]
-    untouched = [
-        torch.equal(kept[0].nan_to_num(5), flat(member.model).nan_to_num(5)),
-        all(torch.equal(t, after["last_average"][n]) for n, t in before["last_average"].items()),
-        all(torch.equal(t, errors[1][n]) for n, t in errors[0].items()),
-    ]
-    assert bool(flat(member.model).isfinite().all()) == (member.rank == 0)
-    return message, untouched, local.stats().messages
+@in_each_member(4)
+def test_a_subgroup_that_diverges_stops_all_members(member: Member) -> None:
+    with (
+        refused(StepError, NOT_FINITE.format(3)),
+        member.local(every_steps=3, subgroup=member.pair),
+    ):
+        for step in range(6):
+            if step == 4 and member.rank == 3:
+                next(member.model.parameters()).data[0, 0] = torch.inf
+            member.train(step, step + 1)
 
 
-def test_a_subgroup_that_diverges_stops_all_members() -> None:
-    def loop(member: Member) -> None:
-        with member.local(every_steps=3, subgroup=member.pair):
-            for step in range(6):
-                if step == 4 and member.rank == 3:
-                    next(member.model.parameters()).data[0, 0] = torch.inf
-                member.train(step, step + 1)
-
-    messages = run(4, lambda member: error_of(lambda: loop(member)))
-    assert len(messages) == 4
-    for message in messages:
-        assert message.startswith("StepError: the parameters or buffers of process 3 are not finite")
-
-
-def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothing() -> None:
-    for message, untouched in run(2, _overflowing):
-        assert message.startswith("StepError: the mean change of the parameters is not finite")
-        assert untouched
-
-
-def _overflowing(member: Member) -> tuple[str, bool]:
-    kept = []
-
-    def loop() -> None:
-        with member.local(algorithm=Cast("fp16")) as local:
-            member.train(1)
-            next(member.model.parameters()).data[0, 0] = 1e6
-            kept.append(flat(member.model))
-            local.average()
-
-    return error_of(loop), torch.equal(kept[0], flat(member.model))
+@in_each_member(2)
+def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothing(member: Member) -> None:
+    with (
+        refused(StepError, "the mean change of the parameters is not finite"),
+        member.local(algorithm=Cast("fp16")) as local,
+    ):
+        member.train(1)
+        next(member.model.parameters()).data[0, 0] = 1e6
+        own = flat(member.model)
+        local.average()
+    assert torch.equal(own, flat(member.model))
 
 
 # Lost messages
 
 
-def test_when_a_member_is_lost_the_others_keep_what_they_had() -> None:
-    (message, untouched), nothing = run(2, _lost)
-    assert message.startswith("CommunicationError: step 3, the consensus check before an averaging")
-    assert untouched
-    assert nothing == ("", True)
-
-
-def _lost(member: Member) -> tuple[str, bool]:
-    kept = []
+@in_each_member(2)
+def test_when_a_member_is_lost_the_others_keep_what_they_had(member: Member) -> None:
+    kept: list[Tensor] = []
     member.optimizer.register_step_post_hook(lambda *_: kept.append(flat(member.model)))
-
-    def loop() -> None:
-        with member.local(every_steps=3):
+    if member.rank:
+        with suppress(KeyError), member.local(every_steps=3):
             member.train(2)
-            if member.rank == 1:
-                raise KeyError  # nothing is sent any more
-            member.train(2, 3)
-
-    with nullcontext() if member.rank == 0 else pytest.raises(KeyError):
-        return error_of(loop), torch.equal(flat(member.model), kept[2])
-    return "", True
+            raise KeyError  # nothing is sent any more
+    else:
+        told = "step 3, the consensus check before an averaging"
+        with refused(CommunicationError, told), member.local(every_steps=3):
+            member.train(3)
+        assert torch.equal(flat(member.model), kept[2])
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
@@ -427,14 +328,6 @@ def test_an_exchange_that_fails_changes_nothing_and_can_be_made_again(algorithm:
     assert len({parameters for parameters, _ in failed}) == 1
 
 
-class Failing(Metered):
-    """Loses means."""
-
-    def mean(self, tensor: Tensor, purpose: str) -> Work:
-        tensor.fill_(torch.nan)
-        raise CommunicationError(f"{purpose}: lost")
-
-
 def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes, Any]:
     with member.local(every_steps=9, algorithm=algorithm, outer=NESTEROV) as local:
         engine = engine_of(local.sync)
@@ -442,7 +335,8 @@ def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes
             member.train(first, last)
             if fails:
                 before, engine.wire = flat(member.model), Failing(member.transport)
-                assert error_of(local.average).startswith("CommunicationError")
+                with refused(CommunicationError, "lost"):
+                    local.average()
                 assert torch.equal(flat(member.model), before)
                 engine.wire = engine.metered
             local.average()
@@ -452,36 +346,27 @@ def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes
 # Subgroups
 
 
-def test_hierarchical_averaging() -> None:
+@in_each_member(4)
+def test_hierarchical_averaging(member: Member) -> None:
     """The subgroup every step, all members in the warm-up and every third step after it."""
-    everywhere, within = (True, True), (True, False)
-    for seen, message_bytes in run(4, _hierarchical):
-        assert seen == [everywhere] * 2 + [within, within, everywhere] * 2
-        assert message_bytes == (2 + 2) * 4 * flat(new_model()).numel()
-
-
-def _hierarchical(member: Member) -> tuple[list[tuple[bool, bool]], int]:
-    seen = []
+    everywhere, within, seen = (True, True), (True, False), []
     with member.local(every_steps=3, warmup=Warmup(2), subgroup=member.pair) as local:
         for step in range(8):
             member.train(step, step + 1)
             seen.append(member.halves())
-    return seen, local.stats().message_bytes
+    assert seen == [everywhere] * 2 + [within, within, everywhere] * 2
+    assert local.stats().message_bytes == (2 + 2) * flat(member.model).nbytes
 
 
-def test_within_a_subgroup_it_is_data_parallel_training() -> None:
-    start = flat(new_model(dtype=torch.float64))
-    for rank, (parameters, seen) in enumerate(run(4, _within)):
-        expected = data_parallel(2, 6, torch.float64, first_worker=rank // 2 * 2)
-        assert seen == (True, False)
-        assert (parameters - expected).norm() < 1e-12 * (expected - start).norm()
-
-
-def _within(member: Member) -> tuple[Tensor, tuple[bool, bool]]:
+@in_each_member(4)
+def test_within_a_subgroup_it_is_data_parallel_training(member: Member) -> None:
     member.take(new_model(dtype=torch.float64))
+    start = flat(member.model)
+    expected = data_parallel(2, 6, torch.float64, first_worker=member.rank // 2 * 2)
     with member.local(every_steps=100, subgroup=member.pair):
         member.train(6)
-        return flat(member.model), member.halves()
+        assert (flat(member.model) - expected).norm() < 1e-12 * (expected - start).norm()
+        assert member.halves() == (True, False)
 
 
 # Models
@@ -507,19 +392,9 @@ class Normalised(nn.Module):
 
 @pytest.mark.parametrize("average_buffers", [True, False])
 @pytest.mark.parametrize("outer", [None, partial(torch.optim.SGD, lr=0.5)], ids=["mean", "outer"])
-def test_floating_buffers(average_buffers: bool, outer: Any) -> None:
+@in_each_member(2)
+def test_floating_buffers(member: Member, average_buffers: bool, outer: Any) -> None:
     """The mean of the statistics, outer optimizer or not; integer and unsaved buffers are left alone."""
-    for equal, gap, tracked, bounds, mask in run(2, _buffers, average_buffers, outer):
-        assert equal == average_buffers
-        assert (gap < 1e-6) == average_buffers
-        assert tracked == [2, 3]
-        assert bounds == [-torch.inf, 3.0, torch.inf]
-        assert mask == [0, 1]
-
-
-def _buffers(
-    member: Member, average_buffers: bool, outer: Any
-) -> tuple[bool, float, list[int], list[float], list[float]]:
     torch.manual_seed(0)
     model = Normalised()
     alone = copy.deepcopy(model)
@@ -531,10 +406,11 @@ def _buffers(
         member.train(2)
     train(alone, new_optimizer(alone), range(2), member.rank)
     means, alone_means = (member.gathered(each.norm.state_dict()["running_mean"]) for each in (model, alone))
-    gap = (means[0] - alone_means.mean(0)).abs().max().item()
-    tracked = member.gathered(model.norm.state_dict()["num_batches_tracked"]).tolist()
-    mask = member.gathered(model.mask)[:, 0].tolist()
-    return torch.equal(means[0], means[1]), gap, tracked, model.bounds.tolist(), mask
+    assert torch.equal(means[0], means[1]) == average_buffers
+    assert ((means[0] - alone_means.mean(0)).abs().max() < 1e-6) == average_buffers
+    assert member.gathered(model.norm.state_dict()["num_batches_tracked"]).tolist() == [2, 3]
+    assert model.bounds.tolist() == [-torch.inf, 3.0, torch.inf]
+    assert member.gathered(model.mask)[:, 0].tolist() == [0, 1]
 
 
 class Mixed(nn.Module):
@@ -563,15 +439,11 @@ class Mixed(nn.Module):
 )
 def test_every_kind_of_parameter(algorithm: Algorithm) -> None:
     first, second = run(2, _kinds, algorithm)
-    for name, tensor in first[0].items():
-        assert torch.equal(tensor, second[0][name]), name
-    for _, same_storage, ratio, compressed in (first, second):
-        assert same_storage
-        assert ratio >= 3
-        assert compressed == (algorithm != AllReduce())
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
 
 
-def _kinds(member: Member, algorithm: Algorithm) -> tuple[dict[str, Tensor], bool, float, bool]:
+def _kinds(member: Member, algorithm: Algorithm) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Mixed()
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -579,174 +451,137 @@ def _kinds(member: Member, algorithm: Algorithm) -> tuple[dict[str, Tensor], boo
     with member.local(every_steps=3, algorithm=algorithm) as local:
         for step in range(6):
             train_step(model, member.optimizer, batch_of(step, member.rank))
-    same_storage = addresses == [p.data_ptr() for p in model.parameters()]
-    compressed = any(route.is_compressed for route in local.sync.plan.routes)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    return parameters, same_storage, local.stats().compression_ratio, compressed
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert any(route.is_compressed for route in local.sync.plan.routes) == (algorithm != AllReduce())
+    assert local.stats().compression_ratio >= 3
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def test_of_two_optimizers_the_one_that_steps_last_is_given() -> None:
-    assert run(2, _two_optimizers) == [[False, True, False, True]] * 2
-
-
-def _two_optimizers(member: Member) -> list[bool]:
-    first, *others = member.model.parameters()
-    optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(others, lr=0.05)]
-    member.optimizer = optimizers[1]
-    agreed = []
-    with member.local():
+@pytest.mark.parametrize("are_both_given", [False, True])
+@in_each_member(2)
+def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(
+    member: Member, are_both_given: bool
+) -> None:
+    optimizers = of_two_optimizers(member)
+    given = optimizers if are_both_given else member.optimizer
+    with LocalSGD(member.model, given, every_steps=2, replicas=member.transport):
         for step in range(4):
             member.model.zero_grad()
             torch.autograd.backward(member.model(batch_of(step, member.rank)).square().mean())
             for optimizer in optimizers:
                 optimizer.step()
-            agreed.append(member.agreed())
-    return agreed
+            assert member.agreed() == (step % 2 == 1)
 
 
-def test_entry_gives_all_members_the_first_ones_model() -> None:
-    for agreed, frozen, unsaved in run(2, _entry):
-        assert agreed
-        assert frozen == [0, 0]
-        assert unsaved == [0, 0]
-
-
-def _entry(member: Member) -> tuple[bool, list[float], list[float]]:
+@in_each_member(2)
+def test_entry_gives_all_members_the_first_ones_model(member: Member) -> None:
     model: Any = new_model(seed=member.rank)
     model.frozen = nn.Parameter(torch.full((1,), float(member.rank)), requires_grad=False)
     model.register_buffer("unsaved", torch.tensor([member.rank]), persistent=False)
     member.take(model)
     with member.local(every_steps=1):
-        frozen, unsaved = (member.gathered(each)[:, 0].tolist() for each in (model.frozen, model.unsaved))
-        return member.agreed(), frozen, unsaved
+        assert member.agreed()
+        assert model.frozen.item() == model.unsaved.item() == 0
 
 
-def test_a_compiled_model() -> None:
-    for agreed, ratio in run(2, _compiled):
-        assert agreed
-        assert ratio == 2
-
-
-def _compiled(member: Member) -> tuple[bool, float]:
+@in_each_member(2)
+def test_a_compiled_model(member: Member) -> None:
     compiled: Any = torch.compile(member.model, backend="eager")
     member.model = compiled
     with member.local() as local:
         member.train(4)
-    return member.agreed(), local.stats().compression_ratio
+    assert member.agreed()
+    assert local.stats().compression_ratio == 2
 
 
-def test_a_model_that_trains_other_parameters_than_on_entry_is_refused() -> None:
-    def loop(member: Member) -> None:
-        first = next(member.model.parameters()).requires_grad_(False)
-        with member.local(every_steps=1):
-            first.requires_grad_(True)
-            member.train(1)
-
-    for message in run(2, lambda member: error_of(lambda: loop(member))):
-        assert message.startswith("StepError: the model's trainable parameters or buffers are others")
-        assert "0.weight" in message
+@in_each_member(2)
+def test_a_model_that_trains_other_parameters_than_on_entry_is_refused(member: Member) -> None:
+    first = next(member.model.parameters()).requires_grad_(False)
+    told = "the model's trainable parameters or buffers are others"
+    with refused(StepError, told, "0.weight"), member.local(every_steps=1):
+        first.requires_grad_(True)
+        member.train(1)
 
 
 @pytest.mark.parametrize(
-    ("by", "said"),
+    ("by", "error", "said"),
     [
-        (
-            (0, 1),
-            "StepError: the model's trainable parameters or buffers are others than when this LocalSGD was ",
-        ),
+        ((0, 1), StepError, OTHERS),
         # Both would send as many numbers, of other parameters.
         (
             (1,),
-            "AgreementError: entering LocalSGD: process 0 has no parameters that have changed since LocalSGD",
+            AgreementError,
+            "entering LocalSGD: process 0 has no parameters that have changed since LocalSGD",
         ),
     ],
 )
+@in_each_member(2)
 def test_a_model_that_trains_other_parameters_than_when_it_was_made_is_refused(
-    by: tuple[int, ...], said: str
+    member: Member, by: tuple[int, ...], error: type[Exception], said: str
 ) -> None:
-    def enter(member: Member) -> None:
-        local = member.local()
-        next(member.model.parameters()).requires_grad_(member.rank not in by)
-        with local:
-            raise AssertionError("entered")
-
-    for message in run(2, lambda member: error_of(lambda: enter(member))):
-        assert message.startswith(said)
-        assert "0.weight" in message
+    local = member.local()
+    next(member.model.parameters()).requires_grad_(member.rank not in by)
+    with refused(error, said, "0.weight"):
+        local.__enter__()
 
 
 # Entry, exit, averaging on request
 
 
-def test_averaging_on_request_leaves_the_schedule_alone() -> None:
-    for seen, messages in run(2, _on_request):
-        assert seen == [False, True, True, False, True, False, True]
-        assert messages == [0, 1, 1, 1, 2, 2, 3]
-
-
-def _on_request(member: Member) -> tuple[list[bool], list[int]]:
+@in_each_member(2)
+def test_averaging_on_request_leaves_the_schedule_alone(member: Member) -> None:
     seen, messages = [], []
     with member.local(every_steps=3) as local:
-        actions = ["step", "average", "average", "step", "step", "step"]
-        for step, action in enumerate(actions):
+        for step, action in enumerate(["step", "average", "average", "step", "step", "step"]):
             member.train(step, step + 1) if action == "step" else local.average()
             seen.append(member.agreed())
             messages.append(local.stats().messages)
-    return [*seen, member.agreed()], [*messages, local.stats().messages]
+    assert [*seen, member.agreed()] == [False, True, True, False, True, False, True]
+    assert [*messages, local.stats().messages] == [0, 1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_exit_takes_everything_off_and_averages_only_if_clean(raises: bool) -> None:
-    for agreed, hooks, restored, messages in run(2, _exit, raises):
-        assert agreed != raises
-        assert hooks == [2, 1]
-        assert restored
-        assert messages == (0 if raises else 1)
-
-
-def _exit(member: Member, raises: bool) -> tuple[bool, list[int], bool, int]:
+@in_each_member(2)
+def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, raises: bool) -> None:
     scaler = GradScaler("cpu")
     scaler.step = own = scaler.step  # type: ignore[method-assign]
     member.optimizer.register_step_post_hook(lambda *_: None)
-    hooks = []
     local = member.local(every_steps=5, grad_scaler=scaler)
     with pytest.raises(KeyError) if raises else nullcontext(), local:
-        hooks.append(len(member.optimizer._optimizer_step_post_hooks))
+        assert len(member.optimizer._optimizer_step_post_hooks) == 2
         member.train(2)
         if raises:
             raise KeyError
-    hooks.append(len(member.optimizer._optimizer_step_post_hooks))
+    assert len(member.optimizer._optimizer_step_post_hooks) == 1
     member.train(10 if raises else 0)
-    return member.agreed(), hooks, scaler.step is own, local.stats().messages
+    assert member.agreed() != raises
+    assert scaler.step is own
+    assert local.stats().messages == (0 if raises else 1)
 
 
 def test_what_another_optimizer_has_changed_is_averaged_at_the_end_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def body(member: Member) -> tuple[bool, bool]:
+    def body(member: Member) -> None:
         with member.local(every_steps=2, streaming=Streaming(fragments=2)) as local:
             member.train(2)
-            assert (member.agreed(), local.stats().messages) == (
-                False,
-                2,
-            )  # the first fragment after one step
+            assert not member.agreed()
+            assert local.stats().messages == 2  # the first fragment after one step
             local.average()
             if member.rank:
                 member.optimizer = new_optimizer(member.model)  # whose steps nobody counts
                 member.train(1)
-            before = member.agreed()
-        return before, member.agreed()
+            assert not member.agreed()
+        assert member.agreed()
 
-    assert run(2, body) == [(False, True)] * 2
+    run(2, body)
     assert [record.message[:23] for record in caplog.records] == ["parameters have changed"]
 
 
-def test_observers_are_called_after_every_step() -> None:
-    def body(member: Member) -> list[tuple[int, bool]]:
-        seen: list[tuple[int, bool]] = []
-        with member.local(every_steps=2) as local:
-            local.observers.append(lambda committed: seen.append((local.steps, committed)))
-            member.train(3)
-        return seen
-
-    assert run(2, body) == [[(1, True), (2, True), (3, True)]] * 2
+@in_each_member(2)
+def test_observers_are_called_after_every_step(member: Member) -> None:
+    seen: list[tuple[int, bool]] = []
+    with member.local(every_steps=2) as local:
+        local.observers.append(lambda committed: seen.append((local.steps, committed)))
+        member.train(3)
+    assert seen == [(1, True), (2, True), (3, True)]

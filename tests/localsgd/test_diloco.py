@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +10,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from members import Member, run
+from members import NESTEROV, Member, in_each_member
 from thinwire import Nesterov, Streaming
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
-from thinwire.errors import StateError
+from thinwire.errors import AgreementError, StateError
 from thinwire.localsgd import DiLoCo
-from training import batch_of, error_of, flat, new_model
-
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+from training import batch_of, error_of, flat, new_model, refused
 
 
 def diloco(member: Member, **settings: Any) -> DiLoCo:
@@ -42,49 +39,31 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
     ],
     ids=str,
 )
+@in_each_member()
 def test_the_outer_optimizer_fits_the_members_and_the_distance(
-    size: int, settings: dict[str, Any], lr: float, momentum: float
+    member: Member, settings: dict[str, Any], lr: float, momentum: float
 ) -> None:
-    for group, name in run(size, _outer, settings):
-        assert (group["lr"], group["momentum"], group["nesterov"]) == (lr, momentum, momentum > 0)
-        assert name.startswith("DiLoCo(every_steps=")
-
-
-def _outer(member: Member, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     own = {"subgroup": member.pair} if settings.get("pair") else settings
     with diloco(member, **own) as local:
         assert local.outer is not None
-        return local.outer.param_groups[0], str(local)
+        group = local.outer.param_groups[0]
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (lr, momentum, momentum > 0)
+        assert str(local).startswith("DiLoCo(every_steps=")
 
 
-def test_changes_travel_in_four_bits_and_the_outer_state_lies_where_asked() -> None:
-    for ratio, devices, state, agreed in run(2, _few_bits):
-        assert ratio > 6 * 10
-        assert devices == {"cpu"}
-        assert state == 6
-        assert agreed
-
-
-def _few_bits(member: Member) -> tuple[float, set[str], int, bool]:
+@in_each_member(2)
+def test_changes_travel_in_four_bits_and_the_outer_state_lies_where_asked(member: Member) -> None:
     with diloco(member, every_steps=10, outer=Nesterov(device="cpu")) as local:
         member.train(20)
     assert local.sync.algorithm == Quantize(bits=4)
+    assert local.stats().compression_ratio > 6 * 10
     assert local.outer is not None
     kept = [each["momentum_buffer"] for each in local.outer.state.values()]
-    return local.stats().compression_ratio, {each.device.type for each in kept}, len(kept), member.agreed()
+    assert [each.device.type for each in kept] == ["cpu"] * 6
+    assert member.agreed()
 
 
 # What users do besides
-
-
-def test_with_all_that_a_loop_has() -> None:
-    """Clipping, accumulation, a scaler that skips, schedules inside and outside: as if written by hand."""
-    expected = _by_hand(num_workers=2)
-    assert (expected - flat(new_model(dtype=torch.float64))).norm() > 0.1
-    for parameters, steps, agreed in run(2, _loop):
-        assert (parameters - expected).norm() < 1e-11
-        assert steps == 12
-        assert agreed
 
 
 def losses(model: nn.Module, step: int, worker: int) -> list[Tensor]:
@@ -93,9 +72,12 @@ def losses(model: nn.Module, step: int, worker: int) -> list[Tensor]:
     return [model(batch_of(2 * step + part, worker).double()).square().mean() * factor / 2 for part in (0, 1)]
 
 
-def _loop(member: Member) -> tuple[Tensor, int, bool]:
+@in_each_member(2)
+def test_with_all_that_a_loop_has(member: Member) -> None:
+    """Clipping, accumulation, a scaler that skips, schedules inside and outside: as if written by hand."""
     member.take(new_model(dtype=torch.float64))
     model, member.optimizer = member.model, torch.optim.AdamW(member.model.parameters(), lr=1e-2)
+    expected, start = _by_hand(num_workers=2), flat(model)
     scaler = GradScaler("cpu", init_scale=2.0**10)
     schedule = CosineAnnealingLR(member.optimizer, T_max=12)
     settings: dict[str, Any] = {"algorithm": AllReduce(), "outer": Nesterov(lr=0.8, momentum=0.9)}
@@ -113,7 +95,10 @@ def _loop(member: Member) -> tuple[Tensor, int, bool]:
             schedule.step()
             if local.steps % 4 == 0:
                 outer_schedule.step()
-    return flat(model), local.steps, member.agreed()
+    assert (expected - start).norm() > 0.1
+    assert (flat(model) - expected).norm() < 1e-11
+    assert local.steps == 12
+    assert member.agreed()
 
 
 def _by_hand(num_workers: int) -> Tensor:
@@ -142,14 +127,8 @@ def _by_hand(num_workers: int) -> Tensor:
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
-def test_muon_inside() -> None:
-    for agreed, ratio, loss in run(2, _muon):
-        assert agreed
-        assert ratio > 30
-        assert loss < 0.5
-
-
-def _muon(member: Member) -> tuple[bool, float, float]:
+@in_each_member(2)
+def test_muon_inside(member: Member) -> None:
     model: Any = member.model
     before = model(batch_of(99, 0)).square().mean().item()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
@@ -162,8 +141,9 @@ def _muon(member: Member) -> tuple[bool, float, float]:
             torch.autograd.backward(model(batch_of(step, member.rank)).square().mean())
             muon.step()
             member.optimizer.step()
-    after = model(batch_of(99, 0)).square().mean().item()
-    return member.agreed(), local.stats().compression_ratio, after / before
+    assert member.agreed()
+    assert local.stats().compression_ratio > 30
+    assert model(batch_of(99, 0)).square().mean().item() < 0.5 * before
 
 
 @pytest.mark.parametrize(
@@ -180,39 +160,36 @@ def _muon(member: Member) -> tuple[bool, float, float]:
     ],
     ids=str,
 )
-def test_mistakes_raise_at_once_and_name_the_remedy(settings: dict[str, Any], message: str) -> None:
-    def body(member: Member) -> str:
-        if isinstance(settings.get("outer"), dict):
-            return error_of(lambda: Nesterov(**settings["outer"]))
-        return error_of(lambda: diloco(member, **settings))
-
-    assert run(1, body)[0].startswith(message)
-
-
-def test_members_with_other_outer_rates_are_refused() -> None:
-    def body(member: Member) -> str:
-        return error_of(diloco(member, outer=Nesterov(lr=0.5 + 0.1 * member.rank)).__enter__)
-
-    for message in run(2, body):
-        assert "process 0 has outer optimizer SGD(lr=0.5, momentum=0.9" in message
+@in_each_member(1)
+def test_mistakes_raise_at_once_and_name_the_remedy(
+    member: Member, settings: dict[str, Any], message: str
+) -> None:
+    outer = settings.get("outer")
+    told = error_of(lambda: Nesterov(**outer) if isinstance(outer, dict) else diloco(member, **settings))
+    assert told.startswith(message)
 
 
-def test_momentum_with_few_entries_is_warned_of() -> None:
-    def body(member: Member) -> None:
-        with pytest.warns(UserWarning, match="sends an entry only now and then"):
-            diloco(member, algorithm=TopK(), outer=Nesterov(momentum=0.9)).__enter__()
-        with diloco(member, every_steps=2) as local:
+@in_each_member(2)
+def test_members_with_other_outer_rates_are_refused(member: Member) -> None:
+    with refused(AgreementError, "process 0 has outer optimizer SGD(lr=0.5, momentum=0.9"):
+        diloco(member, outer=Nesterov(lr=0.5 + 0.1 * member.rank)).__enter__()
+
+
+@in_each_member(1)
+def test_momentum_with_few_entries_is_warned_of(member: Member) -> None:
+    told = "sends an entry only now and then"
+    with pytest.warns(UserWarning, match=told):
+        diloco(member, algorithm=TopK(), outer=Nesterov(momentum=0.9)).__enter__()
+    with diloco(member, every_steps=2) as local:
+        member.train(2)
+        local.sync.use(TopK())
+        with pytest.warns(UserWarning, match=told):
             member.train(2)
-            local.sync.use(TopK())
-            with pytest.warns(UserWarning, match="sends an entry only now and then"):
-                member.train(2)
-        # The momentum is that of the state, and not the one that goes with the algorithm.
-        resumed = diloco(member, every_steps=2, algorithm=TopK())
-        resumed.load_state_dict(local.state_dict())
-        with pytest.warns(UserWarning, match="sends an entry only now and then"):
-            resumed.__enter__()
-
-    run(1, body)
+    # The momentum is that of the state, and not the one that goes with the algorithm.
+    resumed = diloco(member, every_steps=2, algorithm=TopK())
+    resumed.load_state_dict(local.state_dict())
+    with pytest.warns(UserWarning, match=told):
+        resumed.__enter__()
 
 
 @pytest.mark.parametrize(
@@ -223,15 +200,13 @@ def test_momentum_with_few_entries_is_warned_of() -> None:
         (torch.optim.Adam, NESTEROV, ".*dampening, momentum"),
     ],
 )
+@in_each_member(1)
 def test_the_state_of_another_kind_of_outer_optimizer_is_refused(
-    saved: Any, loading: Any, lacks: str
+    member: Member, saved: Any, loading: Any, lacks: str
 ) -> None:
-    def body(member: Member) -> None:
-        with member.local(outer=saved) as local:
-            member.train(1)
-        other = member.local(outer=loading)
-        other.load_state_dict(local.state_dict())
-        with pytest.raises(StateError, match=f"another outer optimizer: it has no {lacks}"):
-            other.__enter__()
-
-    run(1, body)
+    with member.local(outer=saved) as local:
+        member.train(1)
+    other = member.local(outer=loading)
+    other.load_state_dict(local.state_dict())
+    with pytest.raises(StateError, match=f"another outer optimizer: it has no {lacks}"):
+        other.__enter__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from members import Member, run
-from pool import Pool
+from members import Member, in_each_member
+from pool import in_each_process
 from thinwire import Streaming, Warmup
 from thinwire.algorithms import AllReduce, PowerSGD
 from thinwire.channel import InProcessTransport
@@ -35,9 +36,14 @@ def make(model: Any = None, optimizer: Any = None, **settings: Any) -> LocalSGD:
     return LocalSGD(model, optimizer, **{"every_steps": 2, **settings})
 
 
-def with_model(member: Member, model: Any, optimizer: Any) -> LocalSGD:
-    member.model, member.optimizer = model, optimizer
-    return member.local()
+def with_model(model: Any, optimizer: Any = None) -> Callable[[Member], object]:
+    """Average another model; without an optimizer, with the member's."""
+
+    def mistake(member: Member) -> None:
+        member.model, member.optimizer = model, optimizer or member.optimizer
+        member.local()
+
+    return mistake
 
 
 def entered_twice(member: Member) -> None:
@@ -63,9 +69,13 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer, self.param_groups = inner, inner.param_groups
 
 
+def wrapped_optimizer(member: Member) -> None:
+    with_model(member.model, Wrapper(member.optimizer))(member)
+
+
 def foreign_parameters(member: Member) -> None:
     parameters = [*member.model.parameters(), nn.Parameter(torch.ones(3))]
-    with_model(member, member.model, torch.optim.SGD(parameters, lr=0.1))
+    with_model(member.model, torch.optim.SGD(parameters, lr=0.1))(member)
 
 
 def frozen(member: Member) -> None:
@@ -73,23 +83,9 @@ def frozen(member: Member) -> None:
     member.local()
 
 
-def half_on_meta() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))
-
-
-def outer_of_some(member: Member) -> None:
-    with member.local(outer=lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0)):
-        pass
-
-
 def joined_by_contributors(member: Member) -> None:
     with member.local(subgroup=member.pair) as local:
         local.join_hook(divide_by_initial_world_size=False)
-
-
-def other_settings(member: Member) -> None:
-    with member.local(every_steps=2 + member.rank):
-        pass
 
 
 def state_on_one_only(member: Member) -> None:
@@ -100,90 +96,74 @@ def state_on_one_only(member: Member) -> None:
         other.load_state_dict(local.state_dict())
     else:
         local.state_dict()
-    with other:
-        pass
+    other.__enter__()
 
 
-MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
-    "every_steps=0": (
-        lambda member: member.local(every_steps=0),
-        "ConfigError: every_steps must be a whole number of at least 1",
-    ),
-    "every_steps=2.5": (lambda member: member.local(every_steps=2.5), "ConfigError: every_steps"),
-    "every_steps=True": (lambda member: member.local(every_steps=True), "ConfigError: every_steps"),
-    "warm-up": (
-        lambda member: member.local(warmup=Warmup(-1)),
-        "ConfigError: steps must be a whole number of at least 0",
-    ),
+AVERAGED_OUTSIDE = "StepError: average() was called outside"
+WHOLE = "ConfigError: every_steps must be a whole number of at least 1"
+OUTER = "ConfigError: outer must be a thinwire.Nesterov or a function that makes"
+ON_META = "AttachError: {} is on the meta device and has no values yet"
+# What some do, or the settings that they give.
+MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
+    "every_steps=0": ({"every_steps": 0}, WHOLE),
+    "every_steps=2.5": ({"every_steps": 2.5}, WHOLE),
+    "every_steps=True": ({"every_steps": True}, WHOLE),
+    "warm-up": (lambda _: Warmup(-1), "ConfigError: steps must be a whole number of at least 0"),
     "no warm-up": (
-        lambda member: member.local(warmup=Warmup(0, AllReduce())),
+        lambda _: Warmup(0, AllReduce()),
         "ConfigError: algorithm=AllReduce() is for the warm-up, which has 0 steps",
     ),
     "no gradients in the warm-up": (
-        lambda member: member.local(warmup=Warmup(2, algorithm=AllReduce())),
+        {"warmup": Warmup(2, algorithm=AllReduce())},
         "ConfigError: algorithm=AllReduce() averages the gradients of a DDP model",
     ),
     "buffers": (
-        lambda member: member.local(streaming=Streaming(average_buffers=2)),  # type: ignore[arg-type]
+        lambda _: Streaming(average_buffers=2),  # type: ignore[arg-type]
         "ConfigError: average_buffers must be True or False",
     ),
-    "algorithm": (
-        lambda member: member.local(algorithm="PowerSGD"),
-        "ConfigError: expected an algorithm such as",
-    ),
-    "no module": (
-        lambda member: with_model(member, [1], member.optimizer),
-        "ConfigError: expected a torch.nn.Module",
-    ),
+    "algorithm": ({"algorithm": "PowerSGD"}, "ConfigError: expected an algorithm such as"),
+    "no module": (with_model([1]), "ConfigError: expected a torch.nn.Module"),
     "lazy": (
-        lambda member: with_model(member, nn.LazyLinear(3), member.optimizer),
+        with_model(nn.LazyLinear(3)),
         "ConfigError: weight has no shape yet; run one forward pass",
     ),
-    "no values": (
-        lambda member: with_model(member, nn.Linear(3, 3, device="meta"), member.optimizer),
-        "AttachError: weight is on the meta device and has no values yet",
-    ),
+    "no values": (with_model(nn.Linear(3, 3, device="meta")), ON_META.format("weight")),
     "no values of a buffer": (
-        lambda member: with_model(member, half_on_meta(), member.optimizer),
-        "AttachError: 1.running_mean is on the meta device and has no values yet",
+        with_model(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))),
+        ON_META.format("1.running_mean"),
     ),
     "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
-    "no optimizer": (
-        lambda member: with_model(member, member.model, "SGD"),
-        "ConfigError: expected a torch.optim.Optimizer",
-    ),
-    "wrapped optimizer": (
-        lambda member: with_model(member, member.model, Wrapper(member.optimizer)),
-        "ConfigError: Wrapper wraps an optimizer",
+    "no optimizer": (with_model(new_model(), "SGD"), "ConfigError: expected a torch.optim.Optimizer"),
+    "wrapped optimizer": (wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
+    "one optimizer twice": (
+        lambda member: with_model(member.model, [member.optimizer] * 2)(member),
+        "ConfigError: expected one optimizer or several, each once",
     ),
     "other model's": (
-        lambda member: with_model(member, new_model(), member.optimizer),
+        with_model(new_model()),
         "ConfigError: the optimizer holds none of the model's trainable parameters",
     ),
     "more than the model's": (
         foreign_parameters,
         "ConfigError: the optimizer holds 1 parameters that are not",
     ),
-    "outer is an optimizer": (
-        lambda member: member.local(outer=member.optimizer),
-        "ConfigError: outer must be a thinwire.Nesterov or a function that makes",
-    ),
+    "outer is an optimizer": (lambda member: member.local(outer=member.optimizer), OUTER),
     "outer makes nothing": (
         lambda member: member.local(outer=lambda parameters: None).__enter__(),
         "ConfigError: outer must make a torch.optim.Optimizer",
     ),
-    "outer of some": (outer_of_some, "ConfigError: outer must make an optimizer of all the tensors"),
-    "scaler": (lambda member: member.local(grad_scaler=1.0), "ConfigError: grad_scaler must be"),
+    "outer of some": (
+        lambda member: member.local(outer=lambda each: torch.optim.SGD(each[:1], lr=1.0)).__enter__(),
+        "ConfigError: outer must make an optimizer of all the tensors",
+    ),
+    "scaler": ({"grad_scaler": 1.0}, "ConfigError: grad_scaler must be"),
     "zero without DDP": (
-        lambda member: member.local(warmup=Warmup(on_nonfinite="zero")),
+        {"warmup": Warmup(on_nonfinite="zero")},
         'ConfigError: on_nonfinite="zero" is about gradients that a DDP model averages',
     ),
     "entered twice": (entered_twice, "StepError: this LocalSGD has been entered before"),
-    "average before": (
-        lambda member: member.local().average(),
-        "StepError: average() was called outside",
-    ),
-    "average after": (averaged_outside, "StepError: average() was called outside"),
+    "average before": (lambda member: member.local().average(), AVERAGED_OUTSIDE),
+    "average after": (averaged_outside, AVERAGED_OUTSIDE),
     "state before": (
         lambda member: member.local().state_dict(),
         "StepError: there is nothing to save before",
@@ -196,7 +176,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     ),
     "load inside": (loaded_inside, "StepError: load the state before the context is entered"),
     "other settings": (
-        other_settings,
+        lambda member: member.local(every_steps=2 + member.rank).__enter__(),
         "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
     ),
     "state on one only": (state_on_one_only, "process 0 has loaded state none, process 1 has loaded state"),
@@ -204,11 +184,11 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_raise_at_once_and_name_the_remedy(case: str) -> None:
-    messages = run(2, lambda member: error_of(lambda: MISTAKES[case][0](member)))
-    assert len(messages) == 2
-    for message in messages:
-        assert MISTAKES[case][1] in message
+@in_each_member(2)
+def test_mistakes_raise_at_once_and_name_the_remedy(member: Member, case: str) -> None:
+    mistake, told = MISTAKES[case]
+    made = partial(member.local, **mistake) if isinstance(mistake, dict) else partial(mistake, member)
+    assert told in error_of(made)
 
 
 # Mistakes with process groups and DDP models, in real processes
@@ -304,16 +284,11 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def test_mistakes_with_groups_and_ddp_raise_at_once_and_name_the_remedy(pool2: Pool) -> None:
-    results = pool2.run(_process_mistakes)
-    assert len(results) == 2
-    for messages in results:
-        for case, message in messages.items():
-            assert PROCESS_MISTAKES[case][1] in message, case
-
-
-def _process_mistakes() -> dict[str, str]:
-    return {case: error_of(mistake) for case, (mistake, _) in PROCESS_MISTAKES.items()}
+@pytest.mark.parametrize("case", PROCESS_MISTAKES)
+@in_each_process(2)
+def test_mistakes_with_groups_and_ddp_raise_at_once_and_name_the_remedy(case: str) -> None:
+    mistake, told = PROCESS_MISTAKES[case]
+    assert told in error_of(mistake)
 
 
 def test_without_a_process_group() -> None:

@@ -1,10 +1,10 @@
-"""The table of what is averaged over whom, as in the docstring of `LocalSGD`."""
+"""The table of what is averaged over whom, as in docs/local-sgd.md."""
 
 from __future__ import annotations
 
 import pytest
 
-from thinwire import Streaming
+from thinwire import Streaming, Warmup
 from thinwire.algorithms import Quantize, TopK
 from thinwire.localsgd.schedule import Schedule
 
@@ -21,7 +21,7 @@ LETTERS = {None: "-", "group": "G", "subgroup": "S"}
 @pytest.mark.parametrize(("has_ddp", "has_subgroup", "gradients", "parameters"), ROWS)
 def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters: str) -> None:
     """Two steps of warm-up, then over the group every three."""
-    schedule = Schedule(3, 2, has_ddp, has_subgroup)
+    schedule = Schedule(3, Warmup(2), has_ddp, has_subgroup)
     assert "".join(LETTERS[schedule.gradients_in(step)] for step in range(8)) == gradients
     assert "".join(LETTERS[schedule.after(step)] for step in range(1, 9)) == parameters
     assert [schedule.is_warm_up(step) for step in range(1, 9)] == [True] * 2 + [False] * 6
@@ -31,7 +31,7 @@ def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters
 @pytest.mark.parametrize("has_ddp", [False, True])
 @pytest.mark.parametrize("every_steps", [1, 4])
 def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
-    schedule = Schedule(every_steps, 0, has_ddp, has_subgroup=False)
+    schedule = Schedule(every_steps, has_ddp=has_ddp)
     assert not any(schedule.gradients_in(step) for step in range(9))
     assert [step for step in range(1, 9) if schedule.after(step)] == list(range(every_steps, 9, every_steps))
     assert not any(schedule.is_warm_up(step) for step in range(1, 9))
@@ -47,7 +47,7 @@ def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
     ],
 )
 def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int, turns: str) -> None:
-    schedule = Schedule(every_steps, 2, streaming=Streaming(fragments=fragments))
+    schedule = Schedule(every_steps, Warmup(2), streaming=Streaming(fragments=fragments))
     assert [list(schedule.fragments_after(step)) for step in (1, 2)] == [list(range(fragments))] * 2
     sent = [schedule.fragments_after(step) for step in range(3, len(turns) + 3)]
     assert "".join("-" if not each else str(*each) for each in sent) == turns

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from members import Member, run
+from members import NESTEROV, Member, in_each_member
 from reference_topk import Reference
 from thinwire import TopK
 from training import batch_of, flat, new_model, train_step
@@ -20,22 +20,19 @@ SETTINGS: dict[str, Any] = {"density": 1 / 20, "bits": 2, "chunk": 300, "error_d
 
 
 @pytest.mark.parametrize(("size", "merge"), [(2, "senders"), (3, "members"), (3, "senders")])
-def test_sparseloco_against_a_plain_reference(size: int, merge: str) -> None:
-    expected = _by_itself(size, merge)
-    assert (expected - flat(new_model(dtype=torch.float64))).norm() > 0.2
-    for parameters, agreed, ratio in run(size, _sparseloco, merge):
-        assert (parameters - expected).norm() < 1e-10
-        assert agreed
-        assert ratio > 10 * EVERY_STEPS
-
-
-def _sparseloco(member: Member, merge: Any) -> tuple[Tensor, bool, float]:
+@in_each_member()
+def test_sparseloco_against_a_plain_reference(member: Member, merge: Any) -> None:
+    expected = _by_itself(member.size, merge)
     member.take(new_model(dtype=torch.float64))
+    start = flat(member.model)
     member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
     algorithm, outer = TopK(**SETTINGS, merge=merge), partial(torch.optim.SGD, lr=1)
     with member.local(every_steps=EVERY_STEPS, algorithm=algorithm, outer=outer) as local:
         member.train(NUM_AVERAGINGS * EVERY_STEPS)
-    return flat(member.model), member.agreed(), local.stats().compression_ratio
+    assert (expected - start).norm() > 0.2
+    assert (flat(member.model) - expected).norm() < 1e-10
+    assert member.agreed()
+    assert local.stats().compression_ratio > 10 * EVERY_STEPS
 
 
 def _by_itself(num_workers: int, merge: str) -> Tensor:
@@ -55,17 +52,9 @@ def _by_itself(num_workers: int, merge: str) -> Tensor:
     return theta
 
 
-@pytest.mark.parametrize(
-    "outer",
-    [
-        partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
-        partial(torch.optim.Adam, lr=1e-3),
-    ],
-)
-def test_an_outer_optimizer_with_momentum_is_warned_of(outer: Any) -> None:
-    def body(member: Member) -> bool:
-        with pytest.warns(UserWarning, match="momentum, and TopK.* leave momentum out") as caught:
-            member.local(algorithm=TopK(), outer=outer).__enter__()
-        return caught[0].filename == __file__
-
-    assert run(1, body) == [True]
+@pytest.mark.parametrize("outer", [NESTEROV, partial(torch.optim.Adam, lr=1e-3)])
+@in_each_member(1)
+def test_an_outer_optimizer_with_momentum_is_warned_of(member: Member, outer: Any) -> None:
+    with pytest.warns(UserWarning, match="momentum, and TopK.* leave momentum out") as caught:
+        member.local(algorithm=TopK(), outer=outer).__enter__()
+    assert caught[0].filename == __file__

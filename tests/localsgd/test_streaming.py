@@ -13,18 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from members import Member, run
+from members import NESTEROV, Failing, Member, in_each_member
 from thinwire import Nesterov, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Collective, Message, Work
-from thinwire.errors import CommunicationError
+from thinwire.channel.transport import Message, Work
+from thinwire.errors import CommunicationError, StateError, StepError
 from thinwire.localsgd.fragment import fragments_of, layer_of
 from thinwire.localsgd.model import AveragedModel
 from thinwire.sync import engine_of
-from training import batch_of, error_of, flat, new_model, train_step
+from training import batch_of, error_of, flat, new_model, refused, train_step
 
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=1)
 
 
@@ -82,32 +81,31 @@ def test_a_large_layer_has_a_fragment_nearly_to_itself() -> None:
 
 @pytest.mark.parametrize(
     ("size", "fragments", "delay_steps", "mix"),
-    [(3, 1, 0, 0.0), (2, 2, 1, 0.5), (2, 3, 4, 0.25), (3, 3, 4, 0.25)],
+    [(2, 1, 0, 0.0), (3, 1, 0, 0.0), (2, 2, 1, 0.5), (2, 3, 4, 0.25), (3, 3, 4, 0.25)],
 )
-def test_against_a_plain_reference(size: int, fragments: int, delay_steps: int, mix: float) -> None:
+@in_each_member()
+def test_against_a_plain_reference(member: Member, fragments: int, delay_steps: int, mix: float) -> None:
     """Four outer steps of every fragment, AdamW inside and Nesterov's momentum outside."""
-    expected = _by_itself(size, 24, 6, fragments, delay_steps, mix)
-    assert (expected[0] - flat(new_model(dtype=torch.float64))).norm() > 0.3
-    for rank, parameters in enumerate(run(size, _streaming, fragments, delay_steps, mix)):
-        assert (parameters - expected[rank]).norm() < 1e-11
-
-
-def _streaming(member: Member, fragments: int, delay_steps: int, mix: float) -> Tensor:
+    expected = _by_itself(member.size, 24, 6, fragments, delay_steps, mix)
     member.take(new_model(dtype=torch.float64))
+    start = flat(member.model)
     member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
     weight = mix if delay_steps else None
     streaming = Streaming(fragments=fragments, delay_steps=delay_steps, local_weight=weight)
     with member.local(every_steps=6, outer=NESTEROV, streaming=streaming) as local:
         member.train(24)
-        parameters = flat(member.model)
+        assert (flat(member.model) - expected[member.rank]).norm() < 1e-11
         assert local.sync.steps == 4 * fragments - len(local._averagings.flights)
-    return parameters
+    assert (expected[0] - start).norm() > 0.3
 
 
 def _by_itself(
     num_workers: int, num_steps: int, every_steps: int, num_fragments: int, delay: int, mix: float
 ) -> list[Tensor]:
-    """Algorithm 2 of the Streaming DiLoCo paper, on vectors; each fragment some elements of them."""
+    """Algorithm 2 of the Streaming DiLoCo paper, on vectors; each fragment some elements of them.
+
+    With one fragment and no delay it is algorithm 1 of the DiLoCo paper.
+    """
     workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]
     optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
     theta = flat(workers[0])
@@ -146,8 +144,11 @@ def _places(model: nn.Module) -> Sequence[Tensor]:
 
 
 @pytest.mark.parametrize("fragments", [2, 3, 4])
-def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(fragments: int) -> None:
-    (whole, *_), (sent, *_) = run(2, _sent_by_step, 1), run(2, _sent_by_step, fragments)
+@in_each_member(2)
+def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(
+    member: Member, fragments: int
+) -> None:
+    whole, sent = (_sent_by_step(member, number) for number in (1, fragments))
     assert [step for step, sent_bytes in enumerate(whole, 1) if sent_bytes] == [8, 16]
     assert len([sent_bytes for sent_bytes in sent if sent_bytes]) == 2 * fragments
     assert sum(sent) == sum(whole) > 0
@@ -165,35 +166,25 @@ def _sent_by_step(member: Member, fragments: int) -> list[int]:
     return sent
 
 
-@dataclass
-class Look:
+class Watched(Wrapped):
     """Notes at which step something is sent, and waited for."""
 
-    step: int = 0
-
-    def __post_init__(self) -> None:
-        self.sent: list[tuple[int, Collective]] = []
-        self.waited: list[tuple[int, Collective]] = []
-
-
-class Watched(Wrapped):
-    def __init__(self, transport: Any, look: Look) -> None:
+    def __init__(self, transport: Any) -> None:
         super().__init__(transport)
-        self.look = look
+        self.step, self.sent, self.waited = 0, set[int](), set[int]()
 
     def start(self, message: Message) -> Work:
-        self.look.sent.append((self.look.step, message.collective))
-        return WatchedWork(super().start(message), self.look, message.collective)
+        self.sent.add(self.step)
+        return WatchedWork(super().start(message), self)
 
 
 @dataclass
 class WatchedWork:
     work: Work
-    look: Look
-    collective: Collective
+    watched: Watched
 
     def wait(self) -> None:
-        self.look.waited.append((self.look.step, self.collective))
+        self.watched.waited.add(self.watched.step)
         self.work.wait()
 
 
@@ -207,45 +198,36 @@ class WatchedWork:
     ],
     ids=str,
 )
+@in_each_member(2)
 def test_a_delayed_averaging_is_waited_for_when_it_is_due_and_no_sooner(
-    algorithm: Algorithm, delay_steps: int, first: list[int], later: list[int]
+    member: Member, algorithm: Algorithm, delay_steps: int, first: list[int], later: list[int]
 ) -> None:
     """Fragments are sent after steps 3, 6, 9 and so on; those in flight overlap where the delay is longer."""
+    watched: Any = Watched(member.transport)
+    settings: dict[str, Any] = {"replicas": watched, "algorithm": algorithm}
+    with member.local(every_steps=6, streaming=Streaming(fragments=2, delay_steps=delay_steps), **settings):
+        for watched.step in range(1, 17):
+            member.train(watched.step - 1, watched.step)
+        watched.step = 17
     starts = [(3, first), (6, first), (9, later), (12, later), (15, later)]
-    expected = sorted({start + age for start, ages in starts for age in ages if start + age <= 16})
-    for look in run(2, _waits, algorithm, delay_steps):
-        assert sorted({step for step, _ in look.waited if 0 < step <= 16}) == expected
-        assert {step for step, _ in look.sent} >= {3, 6, 9, 12, 15}
-
-
-def _waits(member: Member, algorithm: Algorithm, delay_steps: int) -> Look:
-    look = Look()
-    watched: dict[str, Any] = {"replicas": Watched(member.transport, look), "algorithm": algorithm}
-    with member.local(every_steps=6, streaming=Streaming(fragments=2, delay_steps=delay_steps), **watched):
-        for look.step in range(1, 17):
-            member.train(look.step - 1, look.step)
-        look.step = 17
-    return look
+    expected = {start + age for start, ages in starts for age in ages if start + age <= 16}
+    assert watched.waited - {0, 17} == expected
+    assert watched.sent >= {3, 6, 9, 12, 15}
 
 
 @pytest.mark.parametrize("delay_steps", [1, 3, 5])
-def test_fragments_in_flight_side_by_side_are_averaged_as_one_after_another(delay_steps: int) -> None:
-    """Alternating PowerSGD takes each side in turn of every fragment; error memory is by parameter."""
-    for residual, gap, ratio in run(2, _side_by_side, delay_steps):
-        assert residual > 1e-3
-        assert gap < 1e-5 * residual + 1e-6
-        assert ratio > 10
+@in_each_member(2)
+def test_fragments_in_flight_side_by_side_are_averaged_as_one_after_another(
+    member: Member, delay_steps: int
+) -> None:
+    """Alternating PowerSGD takes each side in turn of every fragment; error memory is by parameter.
 
-
-def _side_by_side(member: Member, delay_steps: int) -> tuple[float, float, float]:
-    """Nobody trains: all that is averaged is what members differ in at the start, and its residual."""
+    Nobody trains: all that is averaged is what members differ in at the start, and its residual.
+    """
     algorithm = PowerSGD(matrix_rank=2, alternating=True, min_compression_ratio=1)
+    streaming = Streaming(fragments=3, delay_steps=delay_steps, local_weight=0.0)
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.0)
-    with member.local(
-        every_steps=6,
-        streaming=Streaming(fragments=3, delay_steps=delay_steps, local_weight=0.0),
-        algorithm=algorithm,
-    ) as local:
+    with member.local(every_steps=6, streaming=streaming, algorithm=algorithm) as local:
         start = flat(member.model)
         with torch.no_grad():
             draws = torch.Generator().manual_seed(member.rank)
@@ -255,113 +237,74 @@ def _side_by_side(member: Member, delay_steps: int) -> tuple[float, float, float
         assert not torch.equal(mean, start)
         member.train(24 + delay_steps)
         local.average()
-        error = dict(local.state_dict()["sync"]["error"])
-        named = list(member.model.named_parameters())
-        residual = torch.cat([error.get(name, torch.zeros_like(p)).reshape(-1) for name, p in named])
-        gap = (flat(member.model) + residual - mean).norm().item()
-        return residual.norm().item(), gap, local.stats().compression_ratio
+        residual = member.residual(local)
+        assert residual.norm() > 1e-3
+        assert (flat(member.model) + residual - mean).norm() < 1e-5 * residual.norm() + 1e-6
+        assert local.stats().compression_ratio > 10
 
 
 # What goes on besides
 
 
 @pytest.mark.parametrize("delay_steps", [0, 2])
-def test_with_subgroups_a_warm_up_and_buffers(delay_steps: int) -> None:
-    for seen, agreed, bounds in run(4, _with_subgroups, delay_steps):
-        everywhere, within = (True, True), (True, False)
-        assert seen == [everywhere] * 2 + [within] * 8
-        assert agreed
-        assert bounds == [-torch.inf, 3.0]
-
-
-def _with_subgroups(member: Member, delay_steps: int) -> tuple[list[tuple[bool, bool]], bool, list[float]]:
-    member.model.register_buffer("bounds", torch.tensor([-torch.inf, 3.0]))
-    seen = []
-    settings = {
-        "streaming": Streaming(fragments=2, delay_steps=delay_steps),
-        "warmup": Warmup(2),
-        "outer": NESTEROV,
-    }
-    with member.local(every_steps=4, subgroup=member.pair, **settings):
+@in_each_member(4)
+def test_with_subgroups_a_warm_up_and_buffers(member: Member, delay_steps: int) -> None:
+    model: Any = member.model
+    model.register_buffer("bounds", torch.tensor([-torch.inf, 3.0]))
+    settings = {"streaming": Streaming(fragments=2, delay_steps=delay_steps), "warmup": Warmup(2)}
+    with member.local(every_steps=4, subgroup=member.pair, outer=NESTEROV, **settings):
         for step in range(10):
             member.train(step, step + 1)
-            seen.append(member.halves())
-    bounds: Any = member.model.bounds
-    return seen, member.agreed(), bounds.tolist()
+            assert member.halves() == (True, step < 2)
+    assert member.agreed()
+    assert model.bounds.tolist() == [-torch.inf, 3.0]
 
 
 @pytest.mark.parametrize("num_batches", [(9, 4), (3, 8)], ids=str)
-def test_uneven_inputs(num_batches: tuple[int, int]) -> None:
-    for agreed, steps in run(2, _uneven, num_batches):
-        assert agreed
-        assert steps == max(num_batches)
+@in_each_member(2)
+def test_uneven_inputs(member: Member, num_batches: tuple[int, int]) -> None:
+    streaming = Streaming(fragments=2, delay_steps=3)
+    with member.local(every_steps=4, streaming=streaming, algorithm=POWER) as local:
+        member.train_unevenly(local, num_batches)
+    assert member.agreed()
+    assert local.steps == max(num_batches)
 
 
-def _uneven(member: Member, num_batches: tuple[int, int]) -> tuple[bool, int]:
-    with member.local(
-        every_steps=4, streaming=Streaming(fragments=2, delay_steps=3), algorithm=POWER
-    ) as local:
-        hook = local.join_hook()
-        own, most = num_batches[member.rank], max(num_batches)
-        member.train(own)
-        for _ in range(own, most):
-            hook.main_hook()
-        hook.post_hook(own == most)
-    return member.agreed(), local.steps
-
-
-def test_the_last_averages_can_be_looked_at() -> None:
+@in_each_member(2)
+def test_the_last_averages_can_be_looked_at(member: Member) -> None:
     """The same model on all members, buffers included; afterwards each has its own again."""
-    for same, restored, started, message in run(2, _averaged):
-        assert same == [True, False]
-        assert restored
-        assert started
-        assert message.startswith("StepError: a step came inside averaged()")
-
-
-def _averaged(member: Member) -> tuple[list[bool], bool, bool, str]:
     with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)) as local:
         start = flat(member.model)
         member.train(1)
         with local.averaged():
-            started = torch.equal(flat(member.model), start)
+            assert torch.equal(flat(member.model), start)
         member.train(1, 6)
         own = flat(member.model)
         with local.averaged():
-            same = [member.agreed()]
-            message = error_of(lambda: member.train(6, 7))
+            assert member.agreed()
+            with refused(StepError, "a step came inside averaged()"):
+                member.train(6, 7)
             with torch.no_grad():
                 next(member.model.parameters()).zero_()
-        restored = torch.equal(flat(member.model), own)
-        same.append(member.agreed())
-    return same, restored, started, message
+        assert torch.equal(flat(member.model), own)
+        assert not member.agreed()
 
 
 # Saving
 
 
-@pytest.mark.parametrize("saved_after", [8, 10, 11])
+@pytest.mark.parametrize(("saved_after", "num_in_flight"), [(8, 2), (10, 2), (11, 1)])
 @pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4)], ids=str)
+@in_each_member(2)
 def test_resuming_with_fragments_in_flight_is_equal_to_the_bit(
-    algorithm: Algorithm, saved_after: int
+    member: Member, algorithm: Algorithm, saved_after: int, num_in_flight: int
 ) -> None:
-    for straight, resumed, in_flight, agreed in run(2, _resume, algorithm, saved_after):
-        assert torch.equal(straight, resumed)
-        assert in_flight == {8: 2, 10: 2, 11: 1}[saved_after]
-        assert agreed
-
-
-def _resume(member: Member, algorithm: Algorithm, saved_after: int) -> tuple[Tensor, Tensor, int, bool]:
-    settings = {
-        "every_steps": 6,
-        "streaming": Streaming(fragments=3, delay_steps=3),
-        "algorithm": algorithm,
-        "outer": NESTEROV,
-    }
+    streaming = Streaming(fragments=3, delay_steps=3)
+    settings = {"every_steps": 6, "streaming": streaming, "algorithm": algorithm, "outer": NESTEROV}
     saved = io.BytesIO()
     with member.local(**settings) as local:
         member.train(saved_after)
-        in_flight = len(local.state_dict()["in_flight"])
+        assert len(local.state_dict()["in_flight"]) == num_in_flight
         torch.save((local.state_dict(), member.model.state_dict(), member.optimizer.state_dict()), saved)
         member.train(saved_after, 20)
     straight = flat(member.model)
@@ -381,121 +324,82 @@ def _resume(member: Member, algorithm: Algorithm, saved_after: int) -> tuple[Ten
         pass
     with resumed:
         member.train(saved_after, 20)
-    return straight, flat(member.model), in_flight, member.agreed()
+    assert torch.equal(straight, flat(member.model))
+    assert member.agreed()
 
 
-def test_another_number_of_fragments_goes_on_unless_some_are_in_flight() -> None:
-    for message, agreed, steps in run(2, _other_number):
-        assert message.startswith("StateError: the state was saved while one of 2 fragments was in flight")
-        assert "pass fragments=2" in message
-        assert agreed
-        assert steps == 9
-
-
-def _other_number(member: Member) -> tuple[str, bool, int]:
-    states = []
-    with member.local(
-        every_steps=4, streaming=Streaming(fragments=2, delay_steps=1), algorithm=POWER, outer=NESTEROV
-    ) as local:
+@in_each_member(2)
+def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: Member) -> None:
+    settings: dict[str, Any] = {"every_steps": 4, "algorithm": POWER, "outer": NESTEROV}
+    with member.local(streaming=Streaming(fragments=2, delay_steps=1), **settings) as local:
         member.train(4)
-        states.append(local.state_dict())
+        in_flight = local.state_dict()
         local.average()
-        states.append(local.state_dict())
-    other = member.local(every_steps=4, streaming=Streaming(fragments=3), algorithm=POWER, outer=NESTEROV)
-    message = error_of(lambda: other.load_state_dict(states[0]))
-    other.load_state_dict(states[1])
+        at_rest = local.state_dict()
+    other = member.local(streaming=Streaming(fragments=3), **settings)
+    with refused(StateError, "saved while one of 2 fragments was in flight", "pass fragments=2"):
+        other.load_state_dict(in_flight)
+    other.load_state_dict(at_rest)
     with other:
         member.train(4, 9)
-    return message, member.agreed(), other.steps
+    assert member.agreed()
+    assert other.steps == 9
 
 
 # What goes wrong
 
 
-class Failing(Wrapped):
-    """Loses means."""
-
-    def mean(self, tensor: Tensor, purpose: str) -> Work:
-        raise CommunicationError(f"{purpose}: lost")
-
-
-def test_a_fragment_that_fails_leaves_all_as_it_was() -> None:
-    for message, untouched, agreed in run(2, _failing):
-        assert message.startswith("CommunicationError")
-        assert untouched == [True, True]
-        assert agreed
-
-
-def _failing(member: Member) -> tuple[str, list[bool], bool]:
+@in_each_member(2)
+def test_a_fragment_that_fails_leaves_all_as_it_was(member: Member) -> None:
     """A fragment is in flight while the next one can't be sent: both are sent again, whole."""
-    with member.local(
-        every_steps=4, streaming=Streaming(fragments=2, delay_steps=3), outer=NESTEROV, algorithm=POWER
-    ) as local:
+    streaming = Streaming(fragments=2, delay_steps=3)
+    with member.local(every_steps=4, streaming=streaming, outer=NESTEROV, algorithm=POWER) as local:
         member.train(7)
         before, engine = local.state_dict(), engine_of(local.sync)
         engine.wire = Failing(member.transport)
-        message = error_of(lambda: member.train(7, 8))
+        with refused(CommunicationError, "lost"):
+            member.train(7, 8)
         engine.wire = engine.metered
         after = local.state_dict()
-        untouched = [
-            all(
-                torch.equal(each, after["last_average"][name])
-                for name, each in before["last_average"].items()
-            ),
-            repr(before["outer"]) == repr(after["outer"]),
-        ]
+        assert all(torch.equal(v, after["last_average"][name]) for name, v in before["last_average"].items())
+        assert repr(before["outer"]) == repr(after["outer"])
         member.train(8, 13)
-    return message, untouched, member.agreed()
+    assert member.agreed()
 
 
-def test_members_that_differ_learn_it_when_they_next_ask_each_other() -> None:
+@pytest.mark.parametrize(
+    ("becomes", "told"),
+    [
+        ("fewer", "processes are at different steps (0: 14, 1: 15)"),
+        ("infinite", "the parameters or buffers of process 1 are not finite"),
+    ],
+)
+@in_each_member(2)
+def test_members_that_differ_learn_it_when_they_next_ask_each_other(
+    member: Member, becomes: str, told: str
+) -> None:
     """One has fewer batches, or parameters that are not finite: while a fragment is in flight."""
-
-    def fewer(member: Member) -> None:
-        with member.local(
-            every_steps=6, streaming=Streaming(fragments=2, delay_steps=4), algorithm=Quantize(bits=4)
-        ):
-            member.train(20 if member.rank else 14)
-
-    def infinite(member: Member) -> None:
-        with member.local(
-            every_steps=6, streaming=Streaming(fragments=2, delay_steps=4), algorithm=Quantize(bits=4)
-        ):
-            member.train(5)
-            if member.rank:
-                next(member.model.parameters()).data.fill_(torch.inf)
-            member.train(5, 20)
-
-    for message in run(2, lambda member: error_of(lambda: fewer(member))):
-        assert message.startswith("StepError: processes are at different steps (0: 14, 1: 15)")
-    for message in run(2, lambda member: error_of(lambda: infinite(member))):
-        assert message.startswith("StepError: the parameters or buffers of process 1 are not finite")
+    streaming = Streaming(fragments=2, delay_steps=4)
+    with (
+        refused(StepError, told),
+        member.local(every_steps=6, streaming=streaming, algorithm=Quantize(bits=4)),
+    ):
+        member.train(5)
+        if becomes == "infinite" and member.rank:
+            next(member.model.parameters()).data.fill_(torch.inf)
+        member.train(5, 14 if becomes == "fewer" and not member.rank else 20)
 
 
-def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due() -> None:
-    def body(member: Member) -> tuple[str, bool]:
-        def loop() -> None:
-            with member.local(every_steps=4, streaming=Streaming(delay_steps=2), algorithm=Cast("fp16")):
-                member.train(3)
-                next(member.model.parameters()).data[0, 0] = 1e6
-                member.train(3, 5)
-                kept.append(member.rank)
-                member.train(5, 6)
-
-        kept: list[int] = []
-        return error_of(loop), bool(kept)
-
-    for message, came_so_far in run(2, body):
-        assert message.startswith("StepError: the mean change of the parameters is not finite")
-        assert came_so_far
-
-
-def change_in_mid_round(member: Member, change: Callable[[nn.Module], object]) -> None:
-    member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
-    with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)):
-        member.train(2)
-        change(member.model)
-        member.train(2, 3)
+@in_each_member(2)
+def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due(member: Member) -> None:
+    with (
+        refused(StepError, "the mean change of the parameters is not finite"),
+        member.local(every_steps=4, streaming=Streaming(delay_steps=2), algorithm=Cast("fp16")) as local,
+    ):
+        member.train(3)
+        next(member.model.parameters()).data[0, 0] = 1e6
+        member.train(3, 6)
+    assert local.steps == 6
 
 
 def replaced(model: Any) -> None:
@@ -519,14 +423,21 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_model_that_changes_in_mid_round_is_refused(case: str) -> None:
+@in_each_member(2)
+def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str) -> None:
     change, names = CHANGES[case]
-    for message in run(2, lambda member: error_of(lambda: change_in_mid_round(member, change))):
-        assert message.startswith("StepError: the model's trainable parameters or buffers are others")
-        assert names in message
+    member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
+    with (
+        refused(StepError, "the model's trainable parameters or buffers are others", names),
+        member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)),
+    ):
+        member.train(2)
+        change(member.model)
+        member.train(2, 3)
 
 
 def other_settings(member: Member, **settings: Any) -> None:
+    """Enter with a setting of each member's own."""
     own = {name: values[member.rank] for name, values in settings.items()}
     with member.local(**{"every_steps": 4, "streaming": Streaming(delay_steps=1), **own}):
         pass
@@ -543,52 +454,43 @@ def joined_by_contributors(member: Member) -> None:
         local.join_hook(divide_by_initial_world_size=False)
 
 
-LATE = Streaming(delay_steps=1)
-MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
+MISTAKES: dict[str, tuple[dict[str, Any] | Callable[[Member], object], str]] = {
     "layers": (
-        lambda member: member.local(every_steps=9, streaming=Streaming(fragments=4)),
+        {"every_steps": 9, "streaming": Streaming(fragments=4)},
         "ConfigError: fragments=4 is more than the layers that the model trains, 3 (0, 2, 4 …)",
     ),
-    "steps": (
-        lambda member: member.local(streaming=Streaming(fragments=3)),
-        "ConfigError: fragments=3 is more than every_steps=2",
-    ),
-    "no fragment": (
-        lambda member: member.local(streaming=Streaming(fragments=0)),
-        "ConfigError: fragments must be",
-    ),
+    "steps": ({"streaming": Streaming(fragments=3)}, "ConfigError: fragments=3 is more than every_steps=2"),
+    "no fragment": (lambda _: Streaming(fragments=0), "ConfigError: fragments must be"),
     "delay": (
-        lambda member: member.local(streaming=Streaming(delay_steps=2)),
+        {"streaming": Streaming(delay_steps=2)},
         "ConfigError: delay_steps must be less than every_steps=2, got 2",
     ),
     "weight of 1": (
-        lambda member: member.local(streaming=Streaming(delay_steps=1, local_weight=1)),
+        lambda _: Streaming(delay_steps=1, local_weight=1),
         "ConfigError: local_weight is the share",
     ),
     "weight without delay": (
-        lambda member: member.local(streaming=Streaming(local_weight=0.5)),
+        lambda _: Streaming(local_weight=0.5),
         "delay_steps=0: leave it out, or give delay_steps",
     ),
-    "device": (
-        lambda member: member.local(outer=Nesterov(device="moon")),
-        "ConfigError: device must be a device",
-    ),
+    "device": (lambda _: Nesterov(device="moon"), "ConfigError: device must be a device"),
     "other fragments": (
-        lambda member: other_settings(member, streaming=(Streaming(), Streaming(fragments=2))),
+        partial(other_settings, streaming=(Streaming(), Streaming(fragments=2))),
         "process 1 has streaming Streaming(fragments=2)",
     ),
     "other delay": (
-        lambda member: other_settings(member, streaming=(Streaming(delay_steps=2), Streaming(delay_steps=3))),
+        partial(other_settings, streaming=(Streaming(delay_steps=2), Streaming(delay_steps=3))),
         "process 1 has streaming Streaming(delay_steps=3)",
     ),
     "other weight": (
-        lambda member: other_settings(
-            member, streaming=(Streaming(delay_steps=1), Streaming(delay_steps=1, local_weight=0.25))
+        partial(
+            other_settings,
+            streaming=(Streaming(delay_steps=1), Streaming(delay_steps=1, local_weight=0.25)),
         ),
         "process 1 has streaming Streaming(delay_steps=1, local_weight=0.25)",
     ),
     "other outer": (
-        lambda member: other_settings(member, outer=(NESTEROV, partial(torch.optim.SGD, lr=0.5))),
+        partial(other_settings, outer=(NESTEROV, partial(torch.optim.SGD, lr=0.5))),
         "process 0 has outer optimizer SGD(lr=0.7, momentum=0.9",
     ),
     "use in flight": (use_in_flight, "call average() first"),
@@ -597,6 +499,8 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_raise_at_once_and_name_the_remedy(case: str) -> None:
-    for message in run(2, lambda member: error_of(lambda: MISTAKES[case][0](member))):
-        assert MISTAKES[case][1] in message
+@in_each_member(2)
+def test_mistakes_raise_at_once_and_name_the_remedy(member: Member, case: str) -> None:
+    mistake, told = MISTAKES[case]
+    made = partial(member.local, **mistake) if isinstance(mistake, dict) else partial(mistake, member)
+    assert told in error_of(made)

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
-from members import Member, run
-from pool import Pool
+from members import NESTEROV, Member, in_each_member
+from pool import in_each_process
 from thinwire import Warmup
 from thinwire.algorithms import PowerSGD
 from thinwire.localsgd import LocalSGD
 from training import agreed, batch_of, flat, new_model, new_optimizer, train, train_step
 
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def train_unevenly(member: Member, local: LocalSGD, num_batches: list[int], **options: Any) -> None:
-    """As `Join` drives the members: those that have run out shadow, and at the end all average."""
-    hook = local.join_hook(**options)
-    own, most = num_batches[member.rank], max(num_batches)
-    member.train(own)
-    for _ in range(own, most):
-        hook.main_hook()
-    hook.post_hook(own == most)
+NUM_BATCHES = [(6, 3), (2, 7), (5, 0), (4, 4), (0, 0), (5, 2, 4)]
 
 
 @pytest.mark.parametrize("by_contributors", [False, True], ids=["by initial size", "by contributors"])
-@pytest.mark.parametrize("num_batches", [(6, 3), (2, 7), (5, 0), (4, 4), (0, 0), (5, 2, 4)], ids=str)
+@pytest.mark.parametrize(("size", "num_batches"), [(len(each), each) for each in NUM_BATCHES], ids=str)
+@in_each_member()
 def test_changes_are_divided_by_the_members_or_the_contributors(
-    num_batches: tuple[int, ...], by_contributors: bool
+    member: Member, num_batches: tuple[int, ...], by_contributors: bool
 ) -> None:
     expected = _by_itself(num_batches, by_contributors)
-    for parameters, is_agreed, steps in run(len(num_batches), _uneven, num_batches, by_contributors):
-        assert (parameters - expected).abs().max() < 1e-12
-        assert is_agreed
-        assert steps == max(num_batches)
-
-
-def _uneven(member: Member, num_batches: tuple[int, ...], by_contributors: bool) -> tuple[Tensor, bool, int]:
     member.take(new_model(dtype=torch.float64))
     with member.local() as local:
-        train_unevenly(member, local, list(num_batches), divide_by_initial_world_size=not by_contributors)
-    return flat(member.model), member.agreed(), local.stats().steps
+        member.train_unevenly(local, num_batches, divide_by_initial_world_size=not by_contributors)
+    assert (flat(member.model) - expected).abs().max() < 1e-12
+    assert member.agreed()
+    assert local.stats().steps == max(num_batches)
 
 
 def _by_itself(num_batches: tuple[int, ...], by_contributors: bool) -> Tensor:
@@ -70,19 +53,15 @@ def _by_itself(num_batches: tuple[int, ...], by_contributors: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("subgroups", [False, True])
-def test_with_all_that_there_is(subgroups: bool) -> None:
+@in_each_member(4)
+def test_with_all_that_there_is(member: Member, subgroups: bool) -> None:
     """Compression, an outer optimizer, a warm-up, subgroups."""
-    for is_agreed, steps, ratio in run(4, _with_all, subgroups):
-        assert is_agreed
-        assert steps == 6
-        assert ratio > 3
-
-
-def _with_all(member: Member, subgroups: bool) -> tuple[bool, int, float]:
     subgroup = member.pair if subgroups else None
     with member.local(warmup=Warmup(1), algorithm=PowerSGD(), outer=NESTEROV, subgroup=subgroup) as local:
-        train_unevenly(member, local, [6, 1, 4, 3])
-    return member.agreed(), local.stats().steps, local.stats().compression_ratio
+        member.train_unevenly(local, [6, 1, 4, 3])
+    assert member.agreed()
+    assert local.stats().steps == 6
+    assert local.stats().compression_ratio > 3
 
 
 # In torch's own join context, in real processes.
@@ -90,17 +69,8 @@ def _with_all(member: Member, subgroups: bool) -> tuple[bool, int, float]:
 
 @pytest.mark.parametrize("by_contributors", [False, True], ids=["by initial size", "by contributors"])
 @pytest.mark.parametrize("num_batches", [(2, 7), (5, 0)], ids=str)
-def test_in_a_join_context(pool2: Pool, num_batches: tuple[int, int], by_contributors: bool) -> None:
-    expected = _by_itself(num_batches, by_contributors)
-    results = pool2.run(_joined, num_batches, by_contributors)
-    assert len(results) == 2
-    for parameters, is_agreed, steps in results:
-        assert (parameters - expected).abs().max() < 1e-12
-        assert is_agreed
-        assert steps == max(num_batches)
-
-
-def _joined(num_batches: tuple[int, int], by_contributors: bool) -> tuple[Tensor, bool, int]:
+@in_each_process(2)
+def test_in_a_join_context(num_batches: tuple[int, int], by_contributors: bool) -> None:
     model = new_model(dtype=torch.float64)
     optimizer = new_optimizer(model)
     with (
@@ -109,22 +79,16 @@ def _joined(num_batches: tuple[int, int], by_contributors: bool) -> tuple[Tensor
     ):
         train(model, optimizer, range(num_batches[dist.get_rank()]))
     assert not local._join_config.enable
-    return flat(model), agreed(model), local.stats().steps
+    assert (flat(model) - _by_itself(num_batches, by_contributors)).abs().max() < 1e-12
+    assert agreed(model)
+    assert local.stats().steps == max(num_batches)
 
 
-def test_early_termination_raises_on_all_processes(pool2: Pool) -> None:
-    messages = pool2.run(_early_termination)
-    assert messages[0].startswith("Detected at least one rank that exhausted inputs")
-    assert messages[1] == "Rank 1 exhausted all inputs."
-
-
-def _early_termination() -> str:
-    model = new_model()
+@in_each_process(2)
+def test_early_termination_raises_on_all_processes() -> None:
+    model, process_rank = new_model(), dist.get_rank()
     optimizer = new_optimizer(model)
+    told = ["Detected at least one rank that exhausted inputs", "Rank 1 exhausted all inputs."][process_rank]
     local = LocalSGD(model, optimizer, every_steps=2)
-    try:
-        with local, Join([local], throw_on_early_termination=True):
-            train(model, optimizer, range(4 - 2 * dist.get_rank()))
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    with pytest.raises(RuntimeError, match=told), local, Join([local], throw_on_early_termination=True):
+        train(model, optimizer, range(4 - 2 * process_rank))

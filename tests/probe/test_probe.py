@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import HashStore
 
 import thinwire
 from advice.ways import network
+from cli.test_cli import exit_code
 from crash import listening_on
-from launcher import run_in_network, run_job, run_python
+from launcher import run_in_network, run_job
 from pool import Pool
 from test_lab import real, undisturbed
 from thinwire.channel import ProcessGroupTransport, Work
@@ -95,6 +96,8 @@ def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
 
 def _probed_here() -> Probe:
     assert dist.get_world_size() == 2
+    with pytest.raises(AgreementError, match="budget_seconds"):
+        probe(budget_seconds=1.0 + dist.get_rank())
     return probe(budget_seconds=1.5)
 
 
@@ -108,15 +111,13 @@ def test_a_group_whose_backend_was_left_to_torch_is_named() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("budget", [0, -1.0, math.nan])
-def test_a_budget_of_nothing_is_refused(budget: float) -> None:
-    with pytest.raises(ConfigError, match="budget_seconds must be above 0"):
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [*((each, "budget_seconds must be above 0") for each in (0, -1.0, math.nan)), (1, "at least 2, got 1")],
+)
+def test_a_budget_of_nothing_and_a_single_process_are_refused(budget: float, told: str) -> None:
+    with alone(), pytest.raises(ConfigError, match=told):
         probe(budget_seconds=budget)
-
-
-def test_of_one_process_there_is_nothing_to_measure() -> None:
-    with alone(), pytest.raises(ConfigError, match="start at least 2, got 1"):
-        probe(budget_seconds=1)
 
 
 def test_a_budget_too_small_to_tell_the_rate_is_told(pool2: Pool) -> None:
@@ -169,19 +170,23 @@ def test_a_spread_of_five_times_the_median_is_said_to_be_doubtful() -> None:
     assert "doubtful" not in shown(probed_last(*5 * [0.01]))
 
 
-def test_outside_a_job_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    run = run_python("thinwire", "probe")
-    assert run.returncode == 2
-    assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in run.stderr
-    assert "Traceback" not in run.stderr
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--json", "torchrun --nproc-per-node 2 --no-python thinwire probe"),  # outside of a job
+        ("--plot=found.bmp", "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"),
+    ],
+)
+def test_mistakes_are_one_line(
+    option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "probe", option) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
 
 
 def test_json_and_a_plot(tmp_path: Path) -> None:
-    run = run_python("thinwire", "probe", "--plot=found.bmp")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
     plot = tmp_path / "probe.svg"
     run, _ = run_job("thinwire", "probe", "--json", "--budget-seconds=0.3", f"--plot={plot}")
     assert json.loads(run.stdout)["world_size"] == 2
@@ -199,6 +204,9 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     for saved in (example(), later):
         saved.save(path)
         assert Probe.load(path) == saved
+    # Text that is none can be printed.
+    path.write_text(json.dumps(json.loads(example().to_json()) | {"backend": "gl\ud800oo"}))
+    assert Probe.load(path).backend == "gl?oo"
 
 
 def test_a_slow_collective_counts_as_more_bytes() -> None:
@@ -240,9 +248,8 @@ def test_nothing_larger_than_was_timed_is_sent() -> None:
 
 def test_between_sizes_it_is_linear() -> None:
     assert example().bytes_per_second == pytest.approx(2000 / 0.002)
-    assert example().average_seconds(1) == 0.001
-    assert example().average_seconds(2000) == pytest.approx(0.004)
-    assert example().average_seconds(5000) == pytest.approx(0.007)
+    seconds = [example().average_seconds(size) for size in (1, 2000, 5000)]
+    assert seconds == pytest.approx([0.001, 0.004, 0.007])
 
 
 def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,17 +264,6 @@ def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatc
     with alone():
         pass
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
-def test_processes_with_other_budgets_are_told(pool2: Pool) -> None:
-    for message in pool2.run(_other_budget):
-        assert "budget_seconds" in message
-
-
-def _other_budget() -> str:
-    with pytest.raises(AgreementError) as caught:
-        probe(budget_seconds=1.0 + dist.get_rank())
-    return str(caught.value)
 
 
 NO_PROBE = r"probe\.json is not what `thinwire probe --save` writes"
@@ -334,12 +330,6 @@ def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told:
         Probe.load(path)
     assert told in str(caught.value)
     assert len(str(caught.value).removeprefix(str(path))) < 250
-
-
-def test_text_in_a_probe_that_is_none_can_be_printed(tmp_path: Path) -> None:
-    path = tmp_path / "probe.json"
-    path.write_text(json.dumps(json.loads(example().to_json()) | {"backend": "gl\ud800oo"}))
-    assert Probe.load(path).backend == "gl?oo"
 
 
 def test_nodes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import buckets
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
@@ -249,36 +249,20 @@ if find_spec("numba") is not None:  # else none has it
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_difference_is_told_on_all_processes_within_seconds(pool2: Pool, case: str) -> None:
-    for kind, told, seconds, process_id in pool2.run(_told, case):
-        assert process_id != os.getpid()
-        assert kind is AgreementError, told
-        assert CASES[case][1] in told
-        assert seconds < 20  # the group's timeout is 30
-
-
-def _told(case: str) -> tuple[type, str, float, int]:
-    start = time.monotonic()
-    try:
-        CASES[case][0]()
-    except Exception as error:
-        return type(error), str(error), time.monotonic() - start, os.getpid()
-    return type(None), "no error", 0.0, os.getpid()
+@in_each_process(2)
+def test_a_difference_is_told_on_all_processes_within_seconds(case: str) -> None:
+    (make, words), start = CASES[case], time.monotonic()
+    with pytest.raises(AgreementError, match=re.escape(words)):
+        make()
+    assert time.monotonic() - start < 20  # the group's timeout is 30
 
 
 @pytest.mark.parametrize(
     "algorithm", [Quantize(bits=4), Quantize(bits=2), TopK(), PowerSGD(matrix_rank=8), Cast("bf16")], ids=str
 )
-def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(
-    pool2: Pool, algorithm: Algorithm
-) -> None:
+@in_each_process(2)
+def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(algorithm: Algorithm) -> None:
     """Numba on one process only: few bits are decoded to the same bits, and it has no code for rank 8."""
-    (mine, ratio), (other, _) = pool2.run(_trained_with_numba_on_one, algorithm)
-    assert torch.equal(mine, other)
-    assert ratio > 1.9
-
-
-def _trained_with_numba_on_one(algorithm: Algorithm) -> tuple[torch.Tensor, float]:
     model, sync = attached(algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with patch.object(dispatch, "backends", (dispatch.TORCH,) if is_odd() else dispatch.backends):
@@ -286,8 +270,8 @@ def _trained_with_numba_on_one(algorithm: Algorithm) -> tuple[torch.Tensor, floa
             optimizer.zero_grad()
             step(model)
             optimizer.step()
-    assert dist.get_world_size() == 2
-    return torch.cat([each.detach().flatten() for each in model.parameters()]), sync.stats().compression_ratio
+    assert are_alike(model.parameters())
+    assert sync.stats().compression_ratio > 1.9
 
 
 def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,75 +297,49 @@ def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.M
         assert "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch" in told
 
 
-def test_four_processes_are_counted_by_what_they_have(pool4: Pool) -> None:
-    for kind, told, _, _ in pool4.run(_told, "another setting"):
-        assert kind is AgreementError
-        assert "processes 0, 2 have matrix_rank 2, processes 1, 3 have matrix_rank 4" in told
-
-
-def test_memory_is_as_it_was_and_agreeing_processes_go_on(pool2: Pool) -> None:
-    for before, after, steps in pool2.run(_disagree_and_go_on):
-        assert len(before) == 2
-        for (name, owed), (_, still) in zip(before, after, strict=True):
-            assert owed.any()
-            assert torch.equal(owed, still), name
-        assert steps == 2
-
-
-def _disagree_and_go_on() -> tuple[Any, Any, int]:
+@in_each_process(2)
+def test_memory_is_as_it_was_and_agreeing_processes_go_on() -> None:
     model = new_model()
     aggregator = epfl_step(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     errors = aggregator.engine.memory[ERROR]
-    before = [(name, owed.clone()) for name, owed in errors.items()]
+    before = {name: owed.clone() for name, owed in errors.items()}
     aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
     step(model)
     with pytest.raises(AgreementError):
         epfl.optimizer_step(optimizer, aggregator)
-    after = [(name, owed.clone()) for name, owed in errors.items()]
+    assert before.keys() == errors.keys()
+    assert all(owed.any() and torch.equal(owed, errors[name]) for name, owed in before.items())
     aggregator.sync.use(POWER)
     epfl.optimizer_step(optimizer, aggregator)
-    return before, after, aggregator.stats().steps
+    assert aggregator.stats().steps == len(before) == 2
 
 
-def test_it_is_compared_once_and_not_again(pool2: Pool) -> None:
-    for compared in pool2.run(_count_comparisons):
-        # DDP's first buckets, its rebuilt ones, nothing, nothing, after use()
-        assert compared == [1, 1, 0, 0, 1]
-
-
-def test_unlike_buckets_are_refused_before_any_message(pool2: Pool) -> None:
+@in_each_process(2)
+def test_unlike_buckets_are_refused_before_any_message() -> None:
     """Though the first ones are alike: all that are new are compared before one is sent."""
-    for told, messages in pool2.run(_unlike_from_the_second_bucket_on):
-        assert "bucket 1 with 2.weight, process 1 has bucket 1 with 0.bias, 2.weight" in told
-        assert "bucket 0" not in told
-        assert messages == 0
-
-
-def _unlike_from_the_second_bucket_on() -> tuple[str, int]:
     cap = 0.005 if is_odd() else 0.0001
     model, sync = attached(ddp={"bucket_cap_mb": cap, "find_unused_parameters": True})
-    with pytest.raises(AgreementError) as refused:
+    words = "bucket 1 with 2.weight, process 1 has bucket 1 with 0.bias, 2.weight"
+    with pytest.raises(AgreementError, match=words) as refused:
         step(model)
-    assert dist.get_world_size() == 2
-    return str(refused.value), sync.stats().messages
+    assert "bucket 0" not in str(refused.value)
+    assert sync.stats().messages == 0
 
 
-def _count_comparisons() -> list[int]:
+@in_each_process(2)
+def test_it_is_compared_once_and_not_again() -> None:
     model, sync = attached(ddp={"bucket_cap_mb": 0.005})
-    compared: list[int] = []
-
-    def counting(*arguments: Any) -> None:
-        compared[-1] += 1
-        agree(*arguments)
-
-    with patch.object(lanes, "agree", counting):
+    compared = []
+    with patch.object(lanes, "agree", wraps=agree) as counted:
         for number in range(5):
             if number == 4:
                 sync.use(AllReduce())
-            compared.append(0)
+            before = counted.call_count
             step(model)
-    return compared
+            compared.append(counted.call_count - before)
+    # DDP's first buckets, its rebuilt ones, nothing, nothing, after use()
+    assert compared == [1, 1, 0, 0, 1]
 
 
 def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_one() -> None:
@@ -390,17 +348,13 @@ def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_o
         run_members(2, lambda rank: engines[rank].open(buckets()[rank], torch.device("cpu")))
 
 
-def test_parameters_used_in_turn_are_not_compared_again_and_again(pool2: Pool) -> None:
-    assert pool2.run(_used_in_turn) == [1, 1]
-
-
-def _used_in_turn() -> int:
+@in_each_process(2)
+def test_parameters_used_in_turn_are_not_compared_again_and_again() -> None:
     model = new_model()
     aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
-    compared = []
-    with patch.object(lanes, "agree", lambda transport, description, purpose: compared.append(purpose)):
+    with patch.object(lanes, "agree") as compared:
         for number in range(8):
             shapes = [parameter.shape for parameter in model.parameters()]
             used = [torch.randn(s) if number >> i & 1 else None for i, s in enumerate(shapes)]
             aggregator.average(used)
-    return len(compared)
+    assert compared.call_count == 1

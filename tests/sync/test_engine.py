@@ -232,7 +232,7 @@ def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
     lane, first, second = engine.open(buckets()[0], flat.device), engine.begin(), engine.begin()
     first.start(lane, flat.clone())
-    with pytest.raises(StepError, match="in flight in another step"):
+    with pytest.raises(StepError, match="in flight in an earlier step"):
         second.start(lane, flat.clone())
     second.abandon()
     assert first.finish()
@@ -292,7 +292,7 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
     with pytest.raises(StepError, match="did not finish"):
         interrupted.start(lane, flat)
     for call in (interrupted.advance, interrupted.finish, lambda: interrupted.start(lane, flat)):
-        with pytest.raises(StepError, match="this step has ended; begin another one"):
+        with pytest.raises(StepError, match="this step has ended; begin a new one"):
             call()
     step(engine)
     assert engine.stats().steps == 2

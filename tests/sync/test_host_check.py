@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from pool import Pool
+from pool import in_each_process
+from sync.test_nonfinite import loss_of, new_ddp_model, run
 from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
@@ -22,29 +23,10 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
-from training import error_of
+from training import flat
 
-NUM_WORKERS = 2
 NUM_STEPS = 4
 LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
-
-
-def run(
-    algorithm: Algorithm, bad_steps: set[int], *, host_check: bool
-) -> tuple[Simulation, list[torch.Tensor]]:
-    """The means of each step, both buckets; in bad steps one worker has an infinite element."""
-    simulation = Simulation(algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check)
-    means = []
-    for step in range(NUM_STEPS):
-        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
-        if step in bad_steps:
-            gradients[step // 2][1][7] = torch.inf
-        simulation.step(gradients)
-        for others in gradients[1:]:
-            for mine, theirs in zip(gradients[0], others, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
-        means.append(torch.cat(gradients[0]))
-    return simulation, means
 
 
 def turns(entry: Entry) -> bool:
@@ -65,8 +47,8 @@ def turns(entry: Entry) -> bool:
     ids=str,
 )
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
-    seen, expected = run(entry.algorithm, bad_steps, host_check=True)
-    unseen, got = run(entry.algorithm, bad_steps, host_check=False)
+    seen, expected = run(entry.algorithm, bad_steps, steps=NUM_STEPS, host_check=True)
+    unseen, got = run(entry.algorithm, bad_steps, steps=NUM_STEPS, host_check=False)
     assert unseen.syncs[0].stats().nonfinite_steps == seen.syncs[0].stats().nonfinite_steps
     assert unseen.syncs[0].steps == NUM_STEPS
     for step, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -81,9 +63,9 @@ def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[i
 @pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
 def test_nothing_is_lost(algorithm: Algorithm) -> None:
     """Whatever turn it was: results plus final mean error are the sum of the true means of the good steps."""
-    simulation, means = run(algorithm, {1, 2}, host_check=False)
+    simulation, means = run(algorithm, {1, 2}, steps=NUM_STEPS, host_check=False)
     good = [step for step in range(NUM_STEPS) if step not in {1, 2}]
-    given = [random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step) for step in good]
+    given = [random_gradients(buckets(), num_workers=2, seed=step) for step in good]
     true = torch.stack([torch.cat(true_means(gradients)) for gradients in given]).sum(0)
     state = simulation.state_dicts()[0]
     residual = torch.cat([flat_error(state, bucket) for bucket in buckets()])
@@ -120,34 +102,33 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
 
 
 def test_the_errors_of_a_family_stay_one_batch() -> None:
-    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, host_check=False)
+    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, steps=NUM_STEPS, host_check=False)
     error = simulation.engines[0].memory[ERROR]
     assert stacked([error["head.weight"], error["body.weight"]]) is not None
 
 
 @pytest.mark.parametrize("front", ["attach", "hook", "aggregator", "exact aggregator"])
-def test_every_front_takes_it_and_processes_that_differ_in_it_are_told(pool2: Pool, front: str) -> None:
-    for message in pool2.run(_unlike, front):
-        assert message.startswith("AgreementError")
-        assert "process 0 has host_check True, process 1 has host_check False" in message
-
-
-def _unlike(front: str) -> str:
+@in_each_process(2)
+def test_every_front_takes_it_and_processes_that_differ_in_it_are_told(front: str) -> None:
     host_check = torch.distributed.get_rank() == 0
     module = torch.nn.Linear(48, 40)
-    if "aggregator" in front:
-        optimizer = torch.optim.SGD(module.parameters())
-        aggregator: epfl.Aggregator = epfl.AllReduce(host_check=host_check)
-        if front == "aggregator":
-            aggregator = epfl.PowerSGD(module.parameters(), epfl.Config(rank=2), host_check=host_check)
-        torch.autograd.backward(module(torch.ones(2, 48)).sum())
-        return error_of(lambda: epfl.optimizer_step(optimizer, aggregator))
-    model = DistributedDataParallel(module)
-    if front == "attach":
+    optimizer = torch.optim.SGD(module.parameters())
+    model = module if "aggregator" in front else DistributedDataParallel(module)
+    aggregator: epfl.Aggregator = epfl.AllReduce(host_check=host_check)
+    if front == "aggregator":
+        aggregator = epfl.PowerSGD(module.parameters(), epfl.Config(rank=2), host_check=host_check)
+    elif front == "attach":
         thinwire.attach(model, PowerSGD(), host_check=host_check)
-    else:
+    elif isinstance(model, DistributedDataParallel):
         model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
-    return error_of(lambda: torch.autograd.backward(model(torch.ones(2, 48)).sum()))
+    told = "process 0 has host_check True, process 1 has host_check False"
+    if "aggregator" not in front:
+        with pytest.raises(thinwire.AgreementError, match=told):
+            torch.autograd.backward(model(torch.ones(2, 48)).sum())
+        return
+    torch.autograd.backward(model(torch.ones(2, 48)).sum())
+    with pytest.raises(thinwire.AgreementError, match=told):
+        epfl.optimizer_step(optimizer, aggregator)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -174,50 +155,32 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
         train(host_check=True)
 
 
-def test_not_with_unused_parameters(pool2: Pool) -> None:
-    for message in pool2.run(_refused):
-        assert message.startswith(
-            "ConfigError: host_check=False does not go with find_unused_parameters=True"
-        )
-
-
-def _refused() -> str:
+@in_each_process(2)
+def test_not_with_unused_parameters() -> None:
     model = DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=True)
-    return error_of(lambda: thinwire.attach(model, PowerSGD(), host_check=False))
+    words = "^host_check=False does not go with find_unused_parameters=True"
+    with pytest.raises(thinwire.ConfigError, match=words):
+        thinwire.attach(model, PowerSGD(), host_check=False)
 
 
-def test_in_ddp_with_a_scaler(pool2: Pool) -> None:
+@in_each_process(2)
+def test_in_ddp_with_a_scaler() -> None:
     """A batch that overflows on one process is as if it had not been."""
-    for with_overflow, without, skipped, ratio in pool2.run(_overflowing):
-        for a, b in zip(with_overflow, without, strict=True):
-            assert torch.equal(a, b)
-        assert skipped == 1
-        assert ratio > 5
+    with_overflow, sync = _trained([0, 1, 2, 33, 4, 5, 6])
+    without, _ = _trained([0, 1, 2, 4, 5, 6])
+    assert torch.equal(with_overflow, without)
+    assert sync.stats().nonfinite_steps == 1
+    assert sync.stats().compression_ratio > 5
 
 
-def _overflowing() -> tuple[list[torch.Tensor], list[torch.Tensor], int, float]:
-    with_overflow, sync = _trained(overflow_at=3)
-    without, _ = _trained(overflow_at=None)
-    return with_overflow, without, sync.stats().nonfinite_steps, sync.stats().compression_ratio
-
-
-def _trained(overflow_at: int | None) -> tuple[list[torch.Tensor], GradientSync]:
-    assert torch.distributed.get_world_size() == 2
-    process_rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.Linear(40, 32)))
+def _trained(steps: list[int]) -> tuple[torch.Tensor, GradientSync]:
+    model = new_ddp_model()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, backoff_factor=1.0 - 1e-12, growth_interval=1000)
     sync = thinwire.attach(model, PowerSGD(matrix_rank=2), grad_scaler=scaler, host_check=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(8):
-        if step == 3 and overflow_at is None:
-            continue
-        generator = torch.Generator().manual_seed(10 * step + process_rank)
-        loss = model(torch.randn(4, 48, generator=generator)).square().mean()
-        if step == overflow_at and process_rank == 1:
-            loss = loss * torch.inf
+    for step in steps:
         optimizer.zero_grad()
-        scaler.scale(loss).backward()
+        torch.autograd.backward(scaler.scale(loss_of(model, step, overflows=step > 10)))
         scaler.step(optimizer)
         scaler.update()
-    return [parameter.detach().clone() for parameter in model.parameters()], sync
+    return flat(model), sync

@@ -16,29 +16,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
-from pool import Pool
+from pool import are_alike, in_each_process
 from thinwire import AllReduce, Cast, ConfigError, LocalSGD, NonfiniteError, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
-from training import error_of
+from training import error_of, flat
 
 POWER = PowerSGD(matrix_rank=2)
-NUM_WORKERS = 2
 BAD = 1  # the step, or the batch, that is not finite on one worker
 
 
-def run(algorithm: Algorithm, on_nonfinite: Any, *, host_check: bool) -> tuple[Simulation, list[Tensor]]:
-    """The means of each step; step BAD has a NaN on one worker, in the second bucket only."""
-    simulation = Simulation(
-        algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check, on_nonfinite=on_nonfinite
-    )
+def run(
+    algorithm: Algorithm, bad_steps: set[int], *, steps: int, **settings: Any
+) -> tuple[Simulation, list[Tensor]]:
+    """The means of each step; bad ones have a NaN on one worker, in the second bucket only."""
+    simulation = Simulation(algorithm, buckets(), num_workers=2, **settings)
     means = []
-    for step in range(5 if getattr(algorithm, "warmup_steps", 0) else 3):
-        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
-        if step == BAD:
-            gradients[1][1][7] = torch.nan
+    for step in range(steps):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if step in bad_steps:
+            gradients[step // 2][1][7] = torch.nan
         simulation.step(gradients)
         for others in gradients[1:]:
             for mine, theirs in zip(gradients[0], others, strict=True):
@@ -51,8 +50,11 @@ def run(algorithm: Algorithm, on_nonfinite: Any, *, host_check: bool) -> tuple[S
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_zeros_in_place_of_nan_and_else_the_same_run(entry: Entry, host_check: bool) -> None:
     """Of every algorithm: all gradients of the step, in all buckets, and the step is counted."""
-    simulation, got = run(entry.algorithm, "zero", host_check=host_check)
-    as_nan, expected = run(entry.algorithm, "nan", host_check=host_check)
+    steps = 5 if getattr(entry.algorithm, "warmup_steps", 0) else 3
+    (simulation, got), (as_nan, expected) = (
+        run(entry.algorithm, {BAD}, steps=steps, host_check=host_check, on_nonfinite=on_nonfinite)
+        for on_nonfinite in ("zero", "nan")
+    )
     for step, (a, b) in enumerate(zip(got, expected, strict=True)):
         if step == BAD:
             assert b.isnan().any()
@@ -177,25 +179,18 @@ FRONTS: dict[str, Callable[[Any], Front]] = {
 
 @pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
 @pytest.mark.parametrize("front", FRONTS)
+@in_each_process(2)
 def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
-    pool2: Pool, front: str, on_nonfinite: str
+    front: str, on_nonfinite: str
 ) -> None:
-    results = pool2.run(_with_and_without, front, on_nonfinite)
-    for raised, disturbed, healthy in results:
-        assert raised == (on_nonfinite == "raise")
-        assert torch.equal(disturbed, healthy)
-        assert torch.equal(disturbed, results[0][1])
-        assert disturbed.isfinite().all()
-
-
-def _with_and_without(front: str, on_nonfinite: str) -> tuple[bool, Tensor, Tensor]:
     raised, disturbed = _trained(front, on_nonfinite, overflow=True)
     _, healthy = _trained(front, on_nonfinite, overflow=False)
-    return raised, disturbed, healthy
+    assert raised == (on_nonfinite == "raise")
+    assert torch.equal(disturbed, healthy)
+    assert are_alike([disturbed])
 
 
 def _trained(front: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
-    assert dist.get_world_size() == 2
     model, step, local = FRONTS[front](on_nonfinite)
     raised = False
     with nullcontext() if local is None else local:
@@ -210,15 +205,12 @@ def _trained(front: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Te
             model.zero_grad()
             torch.autograd.backward(loss_of(model, number))
             step()
-        return raised, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return raised, flat(model)
 
 
-def test_an_optimizer_with_momentum_moves_on_at_zeros(pool2: Pool) -> None:
+@in_each_process(2)
+def test_an_optimizer_with_momentum_moves_on_at_zeros() -> None:
     """As the documentation of "zero" says."""
-    assert pool2.run(_with_momentum) == [True, True]
-
-
-def _with_momentum() -> bool:
     model = new_ddp_model()
     thinwire.attach(model, POWER, on_nonfinite="zero")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -227,7 +219,7 @@ def _with_momentum() -> bool:
         optimizer.zero_grad()
         torch.autograd.backward(loss_of(model, 0, overflows=overflows))
         optimizer.step()
-    return not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -239,24 +231,21 @@ def _with_momentum() -> bool:
         ("nan", True, True, None),
     ],
 )
+@in_each_process(2)
 def test_it_is_said_once_where_no_scaler_is_known(
-    pool2: Pool, on_nonfinite: str, scaled: bool, host_check: bool, said: str | None
+    on_nonfinite: Any, scaled: bool, host_check: bool, said: str | None
 ) -> None:
-    for lines in pool2.run(_logged, on_nonfinite, scaled, host_check):
-        assert len(lines) == (said is not None)
-        assert said is None or said in lines[0]
-
-
-def _logged(on_nonfinite: Any, scaled: bool, host_check: bool) -> list[str]:
     model = new_ddp_model()
     scaler = GradScaler("cpu", init_scale=1.0) if scaled else None
     sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
-    with patch("thinwire.sync.engine.logger.warning") as said:
+    with patch("thinwire.sync.engine.logger.warning") as warning:
         for step in range(4):
             model.zero_grad()
             torch.autograd.backward(loss_of(model, step, overflows=step > 1))
         assert sync.stats().nonfinite_steps == 2
-    return [call.args[0] % call.args[1:] for call in said.call_args_list]
+    lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
 
 
 # What is refused.
@@ -276,30 +265,33 @@ def test_a_scaler_must_see_what_is_not_finite(choice: Any) -> None:
     hooks.PowerSGDState(None, on_nonfinite=choice, grad_scaler=lambda: 8.0)
 
 
-def test_what_would_not_reach_all_or_have_no_effect_is_refused(pool2: Pool) -> None:
-    for told in pool2.run(_refused):
-        assert 'host_check=False does not go with on_nonfinite="raise"' in told[0]
-        assert "must see gradients" in told[1]
-        assert "this model is a plain module" in told[2]
-        assert "does not go with a subgroup" in told[3]
-        assert "does not go with averaging within subgroups" in told[4]
-        assert "process 0 has on_nonfinite zero, process 1 has on_nonfinite nan" in told[5]
-
-
-def _refused() -> list[str]:
+@in_each_process(2)
+def test_what_would_not_reach_all_or_have_no_effect_is_refused() -> None:
     plain, model, group = new_model(), new_ddp_model(), dist.group.WORLD
 
     def local(model: nn.Module, on_nonfinite: Any, **settings: Any) -> LocalSGD:
         optimizer, warmup = torch.optim.SGD(model.parameters()), thinwire.Warmup(on_nonfinite=on_nonfinite)
         return LocalSGD(model, optimizer, every_steps=2, warmup=warmup, **settings)
 
-    told = [
-        error_of(lambda: thinwire.attach(model, POWER, host_check=False, on_nonfinite="raise")),
-        error_of(lambda: thinwire.attach(model, POWER, grad_scaler=GradScaler("cpu"), on_nonfinite="zero")),
-        error_of(lambda: local(plain, "zero")),
-        error_of(lambda: local(model, "raise", subgroup=group)),
-        error_of(lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise")),
-    ]
-    thinwire.attach(model, POWER, on_nonfinite="zero" if dist.get_rank() == 0 else "nan")
-    told.append(error_of(lambda: torch.autograd.backward(loss_of(model, 0))))
-    return told
+    def attach(**settings: Any) -> None:
+        thinwire.attach(model, POWER, **settings)
+
+    def unlike() -> None:
+        attach(on_nonfinite="zero" if dist.get_rank() == 0 else "nan")
+        torch.autograd.backward(loss_of(model, 0))
+
+    for words, call in (
+        (
+            'host_check=False does not go with on_nonfinite="raise"',
+            lambda: attach(host_check=False, on_nonfinite="raise"),
+        ),
+        ("must see gradients", lambda: attach(grad_scaler=GradScaler("cpu"), on_nonfinite="zero")),
+        ("this model is a plain module", lambda: local(plain, "zero")),
+        ("does not go with a subgroup", lambda: local(model, "raise", subgroup=group)),
+        (
+            "does not go with averaging within subgroups",
+            lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise"),
+        ),
+        ("process 0 has on_nonfinite zero, process 1 has on_nonfinite nan", unlike),
+    ):
+        assert words in error_of(call)

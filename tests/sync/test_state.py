@@ -122,7 +122,7 @@ def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
 
 @pytest.mark.parametrize("matrix_rank", [1, 5])
 def test_a_state_of_another_matrix_rank_keeps_the_error(state: dict[str, Any], matrix_rank: int) -> None:
-    with pytest.warns(match="of body.weight, conv.weight, head.weight are of another matrix rank"):
+    with pytest.warns(match="of body.weight, conv.weight, head.weight are of a different matrix rank"):
         other = loaded(state, algorithm=PowerSGD(matrix_rank=matrix_rank))
     assert other.step(random_gradients(buckets(), num_workers=2, seed=5))
     saved = other.state_dicts()[0]

@@ -332,7 +332,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         (lambda: Watch(sync, path, every_steps=0), "every_steps must be"),
         (lambda: Watch(sync, print), r"make a thinwire.watch.MetricsWriter"),  # type: ignore[arg-type]
         (lambda: Watch(sync, tmp_path / "no" / "run.jsonl"), "there is no folder .*no; make it first"),
-        (lambda: Watch(sync, mine), r"is no file of a thinwire\.Watch; give another path"),
+        (lambda: Watch(sync, mine), r"is no file of a thinwire\.Watch; give a different path"),
         (lambda: MetricsWriter(3), "log must be a function"),  # type: ignore[arg-type]
         (lambda: kept.log(loss=torch.ones(1)), r"give value.item\(\)"),
         (lambda: kept.log(loss=1.0, step=3), "log can't take step="),

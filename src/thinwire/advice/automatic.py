@@ -181,15 +181,14 @@ class Auto:
         if self.chosen is None or self.is_choosing:
             return "no choice yet" if self.is_choosing else "off: exact averaging"
         chosen, least_gain = self.chosen, self._rules.least_gain
-        lines = [f"{chosen.name}: a step takes {chosen}."]
+        why = f"Nothing rougher within the budget wins more than {least_gain:.0%} for sure."
         if chosen.is_lossy:
-            lines.append(f"Its loss gap: {losses_of(chosen)}.")
+            why = f"Its loss gap: {losses_of(chosen)}."
         elif self._can_win_nothing():
-            lines.append("Rougher messages can win nothing.")
+            why = "Rougher messages can win nothing."
         elif len(self.trials) == 2:
-            lines.append(none_within(self._rough, self._rules.budget_loss))
-        else:
-            lines.append(f"Nothing rougher within the budget wins more than {least_gain:.0%} for sure.")
+            why = none_within(self._rough, self._rules.budget_loss)
+        lines = [f"{chosen.name}: a step takes {chosen}.", why]
         local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
         if local is not None and chosen.waited_seconds > least_gain * chosen.step_seconds:
             waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"

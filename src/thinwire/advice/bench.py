@@ -48,18 +48,15 @@ Quartiles = tuple[float, float, float]  # the median comes first
 
 
 class Replicated:
-    """A copy of the user's model, in a DDP group of this process only.
+    """A copy of the user's model, in a DDP group of this process only: a subject, as `Sharded` is."""
 
-    It is the subject of a bench, as `Sharded` is: steps train `model`; fronts that average whole models are
-    given `module`; `shards` processes hold a replica together, None if each holds all of it.
-    """
-
-    shards: int | None = None
+    shards: int | None = None  # processes that hold a replica together; None if each holds all of it
 
     def __init__(self, module: nn.Module, transport: Transport, entered: ExitStack) -> None:
         # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
         group = own_subgroup(1, None)
         entered.callback(dist.destroy_process_group, group)
+        # Steps train `model`; fronts that average whole models are given `module`.
         self.module, self._transport = module, transport
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
@@ -108,8 +105,7 @@ class Bench:
         }
         self.losses = expected_losses(training)
         self.alone = Timed()
-        self.ways: list[tuple[str, LocalVariant | None, Timed]]
-        self.ways = [(name, None, Timed()) for name in self.variants]
+        self.ways: list[tuple[str, LocalVariant | None, Timed]] = [(n, None, Timed()) for n in self.variants]
         # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
         self.averagings: dict[tuple[type[LocalSGD], Algorithm | None], Timed] = {}
         for local in LOCAL_VARIANTS:
@@ -190,8 +186,8 @@ class Bench:
                 timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
         # Hooks are called in a backward pass only.
         if algorithm is not None and not all(each.sent for each in found):
-            needs = "one_step(model) must run a backward pass on the model that it is given"
-            raise ConfigError(f"{needs}, through all of its parameters")
+            needs = "a backward pass on the model that it is given, through all of its parameters"
+            raise ConfigError(f"one_step(model) must run {needs}")
         timed.timelines += found
         # Without gradients, so that what inner optimizers take is no time at all.
         model.zero_grad(set_to_none=True)
@@ -228,14 +224,12 @@ def _kept_bytes(front: LocalSGD) -> int:
         """Return what this process holds: its shard of a sharded tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-    kept = [] if front.outer is None else list(front.outer.state.values())
-    states = [
-        held(each).nbytes for state in kept for each in state.values() if isinstance(each, torch.Tensor)
-    ]
+    kept_bytes = engine_of(front).memory_bytes()
+    for state in () if front.outer is None else front.outer.state.values():
+        kept_bytes += sum(held(each).nbytes for each in state.values() if isinstance(each, torch.Tensor))
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
     averaged = (each for each in front.module.parameters() if each.requires_grad)
-    last_averages = [held(each).numel() * max(4, each.itemsize) for each in averaged]
-    return engine_of(front).memory_bytes() + sum(states) + sum(last_averages)
+    return kept_bytes + sum(held(each).numel() * max(4, each.itemsize) for each in averaged)
 
 
 def local_seconds(

@@ -57,9 +57,8 @@ class LossGap:
     is_recurrent: bool = False
 
     def __str__(self) -> str:
-        spread = ""
-        if self.low_percent is not None and self.high_percent is not None:
-            spread = f" ({signed(self.low_percent)} to {signed(self.high_percent)})"
+        has_interval = self.low_percent is not None
+        spread = f" ({signed(self.low_percent)} to {signed(self.high_percent)})" if has_interval else ""
         return f"{signed(self.percent)} %{spread}, {self.training}"
 
     @property
@@ -73,8 +72,7 @@ class LossGap:
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured once" if self.is_single else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
-        size = f"{self.parameters / unit:.3g} {letter} parameters"
-        model = f"an LSTM of {size}" if self.is_recurrent else size
+        model = f"{'an LSTM of ' * self.is_recurrent}{self.parameters / unit:.3g} {letter} parameters"
         return f"{how} with {self.optimizer}, {self.members} members, {model}{steps} ({self.source})"
 
 
@@ -183,24 +181,23 @@ def optimizer_name(optimizer: object) -> str:
         # A subclass of SGD counts as SGD.
         names = [kind.__name__ for kind in type(optimizer).__mro__]
         return next((each for each in names if each in known_optimizers()), names[0])
-    if not isinstance(optimizer, str) or not 0 < len(optimizer.strip()) <= MAX_NAME_LENGTH:
-        raise ConfigError(
-            f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
-        )
-    given = optimizer.strip()
+    given = optimizer.strip() if isinstance(optimizer, str) else ""
+    if not 0 < len(given) <= MAX_NAME_LENGTH:
+        such = 'a torch optimizer, or the name of one such as "AdamW"'
+        raise ConfigError(f"optimizer must be {such}, got {optimizer!r:.200}")
     plain = given.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
     return next((each for each in known_optimizers() if each.lower() == plain), given)
 
 
 def optimizer_notes(optimizer: object) -> list[str]:
     """Return how what the user trains with differs from what gaps were measured with, in words."""
-    known = known_optimizers()
+    known = " and ".join(known_optimizers())
     if optimizer is None:
-        return [f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."]
+        return [f"Loss gaps are the largest of {known}; name your optimizer for its own."]
     name, given, notes = optimizer_name(optimizer), unwrapped_optimizer(optimizer), []
     not_measured = "No loss gap was measured with"
-    if name not in known:
-        return [f"{not_measured} {name}, only with {' and '.join(known)}: the largest of them counts."]
+    if name not in known_optimizers():
+        return [f"{not_measured} {name}, only with {known}: the largest of them counts."]
     if isinstance(given, torch.optim.Optimizer):
         if (own := type(given).__name__) != name:
             notes.append(f"{not_measured} {own}: those of {name}, from which it derives, count.")
@@ -219,13 +216,9 @@ def unwrapped_optimizer(optimizer: object) -> object:
 def expected_loss(
     name: str, training: Training, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
-    """Return what is known of a way of averaging.
-
-    The project's own measurements come first: how they were made is known, and none was chosen to look well.
-    Then come those of what surely loses less and more, then what was published.
-    """
-    own = _own_gaps(name, training)
-    if own:
+    """Return what is known of a way of averaging: measured here, else between others, else published."""
+    # The project's own come first: how they were made is known, and none was chosen to look well.
+    if own := _own_gaps(name, training):
         return ExpectedLoss("measured", own[0].percent, own[0].low_percent, own[0].high_percent, own)
     less = next(iter(_own_gaps(loses_more_than, training)), None)
     more = next(iter(_own_gaps(loses_less_than, training)), None)
@@ -279,19 +272,17 @@ def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap
 
     # An LSTM lost several percent where transformers lost nothing: the same kind of model comes first.
     of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
-    by_optimizer: dict[str, list[LossGap]] = {}
-    for each in of_kind or rows:
-        by_optimizer.setdefault(each.optimizer, []).append(each)
+    nearest: dict[str, LossGap] = {}
+    for gap in sorted(of_kind or rows, key=distance):
+        nearest.setdefault(gap.optimizer, gap)
     if training.optimizer in known_optimizers():
         # What a different optimizer lost would tell nothing, even if this one was not measured.
-        chosen = [by_optimizer[training.optimizer]] if training.optimizer in by_optimizer else []
-    else:
-        # For an optimizer that nobody has measured with, the worst is the honest guess.
-        chosen = list(by_optimizer.values())
-    nearest = [min(of_one, key=distance) for of_one in chosen]
-    return max(nearest, key=lambda gap: gap.percent, default=None)
+        return nearest.get(training.optimizer)
+    # For an optimizer that nobody has measured with, the worst is the honest guess.
+    return max(nearest.values(), key=lambda gap: gap.percent, default=None)
 
 
-def signed(percent: float) -> str:
+def signed(percent: float | None) -> str:
     """Return a gap with its sign; zero has none."""
+    assert percent is not None
     return f"{percent:+.1f}" if f"{abs(percent):.1f}" != "0.0" else "0.0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import time
@@ -30,7 +31,6 @@ from thinwire.channel import (
     ProcessGroupTransport,
     Transport,
     gather_bytes,
-    gather_numbers,
     wire_bytes,
 )
 from thinwire.checks import number
@@ -43,9 +43,11 @@ from thinwire.probe.result import ring_share
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+TIMES = ("step_seconds", "low_seconds", "high_seconds")
 ROUND_TRIPS = (0, 5, 20, 80)
 ROUND_TRIPS_OF_A_MESSAGE = 1
 PROC_STAT = Path("/proc/stat")
+SHARDED = "thinwire.advice.sharded"  # it knows of DTensors, which take seconds to import
 
 
 def advise(
@@ -75,7 +77,7 @@ def advise(
             `attach` takes it: it is trained itself, and put back as it was.
         one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
-        probe: Of the network; None to probe the default process group now, which is collective. Of a
+        probe: Of the network; None to probe the default process group now, which is collective. For a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
@@ -111,7 +113,7 @@ def advise(
     training = Training.of(module, name, link.members)
     with ExitStack() as entered:
         stopwatch = Stopwatch(link.members, device)
-        kind = _sharded().Sharded if is_fsdp2(module) else Replicated
+        kind = import_module(SHARDED).Sharded if is_fsdp2(module) else Replicated
         subject = kind(module, stopwatch.transport, entered)
         bench, before = Bench(subject, one_step, stopwatch, training), processor_seconds()
         bench.run(budget_seconds, transport, progress)
@@ -123,14 +125,11 @@ def advise(
     def predictions(network: Network, late_seconds: float = 0.0) -> list[Prediction]:
         """Return the mean of what the processes predict: the same on all, so that all choose alike."""
         own = bench.predictions(network, late_seconds)
-        times = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in own]
         # All in one message: there are a hundred numbers, and tens of networks to ask about.
-        flat = [seconds + inside_seconds for three in times for seconds in three]
+        flat = [getattr(each, name) + inside_seconds for each in own for name in TIMES]
         means = iter(mean_over_processes(flat, transport))
-        return [
-            replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
-            for each in own
-        ]
+        times = [dict[str, Any]((name, next(means)) for name in TIMES) for _ in own]
+        return [replace(each, **seconds) for each, seconds in zip(own, times, strict=True)]
 
     ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
     at = {ms: predictions(link.seconds_without_latency, link.late_seconds(ms)) for ms in link.round_trips}
@@ -238,18 +237,14 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
 
 
-def _sharded() -> Any:
-    """Return the module that knows of DTensors, which take seconds to import."""
-    return import_module("thinwire.advice.sharded")
-
-
 def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None) -> Link:
     """Return what joins the replicas, probed now if there is no probe, which is collective."""
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     if is_fsdp2(module):
-        probe = probe or _sharded().probed_between_replicas(module, replicas)
-        shards = _sharded().shards_of(module).size
+        sharded = import_module(SHARDED)
+        probe = probe or sharded.probed_between_replicas(module, replicas)
+        shards = sharded.shards_of(module).size
     elif replicas is not None:
         raise ConfigError("replicas is for models of fully_shard; leave it out")
     else:
@@ -312,19 +307,14 @@ def processor_seconds() -> tuple[float, float, float]:
 
 
 def others_share(host: str, spent: Sequence[float], transport: Transport) -> float | None:
-    """Return the share of the processors that others than the group's processes took. Collective.
-
-    Of the machine where it was largest, the same on all; None if the system does not tell.
-    """
-    purpose = "advise: what else the machines did"
-    hosts, everyone = (
-        gather_bytes(host.encode(), transport, purpose),
-        gather_numbers(spent, transport, purpose),
-    )
-    shares = []
-    for machine in set(hosts):
-        of_machine = [numbers for name, numbers in zip(hosts, everyone, strict=True) if name == machine]
-        _, busy, every = of_machine[0]
-        if every > 0:  # NaN fails this, too
-            shares.append(max(0.0, busy - sum(own for own, *_ in of_machine)) / every)
+    """Return the largest share of a machine's processors that other programs took; None if not known."""
+    told = gather_bytes(json.dumps([host, *spent]).encode(), transport, "advise: what else the machines did")
+    machines: dict[str, list[Sequence[float]]] = {}
+    for machine, *numbers in map(json.loads, told):
+        machines.setdefault(machine, []).append(numbers)
+    shares = [
+        max(0.0, of_all[0][1] - sum(own for own, *_ in of_all)) / of_all[0][2]
+        for of_all in machines.values()
+        if of_all[0][2] > 0  # NaN fails this, too
+    ]
     return max(shares, default=None)

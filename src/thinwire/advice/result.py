@@ -200,7 +200,7 @@ def checked_gain(least_gain: object) -> float:
 def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
-    Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
+    Among those within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
     """

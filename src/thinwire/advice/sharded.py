@@ -21,10 +21,9 @@ from thinwire.sync import Engine, Settings
 
 
 class Sharded:
-    """A model of `fully_shard`, whose replicas' messages go to a stopwatch: the subject of a bench.
+    """A model of `fully_shard`: the subject of a bench. FSDP2's own messages are sent, inside of the replica.
 
-    FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
-    parameters, buffers and gradients are put back when it is left.
+    It can't be copied, so parameters, buffers and gradients are put back when it is left.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
@@ -65,8 +64,7 @@ def shards_of(model: nn.Module) -> Transport:
     sharded.refuse_native()
     if sharded.is_replicated:
         raise ConfigError(
-            "advise got a model of replicate, which is whole on each process; pass the plain module, as it "
-            "is before replicate"
+            "advise got a model of replicate, which each process has whole; pass the plain module"
         )
     if mesh.size() == 1:
         return InProcessTransport.group(1)[0]
@@ -76,10 +74,8 @@ def shards_of(model: nn.Module) -> Transport:
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
     """Probe the links between replicas, by the first process of each; the same on all of a replica."""
     if replicas is None:
-        raise ConfigError(
-            "a sharded model does not tell where its other replicas are: pass a probe of one process per "
-            'replica (thinwire probe --save), or replicas=mesh["replicate"] to probe now'
-        )
+        do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
+        raise ConfigError(f"a sharded model does not tell where its other replicas are: {do} to probe now")
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # One shard alone: several at once would share the link, each at different moments.
     own = measure_network(group).to_json() if shards.rank == 0 else ""

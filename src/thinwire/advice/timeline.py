@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import torch
 
 from thinwire.channel import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
+from thinwire.tensors.accelerators import wait_for
 
 # Seconds of a collective, by the bytes that each process hands over.
 Network = Callable[[Collective, int], float]
@@ -19,8 +19,7 @@ Network = Callable[[Collective, int], float]
 AT_ONCE = 2
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """A message."""
 
     at_seconds: float
@@ -29,8 +28,7 @@ class Sent:
     collective: Collective = "all_reduce"
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """A step: its messages in the order they were sent, and how long it took without a network."""
 
     sent: tuple[Sent, ...]
@@ -105,8 +103,7 @@ class Stopwatch:
     def timeline(self) -> Timeline:
         """End the step and return what it did."""
         end = self._mark()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # until then events have no times
+        wait_for(self._device)  # until then events have no times
         sent = []
         for note in self.transport.notes:
             # A message that is never waited for must have come when the next step begins.

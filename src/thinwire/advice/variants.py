@@ -71,12 +71,7 @@ LOCAL_VARIANTS = (
     LocalVariant(LocalSGD, 10, {"algorithm": Quantize(bits=4)}),
     LocalVariant(DiLoCo, 30),
     LocalVariant(DiLoCo, 30, {"outer": Nesterov(lr=1.0, momentum=0.5)}),
-    LocalVariant(
-        DiLoCo,
-        30,
-        {"streaming": Streaming(fragments=2, delay_steps=5)},
-        loses_more_than="DiLoCo(every_steps=30)",
-    ),
+    LocalVariant(DiLoCo, 30, {"streaming": Streaming(fragments=2, delay_steps=5)}, "DiLoCo(every_steps=30)"),
 )
 
 
@@ -101,17 +96,13 @@ def code_of(name: str, local: LocalVariant | None, *, is_sharded: bool) -> str:
 
 
 def lines_to_paste(advice: Advice) -> dict[str, str]:
-    """Return lines by front, in the names that its users give: model, optimizer, mesh, accelerator, trainer.
-
-    None if exact averaging is advised, which they do by themselves.
-    """
+    """Return lines by front, in its users' names: model, optimizer, mesh, accelerator, trainer."""
     if advice.adds_nothing:
-        return {}
+        return {}  # exact averaging is what they do by themselves
     # What is priced of a sharded model is of FSDP2 alone; native HSDP needs no Thinwire.
     lines = _lines_by_front(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
-    return {
-        front: f"import thinwire\n{text}" if "thinwire." in text else text for front, text in lines.items()
-    }
+    imported = "import thinwire\n"
+    return {front: imported * ("thinwire." in text) + text for front, text in lines.items()}
 
 
 def _lines_by_front(best: Prediction) -> dict[str, str]:

@@ -33,19 +33,17 @@ def verdict(advice: Advice) -> list[str]:
         # A name has commas of its own: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
         names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
-        tie = f"These take about the same time, as far as can be told: {names}."
+        lines.append(f"These take about the same time, as far as can be told: {names}.")
         if best in advice.tied and best.is_lossy:
-            tie += f" Of those that win enough, {best.name} is expected to lose the least; of equal gaps"
-            tie += " the most bits win."
+            least = f"Of those that win enough, {best.name} is expected to lose the least"
+            lines[-1] += f" {least}; of equal gaps the most bits win."
         elif best in advice.tied:
-            tie += f" Of these, {best.name} loses nothing, and has the most bits."
-        lines.append(tie)
+            lines[-1] += f" Of these, {best.name} loses nothing, and has the most bits."
     bits = advice.break_even_bits_per_second
-    where = (
-        "every link" if math.isinf(bits) else f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
-    )
+    where = f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
+    where = "every link" if math.isinf(bits) else where
     # The rate knows of no spread, and what is advised counts it: said if the two could contradict each other.
-    what = "Compressed messages" if best.is_lossy else "By medians alone, compressed messages"
+    what = "Compressed messages" if best.is_lossy else "Judged by medians alone, compressed messages"
     lines.append(f"{what} win more than {gained} on {where}.")
     return [*lines, *_about_losses(advice), *advice.notes]
 
@@ -53,14 +51,13 @@ def verdict(advice: Advice) -> list[str]:
 def losses_of(prediction: Prediction) -> str:
     """Return what is known of a way's loss, with where it is from."""
     loss, gaps = prediction.loss, prediction.loss.gaps
+    named = [f"{gap.name}: {gap}" for gap in gaps]
     sentences = {
         "exact": ["none: it is exact averaging"],
-        "measured": [str(gap) for gap in gaps],
-        "published": [str(gap) for gap in gaps],
-        "between": ["between " + " and ".join(f"{gap.name}: {gap}" for gap in gaps)],
-        "above": [f"more than {gap.name}: {gap}" for gap in gaps],
+        "between": [f"between {' and '.join(named)}"],
+        "above": [f"more than {each}" for each in named],
         "unknown": ["not known"],
-    }[loss.kind]
+    }.get(loss.kind, list(map(str, gaps)))
     # Beside the project's own: of larger models, at other batches, by others.
     if prediction.published is not None and prediction.published not in gaps:
         sentences.append(str(prediction.published))
@@ -77,7 +74,7 @@ def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and what is nearest to it."""
     found = nearest(losses)
-    told = "of none is a gap known" if found is None else f"the nearest is {found}"
+    told = "no gap is known" if found is None else f"the nearest is {found}"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
 
 
@@ -99,11 +96,11 @@ def _why_not(advice: Advice) -> str:
         told = f"compressed messages of this model are {least_bytes:,.0f} bytes per step"
         return f"Nothing to win by compressing: {told}, 16 bits {bytes_16:,.0f}."
     if advice.nothing_to_win:
-        with_best, without = 1e3 * best.step_seconds, 1e3 * advice.compute_seconds
-        told = f"a step takes {with_best:.1f} ms with {best.name}"
-        return f"Nothing to win: {told}, {without:.1f} ms without any averaging."
-    gain = f"{advice.least_gain:.0%} over {best.name}"
-    return f"Do not compress: no approximation wins more than {gain} for sure."
+        told = f"a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}"
+        return f"Nothing to win: {told}, {1e3 * advice.compute_seconds:.1f} ms without any averaging."
+    return (
+        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
+    )
 
 
 def _about_losses(advice: Advice) -> Iterator[str]:
@@ -129,11 +126,10 @@ def _about_losses(advice: Advice) -> Iterator[str]:
 
 def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
     """Yield what `state_dict` takes with what is advised, if it keeps a residual."""
-    if best.residual_bytes:
-        yield (
-            f"Saving (state_dict) averages the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB, "
-            f"over the link: about {network('all_reduce', best.residual_bytes):.2g} s each time."
-        )
+    if num_bytes := best.residual_bytes:
+        residual = f"the residual of {best.name}, {num_bytes / 1e6:.3g} MB"
+        seconds = f"about {network('all_reduce', num_bytes):.2g} s each time"
+        yield f"Saving (state_dict) averages {residual}, over the link: {seconds}."
 
 
 def disturbance(others: float | None, low_seconds: float, high_seconds: float) -> Iterator[str]:
@@ -180,7 +176,7 @@ def notes_on(
         )
     if device.type != "cpu" and shards == 1:
         yield (
-            "Each bucket has launches of its own: if no message could hide behind the backward pass, "
+            "Each bucket has its own launches: if no message could hide behind the backward pass, "
             "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
         )
     yield from _notes_on_probe(probe, num_processes, device)
@@ -201,7 +197,5 @@ def _notes_on_probe(probe: Probe, num_processes: int, device: torch.device) -> I
         yield f"The probe is doubtful: {probe.doubt}."
     if probe.timings and probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
         largest = f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes,"
-        yield (
-            f"{largest} took less than twice as long as one of nothing: the link's rate is uncertain; probe "
-            "with a larger budget_seconds."
-        )
+        uncertain = "the link's rate is uncertain; probe with a larger budget_seconds"
+        yield f"{largest} took less than twice as long as one of nothing: {uncertain}."

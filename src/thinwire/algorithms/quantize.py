@@ -58,7 +58,7 @@ class Quantize(Algorithm):
     keeps an fp32 residual of the size of the gradients (fp64 of fp64) and makes a host synchronisation, for
     the finite check (none without `host_check`).
 
-    A scale has fp32's range: fp64 gradients beyond it are not finite. Of any type, what is beyond half of it
+    A scale has fp32's range: fp64 gradients beyond it are not finite. For any type, what is beyond half of it
     (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for. Blocks whose
     scale would be below 1.2e-38 become zeros. After an algorithm with error feedback (`GradientSync.use`),
     the first step without sends gradients and residual uncompressed, so nothing is lost.

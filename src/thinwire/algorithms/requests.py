@@ -73,11 +73,11 @@ class Commit:
         is_healthy: Returns whether what this bucket has received may be used, as a tensor of one bool. It
             must be computed from what all members have received alike, or members would decide differently.
             It is called only if the answer matters, since looking costs a pass.
-        writes: Whether memory is written behind the commit. If nothing of the step writes, nobody asks.
+        writes: Whether memory is written behind the commit. If nothing of the step writes, no one asks.
         writes_where: Whether the exchange keeps to the answer: None if the step is healthy; or one bool, not
             read back, if the host does not ask. If it is false, the exchange leaves memory as it was and
             makes all gradients NaN. For an exchange without this, a copy of its memory is made and put back.
-            Behind its commit it may ask for `Jointly`.
+            After its commit it may ask for `Jointly`.
 
     Raises:
         ConfigError: `is_healthy` is not a function.

@@ -6,29 +6,10 @@ milliseconds. `Metered` and `Recording` wrap either.
 """
 
 from thinwire.channel.agreement import CALL, Description, agree
-from thinwire.channel.collectives import (
-    copy_from,
-    gather_bytes,
-    gather_numbers,
-    gather_stacked,
-    true_for_all,
-)
+from thinwire.channel.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
 from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.machines import (
-    Layout,
-    Machines,
-    machines_of,
-    machines_of_subgroups,
-    ranks_by_machine,
-)
-from thinwire.channel.metered import (
-    Metered,
-    Note,
-    Recording,
-    Traffic,
-    message_bytes_of,
-    wire_bytes,
-)
+from thinwire.channel.machines import Layout, Machines, machines_of, machines_of_subgroups, ranks_by_machine
+from thinwire.channel.metered import Metered, Note, Recording, Traffic, message_bytes_of, wire_bytes
 from thinwire.channel.process_group import (
     ProcessGroupTransport,
     alone,

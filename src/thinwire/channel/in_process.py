@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -52,8 +52,19 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     # Threads, since the body is any blocking code; but one runs at a time, and always the same one next, so
     # every run is the same run, whatever the machine does.
     turns = [_Turn(rank, body) for rank in range(size)]
+    errors: list[BaseException] = []
+    running = turns
     try:
-        errors = _run_in_turns(turns)
+        while running:
+            ready = [turn for turn in running if turn.is_ready()]
+            if not ready:  # those who wait learn why, and end
+                for turn in running:
+                    turn.is_stuck = True
+            for turn in ready or running:
+                turn.go_on()
+                # The others go on: what waits for this member ends, too, stuck.
+                errors += [] if turn.error is None else [turn.error]
+            running = [turn for turn in running if not turn.has_ended]
     except BaseException:
         # A signal reaches this thread alone. Members that ran on would meet the end of the interpreter, which
         # aborts where a thread is in torch.
@@ -63,24 +74,6 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return [turn.result[0] for turn in turns]
-
-
-def _run_in_turns(turns: Sequence[_Turn[Result]]) -> list[BaseException]:
-    """Run members until all have ended; return what they have raised."""
-    errors: list[BaseException] = []
-    running = list(turns)
-    while running:
-        ready = [turn for turn in running if turn.is_ready()]
-        if not ready:  # those who wait learn why, and end
-            for turn in running:
-                turn.is_stuck = True
-            ready = running
-        for turn in ready:
-            turn.go_on()
-            if turn.error is not None and turn in running:
-                errors.append(turn.error)  # the others go on: what waits for this member ends, too, stuck
-        running = [turn for turn in running if not turn.has_ended]
-    return errors
 
 
 class Awaited(Protocol):
@@ -133,7 +126,6 @@ class _Turn(Generic[Result]):
         self._stop()
 
     def is_ready(self) -> bool:
-        """Return whether it can go on."""
         return self._awaited is None or self._awaited.is_complete
 
     def go_on(self) -> None:
@@ -184,11 +176,20 @@ class _Turn(Generic[Result]):
 
 
 @dataclass
+class _Room:
+    """The collectives under way in a group, by their place in the order."""
+
+    size: int
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    is_broken: bool = False
+
+
+@dataclass
 class _Meeting:
     """One collective: what each member has brought, until all have come and taken what is theirs."""
 
+    room: _Room
     place: int
-    size: int
     purpose: str
     kind: object  # the same on all members
     brought: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -196,23 +197,15 @@ class _Meeting:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.brought) == self.size
+        return self.room.is_broken or len(self.brought) == self.room.size
 
     def who_is_missing(self) -> str:
-        missing = sorted(set(range(self.size)) - set(self.brought))
+        size, there = self.room.size, sorted(self.brought)
+        missing = sorted({*range(size)} - self.brought.keys())
         return (
-            f"{self.purpose}: members {missing} of {self.size} have not sent message {self.place}, for which "
-            f"members {sorted(self.brought)} wait. Make the same calls on every member"
+            f"{self.purpose}: members {missing} of {size} have not sent message {self.place}, for which "
+            f"members {there} wait. Make the same calls on every member"
         )
-
-
-@dataclass
-class _Room:
-    """The collectives under way in a group, by their place in the order."""
-
-    size: int
-    meetings: dict[int, _Meeting] = field(default_factory=dict)
-    is_broken: bool = False
 
 
 class InProcessTransport(Transport):
@@ -242,7 +235,7 @@ class InProcessTransport(Transport):
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Matched by order alone, as backends do it; but what differs is refused here, where they would hang.
         self._place += 1
-        new = _Meeting(self._place, self.size, message.purpose, kind)
+        new = _Meeting(self._room, self._place, message.purpose, kind)
         meeting = self._room.meetings.setdefault(self._place, new)
         if meeting.kind != kind:
             raise CommunicationError(
@@ -254,37 +247,30 @@ class InProcessTransport(Transport):
         copied = tensor.clone()
         # Before the sum: in half precision that would overflow where the mean does not.
         meeting.brought[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
-        return _InProcessWork(self._room, meeting, message, self.rank)
+        return _InProcessWork(meeting, message, self.rank)
 
 
 @dataclass
 class _InProcessWork:
-    room: _Room
     meeting: _Meeting
     message: Message
     rank: int
     is_taken: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        return self.meeting.is_complete or self.room.is_broken
-
-    def who_is_missing(self) -> str:
-        return self.meeting.who_is_missing()
-
     def wait(self) -> None:
         # Waiting twice gives the same, as with real backends; the tensor may have changed since.
         if self.is_taken:
             return
-        wait_for(self)
-        if not self.meeting.is_complete:
-            raise CommunicationError(f"{self.meeting.purpose}: another member has broken it off")
+        meeting, size = self.meeting, self.meeting.room.size
+        wait_for(meeting)
+        if len(meeting.brought) < size:
+            raise CommunicationError(f"{meeting.purpose}: another member has broken it off")
         self.is_taken = True
-        self._take([self.meeting.brought[rank] for rank in range(self.room.size)])
-        self.meeting.num_taken += 1
+        self._take([meeting.brought[rank] for rank in range(size)])
+        meeting.num_taken += 1
         # The last member removes the meeting; until then others still read from it.
-        if self.meeting.num_taken == self.room.size:
-            del self.room.meetings[self.meeting.place]
+        if meeting.num_taken == size:
+            del meeting.room.meetings[meeting.place]
 
     def _take(self, brought: list[torch.Tensor]) -> None:
         output, message = self.message.output, self.message

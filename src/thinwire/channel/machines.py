@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
-"""Which processes share a machine: True to find it out, False to treat each as a machine of its own; or the
+"""Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
 PURPOSE = "attach(), which processes share a machine"
@@ -36,15 +36,10 @@ MAGIC = 0x6D616368  # before what each process says of its machine
 
 @dataclass(frozen=True)
 class Machines:
-    """The two groups of a process on a machine of several, where all machines have as many.
+    """The two groups of a process on a machine of several, where all machines have as many."""
 
-    Attributes:
-        inside: The processes of this machine; a process's rank in it is its place.
-        between: The processes of the same place, one on each machine; a process's rank in it is its machine.
-    """
-
-    inside: Transport
-    between: Transport
+    inside: Transport  # the processes of this machine; a process's rank in it is its place
+    between: Transport  # those of the same place, one on each machine; the rank in it is the machine
 
     @classmethod
     def in_process(cls, machines: int, processes: int) -> list[Machines]:
@@ -98,58 +93,54 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
         return None, ""
-    if min(sizes) == max(sizes):
-        return _new_groups(transport, rows)
-    shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
-    uneven = (
-        f"machines have {shown} processes of the group, so each process sends messages of its own; "
-        "with as many on each, what a machine has in common would be sent once"
-    )
-    if not transport.rank:
-        logger.warning("%s", uneven)
-    return None, uneven
-
-
-def _new_groups(
-    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]
-) -> tuple[Machines | None, str]:
-    is_whole_job = transport.size == dist.get_world_size()
+    if min(sizes) < max(sizes):
+        shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
+        uneven = (
+            f"machines have {shown} processes of the group, so each process sends messages of its own; "
+            "with as many on each, what a machine has in common would be sent once"
+        )
+        if not transport.rank:
+            logger.warning("%s", uneven)
+        return None, uneven
+    is_whole_job, groups = transport.size == dist.get_world_size(), dist.distributed_c10d._world.pg_names
     # Torch names a group that not all of the job make by how many groups a process knows.
-    known = (
-        []
-        if is_whole_job
-        else gather_numbers([len(dist.distributed_c10d._world.pg_names)], transport, PURPOSE)
-    )
+    known = [] if is_whole_job else gather_numbers([len(groups)], transport, PURPOSE)
     if any(count != known[0] for count in known):
         return None, (
             "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-            "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
+            "of the job then, so each process sends by itself; pass machines= as a mesh of two "
             "dimensions, (machines, processes of each)"
         )
+    return Machines(*_new_groups(transport, rows, is_whole_job=is_whole_job)), ""
+
+
+def _new_groups(
+    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]], *, is_whole_job: bool
+) -> Iterator[ProcessGroupTransport]:
+    """Yield this process's row and its column of the processes."""
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device
     # Nothing of torch's hands a group's timeout on.
     options = getattr(transport.group._get_backend(device or torch.device("cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
-    found = []
     for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
         if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
             group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend)  # type: ignore[no-untyped-call]
         else:
             own = next(each for each in lists if dist.get_rank() in each)
             group = dist.new_group(own, timeout, backend, use_local_synchronization=True)
-        found.append(ProcessGroupTransport(group, device))
-    return Machines(*found), ""
+        yield ProcessGroupTransport(group, device)
 
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
-    local, world, nodes = map(_from_launcher, ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
+    told = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()}
+    local, world = told.get("LOCAL_WORLD_SIZE", 0), told.get("WORLD_SIZE", 0)
     # The same on all processes of a launcher. What it does not tell is taken for the simplest case.
-    nodes = nodes or (world // local if local else 1)
+    nodes = told.get("GROUP_WORLD_SIZE") or (world // local if local else 1)
     if transport.size < 3 or nodes in (0, 1, world):
         return [list(ranks)]
-    by_rank = dist.get_rank() // max(local, 1)
-    machine = _from_launcher("GROUP_RANK") if "GROUP_RANK" in os.environ else by_rank
+    machine = told.get("GROUP_RANK", dist.get_rank() // max(local, 1))
     host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
     # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
     # and asks for words next.
@@ -160,29 +151,26 @@ def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[
     return _by_machine(ranks, [(int(machine), int(local), host) for _, machine, local, host in everyone])
 
 
-def _from_launcher(name: str) -> int:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdecimal() else 0
-
-
 def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, float]]) -> list[list[int]]:
     machines: dict[int, list[int]] = {}
     for rank, (machine, local, host) in zip(ranks, said, strict=True):
         here = machines.setdefault(machine, [])
         here.append(rank)
         _, first_local, first_host = said[ranks.index(here[0])]
-        remedy = "or pass machines=[[…], …], the ranks on each machine"
+        wrong = ""
         if first_host != host:
-            raise AgreementError(
+            wrong = (
                 f"by the launcher's variables processes {here[0]} and {rank} share a machine, and their "
-                f"host names differ (LOCAL_WORLD_SIZE is {local} on process {rank}); correct the variables, "
-                f"{remedy}"
+                f"host names differ (LOCAL_WORLD_SIZE is {local} on process {rank})"
             )
-        if len(here) > local or first_local != local:
-            raise AgreementError(
+        elif len(here) > local or first_local != local:
+            wrong = (
                 f"processes {here} share machine {machine}, and LOCAL_WORLD_SIZE is {first_local} on process "
-                f"{here[0]} and {local} on process {rank}; correct the variable, {remedy}"
+                f"{here[0]} and {local} on process {rank}"
             )
+        if wrong:
+            remedy = "correct the variables, or pass machines=[[…], …], the ranks on each machine"
+            raise AgreementError(f"{wrong}; {remedy}")
     return list(machines.values())
 
 

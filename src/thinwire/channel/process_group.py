@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,16 +19,20 @@ from thinwire.channel.transport import Collective, Message, Operation, Transport
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
+Works: TypeAlias = "Sequence[dist.Work | Direct]"
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
-    "A process has died, stalled or sent another message; or it had fewer batches (uneven batches: train "
+    "A process has died, stalled or sent a different message; or it had fewer batches (uneven batches: train "
     "inside thinwire.join); or a call that must be made on every process (attach, use, state_dict, "
     "load_state_dict) was not; or the backend can't carry this type. Look for the first error among all "
     "processes"
 )
-
+WHY_IN_A_CHANGING_GROUP = (
+    "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
+    "averaging off because a message of its own failed"
+)
 
 # Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
 # a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one. Of
@@ -41,14 +44,25 @@ MAX_DIRECT_SUM_BYTES = 1 << 22
 # by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
 TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
+GLOO = ("gloo", "torchft-gloo")
 
 
 class GroupTransport(Transport):
-    """Carries tensors over a process group; a subclass knows how its collectives are called."""
+    """Carries tensors over a process group by the group's own methods.
+
+    `torch.distributed` need not know the group. When the members change, take a new transport.
+    """
 
     directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
-    _num_direct = 0
-    why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
+    why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = group, rank, size
+        self._num_direct = 0
+
+    def backend_for(self, device: torch.device) -> str:
+        """Return the name of the backend that carries a device's tensors."""
+        return str(self.group.getBackendName())
 
     def start(self, message: Message) -> ProcessGroupWork:
         """As `Transport.start`."""
@@ -60,72 +74,66 @@ class GroupTransport(Transport):
             )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
         sent, received = _as_bytes(tensor), _as_bytes(message.output)
-        start: Callable[[], object]
+        start: Callable[[], Works]
         if message.collective == "all_gather":
-            what, start = f"the gather of {what}", partial(self._gathered, received.view(self.size, -1), sent)
+            what, start = f"the gather of {what}", partial(self._gather, received.view(self.size, -1), sent)
         elif message.collective == "all_to_all":
-            what, start = f"the exchange of {what}", partial(self._exchanged, received, sent)
+            what, start = f"the exchange of {what}", partial(self._exchange, received, sent)
         else:
             what = f"the copy of {what} from process {message.source} of the group"
             start = partial(self._copy, sent, message.source)
         return self._started(f"{message.purpose}: {what}", start)
 
-    @abstractmethod
-    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
-        """Start an all-reduce."""
+    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
+        """Send a tensor to one member, which calls `receive`."""
+        return self._started(purpose, lambda: [self.group.send([_as_bytes(tensor)], to, 0)])
 
-    @abstractmethod
-    def _copy(self, tensor: torch.Tensor, source: int) -> object:
-        """Start a broadcast."""
+    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
+        """Receive what one member sends."""
+        return self._started(purpose, lambda: [self.group.recv([_as_bytes(tensor)], source, 0)])
 
-    @abstractmethod
-    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """Start an all-gather into tensors by rank."""
-
-    @abstractmethod
-    def _exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
-    ) -> dist.Work:
-        """Start an all-to-all of so many bytes from and to each member; of equal parts if none are said."""
-
-    @abstractmethod
-    def _is_gloo(self, device: torch.device) -> bool:
-        """Return whether Gloo carries a device's tensors."""
-
-    def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+    def _started(self, where: str, start: Callable[[], Works]) -> ProcessGroupWork:
         """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
         with named_failure(where, self.why):
-            return ProcessGroupWork(cast("dist.Work | Direct", start()), where, self.why)
+            return ProcessGroupWork(start(), where, self.why)
 
-    @abstractmethod
-    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
-        """Start sending bytes to one member."""
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> Works:
+        options = AllreduceOptions()
+        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
+        # NCCL divides what it reads anyway, which saves a pass over the message.
+        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
+        if operation == "mean" and self.backend_for(tensor.device) == "nccl" and self.size > 1:
+            options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+        elif operation == "mean":
+            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+        return [self.group.allreduce([tensor], options)]
 
-    @abstractmethod
-    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
-        """Start receiving bytes from one member."""
+    def _copy(self, tensor: torch.Tensor, source: int) -> Works:
+        options = BroadcastOptions()
+        options.rootRank = source
+        return [self.group.broadcast([tensor], options)]
 
     def _goes_directly(self, tensor: torch.Tensor) -> bool:
-        is_on_gloo = self.directly and tensor.device.type == "cpu" and self._is_gloo(tensor.device)
-        return is_on_gloo and 1 < self.size <= MAX_DIRECT_MEMBERS and tensor.numel() > 0
+        is_on_gloo = tensor.device.type == "cpu" and self.backend_for(tensor.device) in GLOO
+        return self.directly and is_on_gloo and 1 < self.size <= MAX_DIRECT_MEMBERS and tensor.numel() > 0
 
-    def _directly(
+    def _direct(
         self,
         collective: Collective,
         received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
         finish: Callable[[], object] = lambda: None,
-    ) -> Direct:
+    ) -> Works:
         """Send a row to each of the other members, and receive the rows of bytes that they send."""
         tag = TAGS[collective] + self._num_direct % NUM_TAGS
         self._num_direct += 1
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         # All are asked for before anything is sent, or the question would wait behind what this member sends.
-        works = [self._receive(received[each], each, tag) for each in others]
-        works += [self._send(sent[each], each, tag) for each in others]
-        return Direct(works, finish)
+        works = [self.group.recv([received[each]], each, tag) for each in others]
+        works += [self.group.send([sent[each]], each, tag) for each in others]
+        return [Direct(works, finish)]
 
-    def _reduced(self, tensor: torch.Tensor, operation: Operation) -> object:
+    def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
         if self.size != 2 or not self._goes_directly(tensor) or tensor.nbytes > MAX_DIRECT_SUM_BYTES:
             return self._reduce(tensor, operation)
         if operation == "mean":
@@ -135,32 +143,38 @@ class GroupTransport(Transport):
         first, second = (tensor, other) if self.rank == 0 else (other, tensor)
         function = torch.maximum if operation == "max" else torch.add
         received, sent = [_as_bytes(other)] * 2, [_as_bytes(tensor)] * 2
-        return self._directly("all_reduce", received, sent, lambda: function(first, second, out=tensor))
+        return self._direct("all_reduce", received, sent, lambda: function(first, second, out=tensor))
 
-    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> object:
+    def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
         if not self._goes_directly(own) or (self.size > 2 and own.nbytes > MAX_DIRECT_BYTES):
-            return self._gather(list(rows), own)
+            return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
         rows[self.rank].copy_(own)
-        return self._directly("all_gather", list(rows), [own] * self.size)
+        return self._direct("all_gather", list(rows), [own] * self.size)
 
-    def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> object:
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
         if not self._goes_directly(sent):
-            return self._exchange(received, sent, [], [])
+            return [self._exchange_parts(received, sent, [], [])]
         into, rows = received.view(self.size, -1), sent.view(self.size, -1)
         into[self.rank].copy_(rows[self.rank])
-        return self._directly("all_to_all", list(into), list(rows))
+        return self._direct("all_to_all", list(into), list(rows))
+
+    def _exchange_parts(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        """Start an all-to-all of so many bytes from and to each member; of equal parts if none are said."""
+        work: dist.Work = self.group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
+        return work
 
 
 class ProcessGroupTransport(GroupTransport):
-    """Carries tensors over a process group of `torch.distributed`, on any backend.
+    """Carries tensors over a process group of `torch.distributed`, on any backend."""
 
-    Attributes:
-        group: The process group.
-    """
+    group: dist.ProcessGroup
+    why = WHY_IN_A_FIXED_GROUP
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        self.group = checked_group(group)
-        self.size, self.rank = self.group.size(), self.group.rank()
+        checked = checked_group(group)
+        super().__init__(checked, checked.rank(), checked.size())
         self.gradient_device = device
 
     @property
@@ -181,7 +195,7 @@ class ProcessGroupTransport(GroupTransport):
         return self._own_gpu() if has_nccl else torch.device("cpu")
 
     def backend_for(self, device: torch.device) -> str:
-        """Return the name of the backend that carries a device's tensors."""
+        """As `GroupTransport.backend_for`."""
         return self._backends.get(device.type, "none")
 
     @cached_property
@@ -206,75 +220,38 @@ class ProcessGroupTransport(GroupTransport):
             )
         return torch.device("cuda", index)
 
-    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
-        kind = OPERATIONS[operation]
-        # NCCL divides what it reads anyway, which saves a pass over the message.
-        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        if operation == "mean" and self._is_nccl(tensor.device) and self.size > 1:
-            kind = dist.ReduceOp.AVG
-        elif operation == "mean":
-            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
-        return dist.all_reduce(tensor, kind, self.group, async_op=True)
-
-    def _copy(self, tensor: torch.Tensor, source: int) -> object:
-        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
-        return dist.broadcast(tensor, global_source, self.group, async_op=True)
-
-    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        return cast(dist.Work, dist.all_gather(rows, own, self.group, async_op=True))
-
-    def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> object:
-        if not self._is_nccl(own.device):
-            return super()._gathered(rows, own)
+    def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
+        if self.backend_for(own.device) != "nccl":
+            return super()._gather(rows, own)
         # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
         # name where there is one: there the older one warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))
+        return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
 
-    def _exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
-    ) -> dist.Work:
-        # None means equal parts to torch; an empty list would mean no parts.
-        lengths = to_come or None, to_go or None
-        work = dist.all_to_all_single(received, sent, *lengths, group=self.group, async_op=True)
-        return cast(dist.Work, work)
-
-    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
-        return self.group.send([sent], to, tag)
-
-    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
-        return self.group.recv([received], source, tag)
+    def _shares_evenly(self, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
+        """Return whether NCCL has a collective for parts of these lengths."""
+        return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
-        if self._is_nccl(flat.device) and len(set(lengths)) == 1:
-            return self._started(
-                where,
-                lambda: dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, self.group, async_op=True),
-            )
+        if self._shares_evenly(flat, lengths):
+            scatter = partial(dist.reduce_scatter_tensor, own, flat, dist.ReduceOp.AVG, self.group)
+            return self._started(where, lambda: [cast(dist.Work, scatter(async_op=True))])
         received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
         # As bytes, which Gloo exchanges of every type.
         to, sent, to_come = _as_bytes(received), _as_bytes(flat), [own.nbytes] * self.size
-        work = self._started(where, lambda: self._exchange(to, sent, to_come, to_go))
+        work = self._started(where, lambda: [self._exchange_parts(to, sent, to_come, to_go)])
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
-        if not self._is_nccl(flat.device) or len(set(lengths)) > 1:
+        if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
-        own = flat.split_with_sizes(list(lengths))[self.rank]
-        return self._started(
-            f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
-            lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
-        )
-
-    def _is_gloo(self, device: torch.device) -> bool:
-        return self.backend_for(device) == "gloo"
-
-    def _is_nccl(self, device: torch.device) -> bool:
-        return self.backend_for(device) == "nccl"
+        gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
+        where = f"{purpose}: the gather of {flat.numel()} × {flat.dtype}"
+        return self._started(where, lambda: [cast(dist.Work, gather(self.group, async_op=True))])
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
         """Send a message from one member to another and back, on both; others may leave it out.
@@ -282,73 +259,18 @@ class ProcessGroupTransport(GroupTransport):
         Returns:
             Seconds per direction on the first, None on the second.
         """
-        peer = dist.get_global_rank(self.group, second if self.rank == first else first)
-        with named_failure(f"a message between the processes {first} and {second}"):
-            if self.rank == second:
-                # It receives first: if both sent first, each could wait for the other to receive.
-                dist.recv(message, src=peer, group=self.group)
-                dist.send(message, dst=peer, group=self.group)
-                return None
-            start = time.perf_counter()
-            dist.send(message, dst=peer, group=self.group)
-            dist.recv(message, src=peer, group=self.group)
-            if message.device.type != "cpu":  # there it has only been queued so far
-                torch.accelerator.synchronize(message.device)
-            return (time.perf_counter() - start) / 2
-
-
-class ReconfigurableTransport(GroupTransport):
-    """Carries tensors over a process group by its own methods, which `torch.distributed` does not know of.
-
-    It is of one configuration: when the members change, take a new one.
-    """
-
-    why = (
-        "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
-        "averaging off because a message of its own failed"
-    )
-
-    def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._group, self.rank, self.size = group, rank, size
-
-    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
-        options = AllreduceOptions()
-        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
-        return self._group.allreduce([tensor.div_(self.size) if operation == "mean" else tensor], options)
-
-    def _copy(self, tensor: torch.Tensor, source: int) -> object:
-        options = BroadcastOptions()
-        options.rootRank = source
-        return self._group.broadcast([tensor], options)
-
-    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        work: dist.Work = self._group.allgather([rows], [own], AllgatherOptions())
-        return work
-
-    def _exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
-    ) -> dist.Work:
-        work: dist.Work = self._group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
-        return work
-
-    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
-        """Send a tensor to one member, which calls `receive`."""
-        return self._started(purpose, lambda: self._send(_as_bytes(tensor), to, 0))
-
-    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
-        """Receive what one member sends."""
-        return self._started(purpose, lambda: self._receive(_as_bytes(tensor), source, 0))
-
-    def _send(self, sent: torch.Tensor, to: int, tag: int) -> dist.Work:
-        work: dist.Work = self._group.send([sent], to, tag)
-        return work
-
-    def _receive(self, received: torch.Tensor, source: int, tag: int) -> dist.Work:
-        work: dist.Work = self._group.recv([received], source, tag)
-        return work
-
-    def _is_gloo(self, device: torch.device) -> bool:
-        return bool(self._group.getBackendName() == "torchft-gloo")
+        purpose = f"a message between the processes {first} and {second}"
+        if self.rank == second:
+            # It receives first: if both sent first, each could wait for the other to receive.
+            self.receive(message, first, purpose).wait()
+            self.send(message, first, purpose).wait()
+            return None
+        start = time.perf_counter()
+        self.send(message, second, purpose).wait()
+        self.receive(message, second, purpose).wait()
+        if message.device.type != "cpu":  # there it has only been queued so far
+            torch.accelerator.synchronize(message.device)
+        return (time.perf_counter() - start) / 2
 
 
 class Direct:
@@ -368,30 +290,33 @@ class Direct:
 
 
 class ProcessGroupWork(NamedTuple):
-    """A collective of a process group under way; `where` and `why` are as of `named_failure`."""
+    """A collective under way that carries one message; `where` and `why` are as of `named_failure`."""
 
-    work: dist.Work | Direct
+    works: Works
     where: str
     why: str = WHY_IN_A_FIXED_GROUP
 
     def wait(self) -> None:
         """Block until the result is there: the host, or on CUDA only the current stream."""
         with named_failure(self.where, self.why):
-            self.work.wait()
+            for each in self.works:
+                each.wait()
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
     """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
     assert isinstance(work, ProcessGroupWork)
-    assert not isinstance(work.work, Direct)
+    futures = [cast(dist.Work, each).get_future() for each in work.works]
 
-    def finished(done: Future[object]) -> Result:
+    def finished(_: Future[object]) -> Result:
         # Torch calls back for a failure, too; it is `value` that raises it.
         with named_failure(work.where):
-            done.value()
+            for each in futures:
+                each.value()
         return result()
 
-    return cast("Future[Result]", work.work.get_future().then(finished))
+    ended: Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
+    return cast("Future[Result]", ended.then(finished))
 
 
 class _MeanOfRows(NamedTuple):

@@ -16,23 +16,14 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broad
 
 @dataclass(frozen=True)
 class Message:
-    """A collective, as one member sends it.
-
-    Attributes:
-        collective: Which one.
-        tensor: What this member hands over.
-        output: Where the result comes to lie; of an all-reduce and a broadcast, `tensor` itself.
-        purpose: What for and in which step, for errors.
-        operation: Of an all-reduce.
-        source: Of a broadcast, the rank whose tensor is taken.
-    """
+    """A collective, as one member sends it."""
 
     collective: Collective
-    tensor: torch.Tensor
-    output: torch.Tensor
-    purpose: str
-    operation: Operation = "sum"
-    source: int = 0
+    tensor: torch.Tensor  # what this member hands over
+    output: torch.Tensor  # where the result comes to lie; of an all-reduce and a broadcast, `tensor` itself
+    purpose: str  # what for and in which step, for errors
+    operation: Operation = "sum"  # of an all-reduce
+    source: int = 0  # of a broadcast, the rank whose tensor is taken
 
 
 class Work(Protocol):
@@ -48,14 +39,10 @@ class Transport(ABC):
     All members make the same calls in the same order, from one thread each. Tensors are contiguous, and
     belong to the transport from the call until `wait` has returned. Every method that sends may raise
     `CommunicationError`: the call if the backend refuses the tensor, `wait` if the collective fails.
-
-    Attributes:
-        size: Members of the group.
-        rank: This member's place in the group, from 0 on.
     """
 
-    size: int
-    rank: int
+    size: int  # members of the group
+    rank: int  # this member's place in the group, from 0 on
 
     @property
     def control_device(self) -> torch.device:

@@ -30,7 +30,7 @@ class Settings:
 def main() -> None:
     """Run one command. A user's mistake is one line on stderr, a traceback only with --debug.
 
-    So is output that can't be written; if nobody reads it, the command ends as if by SIGPIPE.
+    So is output that can't be written; if no one reads it, the command ends as if by SIGPIPE.
     """
     settings = Settings()
     try:

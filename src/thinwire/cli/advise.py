@@ -9,15 +9,16 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import typer
 from rich.console import Console
 from torch import nn
 
 from thinwire.advice.measure import advise as measure
-from thinwire.advice.result import MAX_BUDGET_LOSS, Advice, Prediction
+from thinwire.advice.result import MAX_BUDGET_LOSS, Advice
 from thinwire.advice.variants import lines_to_paste
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
@@ -51,7 +52,7 @@ def advise(
     sharded: int | None = typer.Option(
         None,
         metavar="SHARDS",
-        help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
+        help="Shard it by FSDP2 over this many processes of each machine; they are started here.",
         show_default="each process holds all of it",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
@@ -87,7 +88,7 @@ def advise(
         with shown_measuring(console, budget_seconds) as show_measuring:
             advice = measure(
                 built,
-                lambda given: _called(lambda: one_step(given), step),
+                partial(_called, one_step, step),
                 found,
                 budget_seconds=budget_seconds,
                 budget_loss=share,
@@ -110,25 +111,25 @@ def _shard(model: nn.Module) -> None:
 
     # A list of modules is one of blocks that are alike, each of which is gathered by itself.
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    blocks = dict.fromkeys(block for each in lists for block in each if not isinstance(block, nn.ModuleList))
-    # From the inside out, as FSDP2 asks.
-    for block in reversed(blocks):
-        fully_shard(block)
-    fully_shard(model)
+    blocks = [block for each in lists for block in each if not isinstance(block, nn.ModuleList)]
+    # From the inside out, as FSDP2 asks; a block may be in several lists.
+    for module in (*reversed(dict.fromkeys(blocks)), model):
+        fully_shard(module)
 
 
 def _share(text: str) -> float:
     """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
-    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    if text == "any":
+        return math.inf
+    number = text.strip()
     try:
-        share = math.inf if text == "any" else float(number) / (100 if percent else 1)
+        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
     except ValueError:
         share = math.nan
-    # NaN fails this, too; and "inf" is not how the option is spelled.
-    if not 0 <= share <= MAX_BUDGET_LOSS and text != "any":
-        raise ConfigError(
-            f"--budget-loss must be from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any; got {text!r:.50}"
-        )
+    # NaN fails this, too.
+    if not 0 <= share <= MAX_BUDGET_LOSS:
+        most = f"from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any"
+        raise ConfigError(f"--budget-loss must be {most}; got {text!r:.50}")
     return share
 
 
@@ -136,29 +137,25 @@ def _function(place: str, option: str) -> Callable[..., Any]:
     """Return a user's function."""
     module, _, name = place.partition(":")
     if not name or "/" in module or module.endswith(".py"):
-        raise ConfigError(
-            f"{option} must be MODULE:FUNCTION, such as train:build for build() of train.py in this folder; "
-            f"got {place!r}"
-        )
+        such = "such as train:build for build() of train.py in this folder"
+        raise ConfigError(f"{option} must be MODULE:FUNCTION, {such}; got {place!r}")
     try:
-        function = getattr(importlib.import_module(module), name)
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     # A script that parses its arguments when it is imported ends by SystemExit.
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{option} {place} can't be imported ({type(error).__name__}: {error}); expected MODULE:FUNCTION "
-            "of a file that trains nothing when it is imported"
-        ) from error
+        found = f"{option} {place} can't be imported ({type(error).__name__}: {error})"
+        expected = "MODULE:FUNCTION of a file that trains nothing when it is imported"
+        raise ConfigError(f"{found}; expected {expected}") from error
     if not callable(function):
         raise ConfigError(f"{option} {place} must be a function, got {function!r}")
-    return cast(Callable[..., Any], function)
+    return function
 
 
-def _called(function: Callable[[], Any], place: str) -> Any:
-    """Call a user's function; its failure is told in one line."""
+def _called(function: Callable[..., Any], place: str, *given: Any) -> Any:
+    """Call a user's function; its failure, of any kind, is told in one line, which says where to look."""
     try:
-        return function()
+        return function(*given)
     except (Exception, SystemExit) as error:
-        # Whatever it raises: the code is the user's, and one line tells where to look.
         raise ConfigError(f"{place} failed: {type(error).__name__}: {error}") from error
 
 
@@ -205,32 +202,26 @@ def show(advice: Advice, console: Console) -> None:
 
 def _table(advice: Advice, width: int) -> list[str]:
     """Return a heading, and a line for each prediction; two if the name has no room beside the numbers."""
-    names = [each.name for each in advice.predictions]
-    rows = [COLUMNS, *(_cells(each, advice.baseline) for each in advice.predictions)]
+    names, rows = [each.name for each in advice.predictions], [COLUMNS]
+    for each in advice.predictions:
+        megabytes = each.sent_bytes / 1e6
+        row = (
+            f"{1e3 * each.step_seconds:.1f}",
+            f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:>6.1f}",
+            f"{100 * each.step_seconds / advice.baseline.step_seconds:.0f}",
+            # Digits enough for what is sent once in many steps.
+            f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
+            f"{each.memory_bytes / 1e6:.1f}",
+            each.loss.short,
+        )
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    heading, *numbers = (
-        "  ".join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True)) for cells in rows
-    )
+    lines = ["  ".join(map(str.rjust, cells, widths)) for cells in rows]
     room = max(map(len, names))
-    if room + 2 + len(heading) > width:
-        above = zip(names, numbers, strict=True)
-        return [f"  {heading}", *(line for name, cells in above for line in (name, f"  {cells}"))]
-    return [f"{name:<{room}}  {cells}" for name, cells in zip(["", *names], [heading, *numbers], strict=True)]
-
-
-def _cells(each: Prediction, baseline: Prediction) -> tuple[str, ...]:
-    """Return what stands in the columns of numbers."""
-    megabytes = each.sent_bytes / 1e6
-    return (
-        f"{1e3 * each.step_seconds:.1f}",
-        f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:>6.1f}",
-        f"{100 * each.step_seconds / baseline.step_seconds:.0f}",
-        # What leaves a process and what reaches it are as much, in all collectives that there are. Digits
-        # enough for what is sent once in many steps.
-        f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
-        f"{each.memory_bytes / 1e6:.1f}",
-        each.loss.short,
-    )
+    if room + 2 + len(lines[0]) > width:
+        above = zip(names, lines[1:], strict=True)
+        return [f"  {lines[0]}", *(line for name, cells in above for line in (name, f"  {cells}"))]
+    return [f"{name:<{room}}  {cells}" for name, cells in zip(["", *names], lines, strict=True)]
 
 
 def _by_round_trip(advice: Advice) -> list[str]:

@@ -21,7 +21,7 @@ from rich.markup import escape
 from thinwire.channel import gather_numbers
 from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
 from thinwire.errors import ConfigError
-from thinwire.selfcheck.checks import CHECKS, Bench, Check
+from thinwire.selfcheck.checks import CHECKS, Bench
 from thinwire.selfcheck.device import DevicePage, measure, new_page, printed_once
 
 # A collective that some process does not make ends the check.
@@ -46,7 +46,7 @@ def check(
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
-    It may take another one on a machine that has never run it: kernels are compiled there once. To be
+    It may take a second one on a machine that has never run it: kernels are compiled there once. To be
     started on every process, as the training is; or with `--processes`, which needs no job. With
     `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
     whatever fails or hangs, and says what was not run and why. The exit code is 1 if something does not work.
@@ -139,29 +139,24 @@ class _Report:
 
 def _failures(bench: Bench, console: Console) -> dict[str, int]:
     """Return by check on how many processes it fails, the same on all. Collective."""
-    works = []
+    fails = []
     with console.status("") as status:
         # One after the other, in the same order on all: each check makes collectives.
         for number, (name, run) in enumerate(CHECKS.items(), start=1):
             status.update(escape(f"check {number} of {len(CHECKS)}: {name}"))
-            works.append(_works(name, run, bench))
+            bench.findings.clear()
+            try:
+                run(bench)
+            except Exception as error:
+                # Of any kind: the checks to come are made all the same, so that the processes stay together.
+                bench.findings.append(f"{type(error).__name__}: {error}")
+            for found in bench.findings:
+                # At once: if a later check hangs, this may be why.
+                _say(bench, f"{name}: {found}")
+            fails.append(float(bool(bench.findings)))
     # A check may fail on some processes only; all end with the same exit code.
-    everyone = gather_numbers([float(not each) for each in works], bench.transport, "the outcomes")
+    everyone = gather_numbers(fails, bench.transport, "the outcomes")
     return dict(zip(CHECKS, (round(sum(each)) for each in zip(*everyone, strict=True)), strict=True))
-
-
-def _works(name: str, run: Check, bench: Bench) -> bool:
-    """Return whether a check holds on this process; print what it finds, errors of any kind too, at once."""
-    bench.findings.clear()
-    try:
-        run(bench)
-    except Exception as error:
-        # Of any kind: the checks to come are made all the same, so that the processes stay together.
-        bench.findings.append(f"{type(error).__name__}: {error}")
-    for found in bench.findings:
-        # At once: if a later check hangs, this may be why.
-        _say(bench, f"{name}: {found}")
-    return not bench.findings
 
 
 def _say(bench: Bench, what: str) -> None:

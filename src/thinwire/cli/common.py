@@ -7,8 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -25,7 +24,7 @@ from thinwire.errors import ConfigError
 from thinwire.launch import (
     LocalJob,
     is_in_local_job,
-    join_local_job,
+    join_group,
     leave_group,
     loopback_interface,
     python_module,
@@ -34,11 +33,11 @@ from thinwire.launch import (
 # Options of commands that run on the processes of a job.
 PROCESSES = typer.Option(
     None,
-    help="Start so many on this machine, joined over its loopback interface only.",
+    help="Start this many processes on this machine, joined over its loopback interface only.",
     show_default="this is one of a job",
 )
 BACKEND = typer.Option(
-    None, metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"
+    None, metavar="NAME", help="The backend of torch.distributed.", show_default="nccl with a GPU, else gloo"
 )
 
 
@@ -51,9 +50,7 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
         return
     processes_here(option.removeprefix("--"), processes, minimum=1)
     if "RANK" in os.environ:
-        raise ConfigError(
-            f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
-        )
+        raise ConfigError(f"{option} starts a job, but this is a process of one (RANK is set): leave it out")
     job = LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes)
     exit_if_stopped(job.run())
     sys.exit(job.exit_code)
@@ -77,9 +74,10 @@ def joined_job(
     With the backend None, it is NCCL if there is a GPU, else Gloo.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        start = f"such as torchrun --nproc-per-node 2 --no-python thinwire {command}"
+        here = "or on this machine alone, with --processes 2"
         raise ConfigError(
-            f"{command} runs on the processes of a job: start it on all of them, such as torchrun "
-            f"--nproc-per-node 2 --no-python thinwire {command}; or on this machine alone, with --processes 2"
+            f"{command} runs on the processes of a job: start it on all of them, {start}; {here}"
         )
     device = torch.device("cpu")
     try:
@@ -87,11 +85,7 @@ def joined_job(
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             # Before the group is made: NCCL takes the current device, and all would take the first.
             torch.cuda.set_device(device)
-        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-        if is_in_local_job():
-            join_local_job(chosen, timeout_seconds=timeout_seconds)
-        else:
-            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+        join_group(backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_seconds=timeout_seconds)
     # torch raises any of these, by backend and by what is wrong.
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"the process group of the job can't be joined: {error}") from error
@@ -118,16 +112,15 @@ def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
     if path is None:
         return
-    why = ""
-    if path.is_dir():
-        why = "it is a folder; give a file"
-    elif not path.parent.is_dir():
-        why = f"there is no folder {path.parent}; make it first"
     # What exists may be written where its folder may not, such as /dev/null.
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "no permission; give a file in a folder of yours"
-    if why:
-        raise ConfigError(f"{option} {path} can't be written: {why}")
+    may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+    for is_wrong, why in (
+        (path.is_dir(), "it is a folder; give a file"),
+        (not path.parent.is_dir(), f"there is no folder {path.parent}; make it first"),
+        (not may_write, "no permission; give a file in a folder of yours"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{option} {path} can't be written: {why}")
 
 
 def tell_without_numba() -> None:
@@ -143,19 +136,26 @@ def tell_without_numba() -> None:
 @contextmanager
 def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
     """Show what is being measured, and the time left. At Ctrl-C or SIGTERM, say that nothing is kept."""
-    end = time.monotonic() + budget_seconds
+    deadline = time.monotonic() + budget_seconds
 
     def show(doing: str) -> None:
-        left_seconds = end - time.monotonic()
+        left_seconds = deadline - time.monotonic()
         # A few steps of a large model take longer than any budget.
         left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
         status.update(f"{doing}; {left}")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
 
     begin = f"measuring, about {budget_seconds:.0f} s …"
     if not console.is_terminal:
         console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
     try:
-        with _terminated_as_interrupted(), console.status(begin) as status:
+        with ExitStack() as opened:
+            # A process of a job may be ended at once: by its launcher.
+            if "RANK" not in os.environ:
+                opened.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
+            status = opened.enter_context(console.status(begin))
             yield show
     except KeyboardInterrupt as interrupt:
         by = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
@@ -163,20 +163,3 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         console.print(stopped, soft_wrap=True, highlight=False)
         # As a shell tells an end by a signal.
         raise SystemExit(128 + by) from interrupt
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once."""
-    if "RANK" in os.environ:
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

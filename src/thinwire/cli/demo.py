@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -23,7 +24,7 @@ from thinwire.localsgd.members.torchft_group import torchft_module
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 from thinwire.watch import Run, read_run
-from thinwire.watch.records import Growing, Record
+from thinwire.watch.records import Record, follow
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
@@ -64,7 +65,7 @@ def demo(
         help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
         show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
     ),
-    seed: int = typer.Option(DemoOptions.seed, help="Of the initial model and the batches."),
+    seed: int = typer.Option(DemoOptions.seed, help="Seed of the initial model and the batches."),
     output: Path = typer.Option(
         DemoOptions.output, help="Folder for the records, one line of JSON for each step, and the log."
     ),
@@ -163,96 +164,76 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
+    """Train with DiLoCo; kill a member after a quarter of the steps; let a new one join when it was missed.
 
     Returns:
         The records of the members, in the order in which they were started.
     """
-    output = Path(options.output)
+    output, members = Path(options.output), options.processes
+    log_path, say = output / "members.log", partial(console.print, soft_wrap=True)
     for path in [options.may_join, *output.glob("member-*.jsonl")]:
         path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
-    file, log_path = Growing(options.record_path(0)), output / "members.log"
-    console.print(
-        f"{options.processes} members train a byte-level GPT with DiLoCo, {options.steps} steps; one will be "
-        "killed, and one will join.",
-        soft_wrap=True,
-    )
-    members = options.processes
+    training = f"{members} members train a byte-level GPT with DiLoCo, {options.steps} steps"
+    say(f"{training}; one will be killed, and one will join.")
     with log_path.open("wb") as log:
         # Nobody is started again, and those who are left go on: the scene says when the last one joins.
         job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
-        scene = _Scene(options, job, lambda line: console.print(line, soft_wrap=True))
+        followed, scene = follow(options.record_path(0)), _scene(options, job, say)
+        next(scene)  # to its first `yield`, which receives a record
 
-        def play_new() -> None:
-            for record in file.new_records():
-                scene.play(record)
+        def look() -> None:
+            for record in next(followed):
+                if record["kind"] == "log":
+                    scene.send(record)
 
-        received = job.run(play_new)
+        received = job.run(look)
     exit_if_stopped(received)
     if job.exit_code:
         raise JobError(f"too few members came to the end; see {log_path}")
     runs = [read_run(path) for path in sorted(output.glob("member-*.jsonl"))]
     held = [point.value for run in runs for point in run.points("checksum")]
     if len(set(held)) != 1:
-        raise JobError(
-            f"all members must end with one model, and have ended with {len(set(held))}; see {log_path}"
-        )
-    console.print(f"in the end {len(held)} members hold one model, the same to the bit", soft_wrap=True)
+        ended = f"all members must end with one model, and have ended with {len(set(held))}"
+        raise JobError(f"{ended}; see {log_path}")
+    say(f"in the end {len(held)} members hold one model, the same to the bit")
     # None of one that came too late to take part.
     return [run.path for run in runs if run.points("loss")]
 
 
-class _Scene:
-    """What is done to the members, and what the first one's records tell of it."""
+def _scene(options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> Generator[None, Record]:
+    """Do to the members what is announced, and say what the first one's records tell of it."""
+    killed, joining, has_joined = options.processes - 1, options.processes, False
+    losses = deque[float](maxlen=AVERAGED_EVERY_STEPS)
+    now: dict[str, float] = {"step": 0, "members": 0, "losses": 0, "joins": 0}
 
-    def __init__(self, options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> None:
-        self._options, self._job, self._say = options, job, say
-        self._is_killed = self._has_joined = False
-        self._struck_at = 0.0
-        self._losses = deque[float](maxlen=AVERAGED_EVERY_STEPS)
-        self._seen: Record = {"members": 0, "losses": 0, "joins": 0}
+    def until(is_time: Callable[[], bool]) -> Generator[None, Record, str]:
+        """Say how training goes until it is time; return the step, and how long it took, in words."""
+        start = time.monotonic()
+        while not is_time():
+            record = yield
+            now.update({name: record[name] for name in now if name in record})
+            if "heldout_loss" in record:
+                say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
+                if not has_joined:
+                    job.processes[joining].send(signal.SIGKILL)  # it would wait for others that do not come
+            if record.get("loss") is not None:
+                losses.append(record["loss"])
+                if now["step"] % max(1, options.steps // LINES) == 0:
+                    members = f"{now['members']:.0f} members"
+                    say(f"step {now['step']}/{options.steps}, {members}: loss {fmean(losses):.3f}")
+        return f"{time.monotonic() - start:.1f} s later"
 
-    def play(self, record: Record) -> None:
-        """Tell what a record says, and strike if it is time; nobody is struck once all have ended."""
-        if record["kind"] != "log":
-            return
-        options, job, step = self._options, self._job, record["step"]
-        killed, joining = options.processes - 1, options.processes
-        if "members" in record:
-            self._tell_changes(record)
-        if "heldout_loss" in record:
-            self._say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
-            if not self._has_joined:
-                job.processes[joining].send(signal.SIGKILL)  # it would wait for others that do not come
-        if record.get("loss") is None:
-            return
-        self._losses.append(record["loss"])
-        if step % max(1, options.steps // LINES) == 0:
-            members = f"{self._seen['members']:.0f} members"
-            self._say(f"step {step}/{options.steps}, {members}: loss {fmean(self._losses):.3f}")
-        if not job.is_running:
-            return
-        if step >= options.steps // 4 and not self._is_killed:
-            self._is_killed, self._struck_at = True, time.monotonic()
-            job.processes[killed].send(signal.SIGKILL)
-            self._say(f"step {step}: member {killed} is killed (SIGKILL)")
-        elif self._is_killed and self._seen["losses"] and not options.may_join.exists():
-            self._struck_at = time.monotonic()
-            options.may_join.touch()
-            self._say(f"step {step}: member {joining}, which was waiting, joins")
-
-    def _tell_changes(self, now: Record) -> None:
-        when = f"step {now['step']}"
-        later = f"{time.monotonic() - self._struck_at:.1f} s later"
-        members = f"{now['members']:.0f}"
-        if now["losses"] > self._seen["losses"] and self._is_killed:
-            self._say(
-                f"{when}: the other {members} have averaged without it, {later}; lost are its own last steps"
-            )
-        # Those that are there from the beginning may find each other one by one.
-        if now["joins"] > self._seen["joins"] and self._options.may_join.exists():
-            self._has_joined = True
-            self._say(
-                f"{when}: it has taken the others' model, {later}, and trains on with them: {members} members"
-            )
-        self._seen = now
+    yield from until(lambda: now["step"] >= options.steps // 4 and job.is_running)
+    job.processes[killed].send(signal.SIGKILL)
+    say(f"step {now['step']}: member {killed} is killed (SIGKILL)")
+    later = yield from until(lambda: now["losses"] > 0 and job.is_running)
+    others = f"the other {now['members']:.0f} have averaged without it, {later}"
+    say(f"step {now['step']}: {others}; lost are its own last steps")
+    options.may_join.touch()
+    say(f"step {now['step']}: member {joining}, which was waiting, joins")
+    joins_before = now["joins"]  # those that are there from the beginning may find each other one by one
+    later = yield from until(lambda: now["joins"] > joins_before)
+    has_joined = True
+    taken = f"it has taken the others' model, {later}, and trains on with them"
+    say(f"step {now['step']}: {taken}: {now['members']:.0f} members")
+    yield from until(lambda: False)

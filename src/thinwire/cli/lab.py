@@ -20,7 +20,7 @@ def lab(
     *,
     machines: int = typer.Option(2, help="How many machines."),
     rate: str | None = typer.Option(
-        None, metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
+        None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
     ),
     processes_per_machine: int = typer.Option(
         1, help="Processes that share a machine's slow link, and its loopback."
@@ -32,7 +32,7 @@ def lab(
         "0ms", metavar="TIME", help="How much longer or shorter a round trip may be, such as 2ms."
     ),
     loss: str = typer.Option(
-        "0%", metavar="SHARE", help="Of packets that do not arrive, each way, such as 0.1%."
+        "0%", metavar="SHARE", help="Share of packets that are lost, each way, such as 0.1%."
     ),
     slow_machine: list[str] | None = typer.Option(
         None, metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."

@@ -32,7 +32,7 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
     """Read runs, up to their damage if there is any, which is printed, and write the page."""
     # Writing the page would destroy the run.
     if output.resolve() in [path.resolve() for path in paths]:
-        raise ConfigError(f"{printable(output)} is one of the files to read; give another --output")
+        raise ConfigError(f"{printable(output)} is one of the files to read; give a different --output")
     from thinwire.watch.report import left_out, report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]

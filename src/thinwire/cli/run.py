@@ -15,7 +15,7 @@ from thinwire.launch import ElasticJob
 def run(
     script: Path = typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic."),
     arguments: list[str] | None = typer.Argument(
-        None, metavar="ARGUMENTS…", help="Of the script.", show_default=False
+        None, metavar="ARGUMENTS…", help="Arguments of the script.", show_default=False
     ),
     *,
     minimum: int = typer.Option(
@@ -28,10 +28,13 @@ def run(
         help="Members to start on this machine.",
         show_default="as --min; with --lighthouse, 1",
     ),
+    processes_per_member: int = typer.Option(
+        1, metavar="N", help="Processes of each member: after init_process_group, one DDP or FSDP2 model."
+    ),
     lighthouse: str | None = typer.Option(
         None,
         metavar="URL",
-        help="Where members meet, such as http://10.0.0.1:29510.",
+        help="The address at which members meet, such as http://10.0.0.1:29510.",
         show_default="start one",
     ),
     host: str | None = typer.Option(
@@ -39,8 +42,8 @@ def run(
         help="This machine's address for members on other machines.",
         show_default="none can join; with --lighthouse, this machine's name",
     ),
-    port: int = typer.Option(0, help="Of the lighthouse that is started here.", show_default="a free one"),
-    max_restarts: int = typer.Option(3, help="Of each member, if it dies."),
+    port: int = typer.Option(0, help="Port of the lighthouse that it starts.", show_default="a free one"),
+    max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,
         help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are too "
@@ -54,6 +57,9 @@ def run(
     in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER, and what it prints
     begins with that, such as [1].
 
+    With `--processes-per-member 2` each member is two processes, as if torchrun had started them, and their
+    lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.
+
     Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
     with the exit code of the first that died for good (128 + the signal that ended it).
 
@@ -63,9 +69,11 @@ def run(
         raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
     members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
     processes_here("min" if maximum is None else "max", members, minimum=1)
+    processes_here("processes-per-member", processes_per_member, minimum=1)
     job = ElasticJob(
         [sys.executable, str(script), *(arguments or [])],
         members,
+        processes_per_member=processes_per_member,
         min_members=minimum,
         lighthouse=lighthouse,
         host=host,

@@ -36,7 +36,7 @@ from thinwire.demo.model import (
     sample_batch,
 )
 from thinwire.errors import ConfigError
-from thinwire.launch import LOOK_EVERY_SECONDS, join_local_job, leave_group, python_module
+from thinwire.launch import LOOK_EVERY_SECONDS, join_group, leave_group, python_module
 from thinwire.localsgd.members.torchft_group import MEMBER
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
@@ -208,7 +208,7 @@ def main() -> None:
         train_as_member(options, int(os.environ[MEMBER]), text)
         return
     torch.set_num_threads(max(1, cores() // options.processes))
-    join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
+    join_group("gloo", timeout_seconds=TIMEOUT_SECONDS)
     for algorithm in options.algorithms:
         train(options, algorithm, text)
     leave_group()

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.channel import Layout, ProcessGroupTransport, Transport, machines_of
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
@@ -110,12 +110,13 @@ def refuse_averaged_twice(
     parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
 ) -> None:
     """Refuse to average gradients of a model that is itself averaged, over the same processes."""
-    # Over fewer processes, such as those of a machine, both are of use.
     if not _averaged:
         return
     given = set(map(id, parameters))
     for module, other in list(_averaged.values()):
-        if _reaches(transport, other) and any(id(each) in given for each in module.parameters()):
+        # Over fewer processes, such as those of a machine, both are of use.
+        mine, theirs = _members_of(transport), _members_of(other)
+        if theirs and theirs <= mine and any(id(each) in given for each in module.parameters()):
             raise error(
                 f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
                 "averages the model itself over the same processes; leave out one of the two: train the "
@@ -123,17 +124,10 @@ def refuse_averaged_twice(
             )
 
 
-def _reaches(transport: Transport, other: Transport) -> bool:
-    """Return whether a group has all processes of the other, as far as is known."""
-    if isinstance(other, InProcessTransport):
-        return transport is other
-    mine, theirs = _ranks_of(transport), _ranks_of(other)
-    return bool(theirs) and theirs <= mine
-
-
-def _ranks_of(transport: Transport) -> set[int]:
+def _members_of(transport: Transport) -> set[object]:
+    """Return the processes of a group by their rank, members in one process by their transport."""
     if not isinstance(transport, ProcessGroupTransport):
-        return set()
+        return {transport}
     try:
         return set(dist.get_process_group_ranks(transport.group))
     except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more

@@ -41,6 +41,7 @@ from thinwire.sync.places import Specs
 from thinwire.sync.step import Step
 
 PATIENCE_SECONDS = 10.0
+ONE_EACH = "make one state for each model"  # what errors advise
 
 
 def attach_ddp(
@@ -56,14 +57,8 @@ def attach_ddp(
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: front, ATTACHED)
-    owner = weakref.ref(model)
-
-    def detach() -> None:
-        if (still_there := owner()) is not None:
-            switch.free(still_there)
-
     # Not the front's own handle: what this one holds leads back to the front.
-    return GradientSync(front.engine, detach)
+    return GradientSync(front.engine, switch.free)
 
 
 def _transport_of(model: DistributedDataParallel) -> ProcessGroupTransport:
@@ -97,7 +92,7 @@ def front_of_hook(
     models = ddp_models_with(lambda state: state is hook_state)
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
-        raise ConfigError(f"{shared}; make one state for each model")
+        raise ConfigError(f"{shared}; {ONE_EACH}")
     if not models:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
@@ -108,11 +103,7 @@ def front_of_hook(
 
 
 class BucketFront:
-    """Feeds DDP's buckets to an `Engine` and hands their means back as futures.
-
-    The work of all buckets is finished inside the call for the last one, on the thread that runs the
-    backward pass: no collective is ever issued from a future's callback.
-    """
+    """Feeds DDP's buckets to an `Engine` and hands their means back as futures."""
 
     def __init__(
         self,
@@ -138,8 +129,13 @@ class BucketFront:
             self._look_at_model(bucket)
         if self._static_graph is not None and self._static_graph.leaves_out(bucket, self._open_step):
             return completed_future(flat)
+        # Look at the end of each pass, also of a nested one, whether all buckets have come. -1 is outside of
+        # any pass, where a process without input shadows the others.
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
         try:
-            self._watch_pass()
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
             with self.engine.clock.inside(self.engine.traffic):
@@ -221,16 +217,6 @@ class BucketFront:
             self._static_graph = _StaticGraph(model) if model.static_graph else None
         self._is_new = False
 
-    # A pass whose buckets do not all come.
-
-    def _watch_pass(self) -> None:
-        """Check at the end of each backward pass, also of a nested one, that all buckets came."""
-        # -1: outside of any pass, where a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
-        if current not in (-1, self._watched_pass):
-            self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
-
     def _check_finished(self) -> None:
         """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
 
@@ -241,22 +227,16 @@ class BucketFront:
         # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
         if not num_started or torch._C._current_autograd_node() is not None:
             return
-        given_up = threading.Event()
-
-        def give_up() -> None:
-            # Before the release: the pass goes on at once then, and looks.
-            given_up.set()
-            self._release()
-
-        # On a thread of its own: this one will block in DDP's code until the futures have results.
-        alarm = threading.Timer(PATIENCE_SECONDS, give_up)
-        # A daemon, so that a process that fails meanwhile can end.
+        # On a thread of its own: this one will block in DDP's code until the futures have results. A daemon,
+        # so that a process that fails meanwhile can end.
+        alarm = threading.Timer(PATIENCE_SECONDS, self._release)
         alarm.daemon = True
         alarm.start()
 
         def after_ddp() -> None:
             alarm.cancel()
-            if given_up.is_set():
+            # Emptied: the alarm has given up.
+            if not self._waiting:
                 self.engine.abandon()
                 raise StepError(
                     f"DDP ended a step after {num_started} parameters without handing over the others, so "
@@ -316,10 +296,8 @@ class _Parameters:
 
     def _name(self, parameter: torch.Tensor) -> None:
         if self.are_all_known:
-            raise ConfigError(
-                f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model at the first "
-                "step did not have; make one state for each model"
-            )
+            words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+            raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
         self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
 
     def refuse_unaveraged(self) -> None:
@@ -354,12 +332,16 @@ class Switch:
         front = self.front_now() if self.taken_by == ATTACHED else None
         return None if front is None else front.engine
 
-    def free(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+
+    def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
-        unguard(model)
-        names = names_of(model.module, model.parameters_to_ignore)
-        front = BucketFront(Engine(AllReduce(), _transport_of(model)), names, model)
-        self.front_now, self.taken_by = lambda: front, ""
+        if (model := self._model()) is not None:  # else there is nothing to average any more
+            unguard(model)
+            names = names_of(model.module, model.parameters_to_ignore)
+            front = BucketFront(Engine(AllReduce(), _transport_of(model)), names, model)
+            self.front_now, self.taken_by = lambda: front, ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
         """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
@@ -377,7 +359,7 @@ def switched(
 ) -> Switch:
     """Let fronts average a model's gradients, by the hook that it has from before, or a new one."""
     hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
-    switch = hooks[0] if hooks else Switch()
+    switch = hooks[0] if hooks else Switch(model)
     if hooks:
         guard(model)
     else:

@@ -76,19 +76,15 @@ def _ddp_models() -> list[DistributedDataParallel]:
 # What can't be attached.
 
 
-def is_fsdp2(model: object) -> bool:
-    """Return whether `fully_shard` or `replicate` holds a part of the model."""
-    return _has_part(model, FSDP2)
-
-
-def is_sharded(model: object) -> bool:
-    """Return whether FSDP, of either kind, holds a part of the model."""
-    return _has_part(model, FSDP2, FSDP1)
-
-
-def _has_part(model: object, *kinds: str) -> bool:
+def is_sharded(model: object, kinds: Collection[str] = (FSDP2, FSDP1)) -> bool:
+    """Return whether FSDP holds a part of the model: of either kind, or of the first (`is_fsdp2`)."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return any(_is_one_of(module, *kinds) for module in modules)
+
+
+def is_fsdp2(model: object) -> bool:
+    """Return whether `fully_shard` or `replicate` holds a part of the model."""
+    return is_sharded(model, [FSDP2])
 
 
 def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
@@ -100,18 +96,16 @@ def wrong_model(given: object) -> str:
     """Return what to say to someone who gave something other than a DDP model."""
     parameters = given.parameters() if isinstance(given, torch.nn.Module) else ()
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
+    ddp = "torch.nn.parallel.DistributedDataParallel"
+    first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
+    rest = f"; {first}wrap it first: {ddp}(model)"
     if is_sharded(given):
         rest = f", sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2): {remedy}"
     elif isinstance(given, torch.nn.DataParallel):
-        rest = (
-            ", one process with several devices; start one for each (torchrun --nproc-per-node …), with "
-            "torch.nn.parallel.DistributedDataParallel(model.module)"
-        )
+        start = "start one for each (torchrun --nproc-per-node …)"
+        rest = f", one process with several devices; {start}, with {ddp}(model.module)"
     elif any(hasattr(each, "to_local") for each in parameters):
         rest = f" (tensor parallelism), which does not go with Thinwire yet; {remedy}"
-    else:
-        first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
-        rest = f"; {first}wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
     return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
 
 
@@ -121,10 +115,8 @@ def check_attachable(model: DistributedDataParallel) -> None:
     if not num_trained(model._module_parameters):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     if model.mixed_precision is not None:
-        raise AttachError(
-            "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; leave it out "
-            "and use torch.autocast, or a wire_dtype of the algorithm"
-        )
+        words = "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself"
+        raise AttachError(f"{words}; leave it out and use torch.autocast, or a wire_dtype of the algorithm")
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
@@ -145,8 +137,8 @@ def check_options(model: DistributedDataParallel) -> None:
         raise AttachError(f"{words}; step an optimizer after backward()")
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
-            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "
-            "so a step would never be complete; build the DDP model without it"
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that no process "
+            "used, so a step would never be complete; build the DDP model without it"
         )
 
 
@@ -155,13 +147,13 @@ def check_options(model: DistributedDataParallel) -> None:
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
     """Register a communication hook, and `guard` the model if it is Thinwire's."""
-    name, _ = hook_of(model)
+    before, _ = hook_of(model)
     try:
         model.register_comm_hook(state, hook)
     except RuntimeError as error:
         # DDP notes a hook before it finds that it can't have it.
         model._comm_hooks.pop()
-        model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+        model.logger._set_comm_hook_name(before)  # type: ignore[union-attr]
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; if it is Thinwire's, call "
             "sync.use(…), or sync.detach() first; a copy takes one until its first forward pass: copy again"
@@ -196,11 +188,10 @@ def unguard(model: DistributedDataParallel) -> None:
 
 
 class _Guard:
-    """Sees, before each pass, that gradients will reach no hook: DDP itself would train without a word.
+    """Sees, before each pass, that gradients will reach no hook: DDP itself would train without a word."""
 
-    It has hooks on the parameters that it was built with, not on those that `fully_shard` makes of them; and
-    a copy of its model has no communication hook. Copies that are not trained, of weights' averages, work.
-    """
+    # DDP has hooks on the parameters that it was built with, not on those that `fully_shard` makes of them;
+    # and a copy of a model has no communication hook. Copies that are not trained (averaged weights) work.
 
     def __init__(
         self, model: weakref.ref[DistributedDataParallel], modules: Iterable[torch.nn.Module] = ()
@@ -262,15 +253,12 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
         raise AttachError(PYTHON_REDUCER)
     flat = bucket.buffer()
     if flat.is_sparse:
-        raise GradientError(
-            f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged; "
-            "build its Embedding with sparse=False"
-        )
+        words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
+        raise GradientError(f"{words}; build its Embedding with sparse=False")
     if flat.is_complex():
-        raise GradientError(
-            f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients, torch 2.13 pairs of real "
-            "numbers; use that, or keep such parameters as real ones (torch.view_as_real)"
-        )
+        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
+        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
+        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
     return flat
 
 

@@ -43,12 +43,12 @@ def join(
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
-    Cost: per step a message of one element (two with DDP, which says in another whether the step
+    Cost: per step a message of one element (two with DDP, which says in a second one whether the step
     synchronises); one process's model is broadcast at the end.
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or a foreign
+        ConfigError: The model has SyncBatchNorm, whose collectives no one can shadow; or a foreign
             communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
             `throw_on_early_termination`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
@@ -66,14 +66,21 @@ def join(
     joinable = _joinable(joined)
     model = joinable if isinstance(joinable, DistributedDataParallel) else None
     shadows = enable and not throw_on_early_termination
-    if shadows:
-        _refuse_other_collectives(joinable)
+    # Of a DDP model or a LocalSGD; an aggregator knows none.
+    module = getattr(joinable, "module", None)
+    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
+    if shadows and any(isinstance(each, torch.nn.SyncBatchNorm) for each in modules):
+        raise ConfigError(
+            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
+            "join(…, throw_on_early_termination=True) or BatchNorm"
+        )
     options = (enable, throw_on_early_termination)
     try:
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
             # The counter first: of several, only the first notifies the context, and DDP's own notification
             # would make DDP divide, too.
-            with _counting(model) as counter, Join([counter, model], *options):
+            counter = _Counter(model)
+            with counter.counting(), Join([counter, model], *options):
                 yield
         else:
             divide = divide_by_initial_world_size
@@ -116,16 +123,15 @@ class _Counter(Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         return self._model.join_process_group  # type: ignore[no-any-return]
 
-
-@contextmanager
-def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
-    counter = _Counter(model)
-    handle = model.register_forward_pre_hook(counter.count)
-    try:
-        with counted(model.parameters(), counter.scale):
-            yield counter
-    finally:
-        handle.remove()
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in each forward pass, and divide by the contributors, while this is open."""
+        handle = self._model.register_forward_pre_hook(self.count)
+        try:
+            with counted(self._model.parameters(), self.scale):
+                yield
+        finally:
+            handle.remove()
 
 
 def _joinable(joined: object) -> Joinable:
@@ -154,14 +160,3 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
             "divides by the members of the group; leave it True, or register one of thinwire.hooks instead"
         )
     return bool(name)
-
-
-def _refuse_other_collectives(joinable: Joinable) -> None:
-    # A DDP model's or a LocalSGD's; an aggregator knows none.
-    model = getattr(joinable, "module", None)
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
-        raise ConfigError(
-            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
-            "join(…, throw_on_early_termination=True) or BatchNorm"
-        )

@@ -53,8 +53,11 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected the model, a torch.nn.Module, got {shown(model)}")
-    for name, parameter in model.named_parameters() if replicas is None else ():
-        if _is_cut(parameter):
+    parameters: Iterable[tuple[str, Any]] = model.named_parameters()
+    for name, parameter in parameters if replicas is None else ():
+        # One shard of one is the whole; `replicate` has DTensors too.
+        places = enumerate(getattr(parameter, "placements", ()))
+        if any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places):
             remedy = 'pass replicas=mesh["replicate"]'
             raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
     tensors = [held_of(parameter) for parameter in model.parameters()]
@@ -85,9 +88,3 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             first = weighted.sum()
             found = found.to(wide.device) * 1_000_003 + torch.stack([first, weighted.mul_(wide).sum()])
     return found
-
-
-def _is_cut(parameter: Any) -> bool:
-    # One shard of one is the whole; `replicate` has DTensors too.
-    places = enumerate(getattr(parameter, "placements", ()))
-    return any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places)

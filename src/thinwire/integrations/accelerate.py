@@ -195,10 +195,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
-        raise AttachError(
-            "register_comm_hook is called by accelerator.prepare(model), of the Accelerator that has this "
-            "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
-        )
+        who = "accelerator.prepare(model), of the Accelerator that has this handler"
+        own = "for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+        raise AttachError(f"register_comm_hook is called by {who}; {own}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.
@@ -218,10 +217,10 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         models = state.get("models") if isinstance(state, Mapping) else None
         if not isinstance(models, list) or len(models) != len(self._syncs):
             got = f"one of {len(models)} models" if isinstance(models, list) else f"a {type(state).__name__}"
-            raise StateError(
-                f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
-                "models and register your own objects in the same order as when it was saved"
+            do = (
+                "prepare the same models and register your own objects in the same order as when it was saved"
             )
+            raise StateError(f"expected a handler's state of {len(self._syncs)} models, got {got}; {do}")
         # Check all before one is loaded, so that all are loaded or none.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
@@ -238,16 +237,14 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
         try:
             state = PowerSGDState(process_group=None, grad_scaler=None, **options)
         except TypeError as error:
-            raise ConfigError(
-                "comm_state_option must map settings of a PowerSGDState, such as matrix_approximation_rank, "
-                f"to values, got {options!r}: {error}"
-            ) from error
+            settings = "settings of a PowerSGDState, such as matrix_approximation_rank, to values"
+            raise ConfigError(f"comm_state_option must map {settings}, got {options!r}: {error}") from error
         return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
+        given = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no effect with "
-            f"comm_hook {hook.name}; leave them out, or choose a different hook: comm_state_option is for "
-            "POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO"
+            f"{given}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
+            "different hook: the first is for POWER_SGD and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 

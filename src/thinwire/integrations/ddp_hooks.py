@@ -15,6 +15,7 @@ from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
 
+SUCH_AS = "such as thinwire.hooks.powerSGD_hook"
 Hooks: TypeAlias = "tuple[Callable[..., Any], ...]"
 
 # What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
@@ -66,13 +67,10 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
     """Return the hook with its wrapper; None without a hook."""
     if hook is None:
         if state is not None or wrapper is not None:
-            raise ConfigError(
-                "ddp_comm_state and ddp_comm_wrapper need a ddp_comm_hook, such as "
-                "thinwire.hooks.powerSGD_hook"
-            )
+            raise ConfigError(f"ddp_comm_state and ddp_comm_wrapper need a ddp_comm_hook, {SUCH_AS}")
         return None
     if not callable(hook):
-        raise ConfigError(f"ddp_comm_hook must be a hook such as thinwire.hooks.powerSGD_hook, got {hook!r}")
+        raise ConfigError(f"ddp_comm_hook must be a hook, {SUCH_AS}, got {hook!r}")
     for needed, kinds, needing in STATES:
         if hook in needing and not isinstance(state, kinds):
             got = f"{type(state).__module__}.{type(state).__name__}"
@@ -82,10 +80,8 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
     # A wrapper is only known to be one by what it returns.
     wrapped = wrapper(hook) if callable(wrapper) else None
     if not callable(wrapped):
-        raise ConfigError(
-            "ddp_comm_wrapper must be a wrapper such as thinwire.hooks.fp16_compress_wrapper, got "
-            f"{wrapper!r}"
-        )
+        such_as = "such as thinwire.hooks.fp16_compress_wrapper"
+        raise ConfigError(f"ddp_comm_wrapper must be a wrapper, {such_as}, got {wrapper!r}")
     return wrapped  # type: ignore[no-any-return]
 
 
@@ -94,14 +90,10 @@ def check_period(state: object, period: object) -> None:
     # With torch's own state, too: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
-        raise ConfigError(
-            "post_localSGD_hook leaves the models apart; give the strategy model_averaging_period= as well, "
-            "or use thinwire.LocalSGD"
-        )
+        do = "give the strategy model_averaging_period= as well, or use thinwire.LocalSGD"
+        raise ConfigError(f"post_localSGD_hook leaves the models apart; {do}")
     if period is not None:
         whole_number("model_averaging_period", period, minimum=1)
         if not is_local:
-            raise ConfigError(
-                "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "
-                "effect; leave it out, or use thinwire.LocalSGD"
-            )
+            only = "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState"
+            raise ConfigError(f"{only} and would have no effect; leave it out, or use thinwire.LocalSGD")

@@ -134,10 +134,9 @@ class ThinwireStrategy(DDPStrategy):
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
         unknown = [name for name in given.get("kwargs", {}) if name not in of_ddp]
         if unknown:
-            raise ConfigError(
-                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; an "
-                "algorithm's go into it, such as ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
-            )
+            found = f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}"
+            such = "ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+            raise ConfigError(f"{found}; an algorithm's go into it, such as {such}")
         state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
@@ -162,20 +161,15 @@ class ThinwireStrategy(DDPStrategy):
         Raises:
             AttachError: Training has not begun, or a hook was given in place of an algorithm.
         """
-        return attached(
-            self._sync,
-            "nothing is attached: trainer.fit() attaches when it wraps the model, if the strategy has an "
-            "algorithm; with a ddp_comm_hook its state has the statistics",
-        )
+        attaches = "trainer.fit() attaches when it wraps the model, if the strategy has an algorithm"
+        why_not = f"nothing is attached: {attaches}; with a ddp_comm_hook its state has the statistics"
+        return attached(self._sync, why_not)
 
     @property
     def remembering(self) -> Remembering | None:
         """What has memory and statistics: the handle, a `PowerSGDState` or `local`; None if nothing has."""
-        if self.local is not None:
-            return self.local
-        if self._sync is None and isinstance(self._ddp_comm_state, PowerSGDState):
-            return self._ddp_comm_state
-        return self._sync
+        state = self._ddp_comm_state
+        return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
 
     def setup(self, trainer: Trainer) -> None:
         """As `DDPStrategy.setup`; makes what averages models or chooses, since optimizers are known now."""
@@ -192,9 +186,8 @@ class ThinwireStrategy(DDPStrategy):
             return
         if len(self.optimizers) != 1:
             raise ConfigError(
-                "expected a module with one optimizer, whose steps are counted, got "
-                f"{len(self.optimizers)}; with several enter thinwire.LocalSGD in your own loop, with the "
-                "one that steps last"
+                f"expected a module with one optimizer, whose steps are counted, got {len(self.optimizers)}; "
+                "with several enter thinwire.LocalSGD in your own loop, with the one that steps last"
             )
         if makes_auto(self.algorithm):
             # Not in `_register_ddp_hooks`: loss gaps depend on the optimizer.
@@ -311,10 +304,8 @@ class ThinwireCallback(Callback):
     def __init__(self, log_every_n_steps: int = 50, elastic: Makes | None = None) -> None:
         self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
         if elastic is not None and not makes_elastic(elastic):
-            raise ConfigError(
-                "elastic must make a member, such as functools.partial(thinwire.elastic.DiLoCo, "
-                f"every_steps=30), got {elastic!r}"
-            )
+            such = "functools.partial(thinwire.elastic.DiLoCo, every_steps=30)"
+            raise ConfigError(f"elastic must make a member, such as {such}, got {elastic!r}")
         self._make = elastic
         self.local: ModelAverager | None = None
         self._logged_step = 0
@@ -322,34 +313,24 @@ class ThinwireCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """As `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
-        strategy = trainer.strategy
-        if self._make is not None:
-            if trainer.world_size > 1:
-                raise ConfigError(
-                    f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}; "
-                    "pass Trainer(devices=1) and start each member by itself"
-                )
-        elif stage == TrainerFn.FITTING and not (
-            isinstance(strategy, ThinwireStrategy)
-            and (strategy.algorithm is not None or strategy.remembering is not None)
-        ):
-            raise ConfigError(
-                f"expected Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState, got "
-                f"{type(strategy).__name__}"
-            )
+        strategy, is_ours = trainer.strategy, False
+        if isinstance(strategy, ThinwireStrategy):
+            is_ours = strategy.algorithm is not None or strategy.remembering is not None
+        if self._make is not None and trainer.world_size > 1:
+            got = f"a member that comes and goes is one process, got a Trainer of {trainer.world_size}"
+            raise ConfigError(f"{got}; pass Trainer(devices=1) and start each member by itself")
+        if self._make is None and stage == TrainerFn.FITTING and not is_ours:
+            expected = "Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState"
+            raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `Callback.on_fit_start`: restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
-        if self._make is not None:
-            return
-        if self._loaded is not None:
+        if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
-            if isinstance(remembering, ModelAverager):
-                remembering.load_state_dict(self._loaded)
-            else:
-                remembering.load_state_dict(self._loaded, strict=pl_module.strict_loading)
-        self._loaded = None
+            options = {} if isinstance(remembering, ModelAverager) else {"strict": pl_module.strict_loading}
+            remembering.load_state_dict(self._loaded, **options)
+            self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As `Callback.on_train_start`: let a member that comes and goes join."""
@@ -360,7 +341,7 @@ class ThinwireCallback(Callback):
         self.local = new_local(self._make, pl_module, optimizer, scaler)
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
-        self._loaded = None
+            self._loaded = None
         self.local.__enter__()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,7 +21,8 @@ from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import OnNonfinite
 
-# Such as functools.partial(thinwire.DiLoCo, every_steps=30), that of thinwire.elastic, or thinwire.auto.
+A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
+# Such as that, the same of thinwire.elastic, or thinwire.auto.
 Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
@@ -30,26 +31,23 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     # An algorithm's class can be called, too, and is a mistake.
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, ModelAverager))
     if not (isinstance(given, Algorithm) or makes_local):
-        raise ConfigError(
-            "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto, or what makes a "
-            "thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got "
-            f"{no_algorithm(given)}"
-        )
+        such = "an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto"
+        raise ConfigError(f"expected {such}, or what makes {A_LOCAL}, got {no_algorithm(given)}")
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
         takes = signature(given.func)
-        if makes_auto(given):
-            # It hands on what it does not take itself.
-            own = [each for each in takes.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-            others = signature(attach).parameters.values()
-            takes = Signature([*own, *(each for each in others if each.kind is Parameter.KEYWORD_ONLY)])
+        own = {name: each for name, each in takes.parameters.items() if each.kind != Parameter.VAR_KEYWORD}
+        # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
+        base = given.func.__base__ if isinstance(given.func, type) else None
+        handed_to = attach if makes_auto(given) else base
+        if handed_to is not None and len(own) < len(takes.parameters):
+            others = [each for each in signature(handed_to).parameters.values() if each.name not in own]
+            takes = Signature([*own.values(), *(e for e in others if e.kind is Parameter.KEYWORD_ONLY)])
         try:
             takes.bind_partial(*given.args, **given.keywords)
         except TypeError as error:
-            raise ConfigError(
-                f"{getattr(given.func, '__name__', given.func)} {error}; it takes "
-                f"{', '.join(takes.parameters)}"
-            ) from error
+            name = getattr(given.func, "__name__", given.func)
+            raise ConfigError(f"{name} {error}; it takes {', '.join(takes.parameters)}") from error
     return given  # type: ignore[return-value]
 
 
@@ -63,10 +61,8 @@ def checked_steps(
     if machines is not True:
         steps["machines"] = machines
     if steps and not take_effect:
-        raise ConfigError(
-            f"{', '.join(steps)} would have no effect here; give it to the hook's state, or to what is "
-            "called: functools.partial(thinwire.auto, on_nonfinite=…)"
-        )
+        where = "the hook's state, or to what is called: functools.partial(thinwire.auto, on_nonfinite=…)"
+        raise ConfigError(f"{', '.join(steps)} would have no effect here; give it to {where}")
     return steps
 
 
@@ -97,10 +93,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     try:
         local = make(model, optimizer, grad_scaler=grad_scaler)
         if not isinstance(local, ModelAverager):
-            raise ConfigError(
-                "expected a function that makes a thinwire.LocalSGD of a model and an optimizer, such as "
-                f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"
-            )
+            raise ConfigError(f"expected a function that makes {A_LOCAL}, but it made {local!r}")
     except BaseException:
         if sending is not None:
             sending.broadcast_buffers = True

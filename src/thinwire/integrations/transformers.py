@@ -114,14 +114,13 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
+    if makes_elastic(algorithm) and trainer.args.world_size > 1:
+        raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
         config = trainer.accelerator.parallelism_config
-        is_native = config is not None and len(config.fsdp_dim_names) != 1
-        if (
-            config is None
-            or not config.dp_replicate_enabled
-            or (is_native and not isinstance(algorithm, Algorithm))
-        ):
+        has_replicas = config is not None and config.dp_replicate_enabled
+        # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
+        if not has_replicas or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
@@ -161,11 +160,8 @@ class ThinwireCallback(TrainerCallback):
         strict: bool = True,
         **steps: Any,
     ) -> None:
-        self._trainer = trainer
-        self._algorithm = algorithm
-        self._checkpoint = checkpoint
-        self._strict = strict
-        self._steps = steps
+        self._trainer, self._algorithm = trainer, algorithm
+        self._checkpoint, self._strict, self._steps = checkpoint, strict, steps
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
         self.local: ModelAverager | None = None
@@ -187,12 +183,10 @@ class ThinwireCallback(TrainerCallback):
 
         Collective if models are averaged: all processes take the first one's.
         """
-        if not self._averages_in(args.world_size):
+        if args.world_size == 1 and not makes_elastic(self._algorithm):
             return
         if state.is_hyper_param_search:
-            raise AttachError(
-                "hyperparameter_search is not supported: its checkpoints have their own folders"
-            )
+            raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")
         trainer, scaler = self._trainer, self._trainer.accelerator.scaler
         model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
         # The step is the checkpoint's here: the Trainer has resumed.
@@ -219,13 +213,6 @@ class ThinwireCallback(TrainerCallback):
         if saved is not None:
             self.sync.load_state_dict(saved, strict=self._strict)
 
-    def _averages_in(self, world_size: int) -> bool:
-        """Return whether a Trainer of so many processes averages."""
-        is_elastic = makes_elastic(self._algorithm)
-        if is_elastic and world_size > 1:
-            raise AttachError("a member that comes and goes is one process; start each by itself")
-        return is_elastic or world_size > 1
-
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
         if self.local is None:
@@ -250,7 +237,7 @@ class ThinwireCallback(TrainerCallback):
         if self._sync is None or args.save_only_model:
             return
         # On all processes, though one writes: the state is collective.
-        remembered, file = self._handle.state_dict(), _folder(args, state) / STATE_NAME
+        remembered, file = (self.local or self._sync).state_dict(), _folder(args, state) / STATE_NAME
         if args.should_save:
             save(remembered, file)
 
@@ -260,7 +247,7 @@ class ThinwireCallback(TrainerCallback):
         """As `TrainerCallback.on_log`: add the compression to a log of the loss."""
         if self._sync is None or logs is None or "loss" not in logs:
             return
-        metrics = metrics_of(self._handle.stats(), "thinwire_")
+        metrics = metrics_of((self.local or self._sync).stats(), "thinwire_")
         # The Trainer has copied the log into its history before it calls anybody.
         logs.update(metrics)
         state.log_history[-1].update(metrics)
@@ -278,24 +265,19 @@ class ThinwireCallback(TrainerCallback):
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
 
-    @property
-    def _handle(self) -> GradientSync | ModelAverager:
-        return self.sync if self.local is None else self.local
-
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
         # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
-            raise StateError(
-                f"training resumes at step {state.global_step}, but not from {folder}; "
-                "tell where from: attach(trainer, algorithm, checkpoint=…)"
-            )
+            resumes = f"training resumes at step {state.global_step}, but not from {folder}"
+            raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
         if not (folder / STATE_NAME).exists():
-            raise StateError(
-                f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
-                "from a different one, or start again from its weights: Model.from_pretrained(folder)"
+            why = f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end"
+            other = (
+                "resume from a different one, or start again from its weights: Model.from_pretrained(folder)"
             )
+            raise StateError(f"{why}; {other}")
         return load(folder / STATE_NAME)
 
 

@@ -48,19 +48,12 @@ def check_machine() -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """A machine's link to the others.
+    """A machine's link to the others."""
 
-    Attributes:
-        rate: At which the machine sends, such as "100mbit"; None for as fast as here.
-        latency: The round trip between two machines, such as "20ms".
-        jitter: How much longer or shorter a round trip may be.
-        loss: The share of packets that do not arrive, each way, such as "0.1%".
-    """
-
-    rate: str | None = None
-    latency: str = "0ms"
-    jitter: str = "0ms"
-    loss: str = "0%"
+    rate: str | None = None  # at which the machine sends; None for as fast as here
+    latency: str = "0ms"  # of a round trip between two machines
+    jitter: str = "0ms"  # how much longer or shorter a round trip may be
+    loss: str = "0%"  # of packets, each way
 
     def __post_init__(self) -> None:
         if self.delays.jitter_seconds > self.delays.seconds:
@@ -142,13 +135,14 @@ class Network:
     def __enter__(self) -> Network:
         with ExitStack() as opened:
             self._core = Namespace()
-            # What stands is taken down if a later tool fails; only a whole network is kept open.
-            opened.callback(self._core.close)
+            # What stands is taken down if a later tool fails; only a whole network is kept open. A namespace
+            # is gone when no process is left in there.
+            opened.callback(_end, self._core.holder)
             self._run_in_core("link", "set", "lo", "up")
             for machine in range(self.machines):
                 # Within the core's user namespace, so that the core may put ends of links into it.
                 self._namespaces.append(Namespace(self._core))
-                opened.callback(self._namespaces[machine].close)
+                opened.callback(_end, self._namespaces[machine].holder)
                 self._add_link(machine)
             self._join_links(opened)
             self._open = opened.pop_all()
@@ -229,7 +223,7 @@ class Network:
 
     def _add_link(self, machine: int) -> None:
         """Make a machine's link, whose other end is not joined to anything yet."""
-        peer = ["peer", "name", INTERFACE, "netns", str(self._namespaces[machine].holder_pid)]
+        peer = ["peer", "name", INTERFACE, "netns", str(self._namespaces[machine].holder.pid)]
         self._run_in_core("link", "add", f"machine{machine}", "type", "veth", *peer)
         self._run_in_core("link", "set", f"machine{machine}", "up")
         commands = [
@@ -263,31 +257,22 @@ class Network:
 
 
 class Namespace:
-    """A network namespace, held open by a process that sleeps; the kernel ends that with this process.
-
-    Attributes:
-        holder_pid: The process that holds it open.
-    """
+    """A network namespace, held open by a process that sleeps; the kernel ends that with this process."""
 
     def __init__(self, outer: Namespace | None = None) -> None:
         flags = _allowed_flags() if outer is None else ["--net"]
         # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
         make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
-        self._holder = _held(make if outer is None else outer.command(*make), READY)
-        self.holder_pid = self._holder.pid
+        self.holder = _held(make if outer is None else outer.command(*make), READY)
         # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
         # it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
-            self._enter_user = [f"--user=/proc/{self.holder_pid}/ns/user", "--preserve-credentials"]
+            self._enter_user = [f"--user=/proc/{self.holder.pid}/ns/user", "--preserve-credentials"]
 
     def command(self, *command: str) -> list[str]:
         """Return a command line that runs `command` in there."""
-        return ["nsenter", *self._enter_user, f"--net=/proc/{self.holder_pid}/ns/net", "--", *command]
-
-    def close(self) -> None:
-        """Let go of it: it is gone when no process is left in there."""
-        _end(self._holder)
+        return ["nsenter", *self._enter_user, f"--net=/proc/{self.holder.pid}/ns/net", "--", *command]
 
 
 def _allowed_flags() -> list[str]:
@@ -320,9 +305,7 @@ def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
         is_there = printed.readline().strip() == ready
     if not is_there:
         _end(part)
-        raise CommunicationError(
-            f"a part of the lab ended at once; see what it has printed: {' '.join(command)}"
-        )
+        raise CommunicationError(f"a part of the lab ended; see what it has printed: {' '.join(command)}")
     return part
 
 

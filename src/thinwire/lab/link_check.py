@@ -11,7 +11,9 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from statistics import quantiles
 from threading import Thread
 
@@ -27,9 +29,9 @@ def serve() -> None:
     server, echo = socket.create_server(("", PORT)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     echo.bind(("", PORT))
     print(READY, flush=True)
-    Thread(target=_send_back, args=(echo,), daemon=True).start()
+    _repeat(lambda: echo.sendto(*echo.recvfrom(64)))
     while True:
-        Thread(target=_drain, args=(server.accept()[0],), daemon=True).start()
+        _repeat(partial(server.accept()[0].recv, 2**20))
 
 
 def measure(address: str, seconds: float) -> dict[str, float]:
@@ -39,7 +41,7 @@ def measure(address: str, seconds: float) -> dict[str, float]:
     for connection in connections:
         # What is not sent when this process ends is dropped, or it would be in the way of the command.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        Thread(target=_flood, args=(connection,), daemon=True).start()
+        _repeat(partial(connection.send, bytes(2**18)))
     time.sleep(max(MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS * round_trip))
     start, sent_bytes = time.monotonic(), _sent_bytes()
     time.sleep(seconds)
@@ -47,42 +49,38 @@ def measure(address: str, seconds: float) -> dict[str, float]:
     return {"round_trip_seconds": round_trip, "bits_per_second": rate}
 
 
+def _repeat(call: Callable[[], int | bytes]) -> Thread:
+    """Call it again and again in a thread, as long as some bytes are sent or received."""
+
+    def run() -> None:
+        with suppress(ConnectionError):  # the other end resets its connections when it has measured
+            while call():
+                pass
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
 def _round_trip_seconds(address: str) -> float:
     """Datagrams: of a connection's bytes those that are lost would be sent again, and count as late."""
     found: list[float] = []
+
+    def send_times() -> None:
+        for _ in range(DATAGRAMS):
+            peer.send(str(time.monotonic()).encode())
+            time.sleep(BETWEEN_DATAGRAMS_SECONDS)
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.connect((address, PORT))
         peer.settimeout(PATIENCE_SECONDS)
-        Thread(target=_send_times, args=(peer,), daemon=True).start()
-        try:
+        Thread(target=send_times, daemon=True).start()
+        with suppress(TimeoutError):
             while len(found) < DATAGRAMS:
                 sent = float(peer.recv(64))
                 found.append(time.monotonic() - sent)
-        except TimeoutError:
-            pass
     # The lower quartile: a busy computer is late with some, and that is not the link's.
     return quantiles(found, n=4)[0] if len(found) > 1 else PATIENCE_SECONDS
-
-
-def _send_times(peer: socket.socket) -> None:
-    for _ in range(DATAGRAMS):
-        peer.send(str(time.monotonic()).encode())
-        time.sleep(BETWEEN_DATAGRAMS_SECONDS)
-
-
-def _send_back(echo: socket.socket) -> None:
-    while True:
-        echo.sendto(*echo.recvfrom(64))
-
-
-def _drain(connection: socket.socket) -> None:
-    while connection.recv(2**20):
-        pass
-
-
-def _flood(connection: socket.socket) -> None:
-    while True:
-        connection.sendall(bytes(2**18))
 
 
 def _sent_bytes() -> int:

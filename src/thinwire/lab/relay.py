@@ -34,17 +34,11 @@ FRAMES_IN_A_ROW = 64  # from one interface, before others have their turn
 
 @dataclass(frozen=True)
 class Delays:
-    """What happens to a frame on its way from one machine to another.
-
-    Attributes:
-        seconds: How long it is on its way.
-        jitter_seconds: How much longer or shorter at most. Frames of one machine keep their order.
-        loss: The probability that it is lost.
-    """
+    """What happens to a frame on its way from one machine to another."""
 
     seconds: float = 0.0
-    jitter_seconds: float = 0.0
-    loss: float = 0.0
+    jitter_seconds: float = 0.0  # longer or shorter at most; frames of one machine keep their order
+    loss: float = 0.0  # probability
 
     def command(self, interfaces: list[str]) -> list[str]:
         """Return the command line of a relay between interfaces of the namespace that it is run in."""

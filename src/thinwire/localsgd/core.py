@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
+from thinwire.checks import checked_scaler
+from thinwire.errors import StepError
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
-from thinwire.localsgd.model import AveragedModel
-from thinwire.localsgd.outer import Outer, device_of, new_outer
+from thinwire.localsgd.loop import after_each_step
+from thinwire.localsgd.model import AveragedModel, check_gradient_settings
+from thinwire.localsgd.outer import Outer, check_outer, new_outer
 from thinwire.localsgd.schedule import Schedule
-from thinwire.localsgd.state import DistributedState
+from thinwire.localsgd.settings import Nesterov
+from thinwire.localsgd.state import LoadedState
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.stats import Stats
 
 
 class Averager(ABC):
-    """A context around a training loop, in which something is averaged.
+    """A context around a training loop, in which something is averaged."""
 
-    Attributes:
-        sync: What averages: its plan, and switching the algorithm.
-        observers: Are called after every step, with True; see `thinwire.Watch`.
-    """
+    _make_outer: Outer | None = None
+    _outer: torch.optim.Optimizer | None = None  # before entry, and where there is none
 
-    def __init__(self, model: AveragedModel, engine: Engine, sync: GradientSync) -> None:
+    def __init__(
+        self,
+        model: AveragedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        engine: Engine,
+        sync: GradientSync,
+    ) -> None:
         super().__init__()
-        self._model, self._engine, self.sync = model, engine, sync
-        self.observers: list[Callable[[bool], None]] = []
+        self._model, self._optimizers, self._engine, self.sync = model, optimizers, engine, sync
+        self.observers: list[Callable[[bool], None]] = []  # called after every step, with True
         self._attached = ExitStack()
         self._is_inside = False
-        self._steps_here = 0
+        self._steps = self._steps_here = 0
+        self._loaded: LoadedState | None = None  # until entry
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -47,9 +58,9 @@ class Averager(ABC):
         return self._model.module
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Attempted steps; a member that joins takes over those of the others."""
+        return self._steps
 
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
@@ -81,9 +92,11 @@ class Averager(ABC):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
         """End: average what is left, unless an exception is under way. Collective."""
 
-    @abstractmethod
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        self._model.check_unchanged()
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -101,28 +114,42 @@ class Averager(ABC):
         is not sharded is one process's: call `average()` before.
 
         Cost: as of `state_dict`, and its bytes, on each process.
-
-        Examples:
-            >>> import thinwire, torch
-            >>> model = torch.nn.Linear(64, 32)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> local = thinwire.LocalSGD(model, optimizer, every_steps=10)
-            >>> with local:
-            ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
-            ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
         """
-        return DistributedState(
-            lambda: self.state_dict() if self._model.entered else None, self.load_state_dict
-        )
+        return DistributedState(self)
+
+
+class DistributedState:
+    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
+
+    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
+    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
+        file = io.BytesIO()
+        if self._averager._model.entered:
+            torch.save(self._averager.state_dict(), file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Load what `state_dict` has returned."""
+        self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
 
 
 class ModelAverager(Averager):
-    """Averages a model, every so many steps, with those that `_members` find."""
+    """Averages a model every so many steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
 
-    _schedule: Schedule
-    _make_outer: Outer | None
     _fragments = Fragments()  # none before entry
-    _outer: torch.optim.Optimizer | None = None
+
+    def _configure(self, schedule: Schedule, outer: Outer | None, grad_scaler: GradScaler | None) -> None:
+        """Take the settings that all models are averaged by."""
+        check_outer(outer)
+        self._schedule, self._make_outer = schedule, outer
+        self._grad_scaler = checked_scaler(grad_scaler)
+        check_gradient_settings(schedule, grad_scaler)
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -136,15 +163,30 @@ class ModelAverager(Averager):
         self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm
     ) -> tuple[Fragments, torch.optim.Optimizer | None]:
         """Return new fragments of the model, and the outer optimizer that steps them."""
-        parts = fragments_of(averaged, self._schedule.num_fragments)
-        fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
-        parameters = fragments.outer_parameters(averaged)
-        every_steps = self._schedule.every_steps
-        return fragments, new_outer(self._make_outer, parameters, num_members, every_steps, algorithm)
+        make, schedule = self._make_outer, self._schedule
+        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
+        parts = fragments_of(averaged, schedule.num_fragments)
+        fragments, outer = Fragments(Fragment(part, device) for part in parts), None
+        if make is not None:
+            parameters = fragments.outer_parameters(averaged)
+            outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
+        return fragments, outer
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
+
+    @abstractmethod
+    def _after_own_step(self) -> None:
+        """Count a step that the optimizer, or the scaler, has attempted, and average if it is time to."""
 
     @abstractmethod
     def average(self) -> None:
         """Average now. Collective."""
+
+    def _check_inside(self, call: str) -> None:
+        super()._check_inside(call)
+        self._fragments.check_own(call)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -159,18 +201,6 @@ class ModelAverager(Averager):
 
         Raises:
             StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
-
-        Examples:
-            >>> import thinwire
-            >>> model = nn.Linear(8, 4)  # in a process group
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
-            ...     start = model.weight.detach().clone()
-            ...     model(torch.ones(1, 8)).sum().backward()
-            ...     optimizer.step()
-            ...     with local.averaged():
-            ...         print(torch.equal(model.weight, start))
-            True
         """
         self._check_inside("averaged()")
         with self._fragments.holding_average():

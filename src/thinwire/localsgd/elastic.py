@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from itertools import chain
 from time import monotonic
 from typing import Any
@@ -15,17 +13,16 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, AllReduce, Quantize
 from thinwire.channel import Description
-from thinwire.checks import checked_scaler, number, shown
+from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight, are_finite
 from thinwire.localsgd.fragment import Fragment
-from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
-from thinwire.localsgd.model import check_gradient_settings
-from thinwire.localsgd.outer import Outer, check_outer, described_outer, warn_of_momentum
-from thinwire.localsgd.schedule import WHOLE, Schedule
+from thinwire.localsgd.model import Optimizers
+from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
+from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 
 EXACT = AllReduce()
@@ -33,20 +30,19 @@ MANY_STEPS = 30
 
 
 class LocalSGD(ModelAverager, Member):
-    """Train each process on its own for some steps, then average with whoever is there.
+    """Train each process by itself for some steps, then average with all members that are there.
 
-    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
-    stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
-    repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
-    comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
-    optimizer and counters, and holds the same parameters to the bit; and the state of one member's
-    optimizers inside, as of their last steps.
+    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. If a member dies or
+    stands still for too long in an averaging, the others repeat it without that member, at once and with all
+    they have learnt since the last one. A member that joins, or comes back, waits on entry for the others'
+    next averaging. From it, it takes their model, outer optimizer and counters, to the bit, and the state of
+    one member's optimizers inside, as of their last steps.
 
     Each member's change weighs as much as it has worked, in steps or in what the group's `weigh_by` says.
-    What it has not transmitted (the residual) stays when others come or go. A member that leaves on purpose
-    (SIGTERM, or `leave()`) hands it over at its last averaging, after which the context ends: `LeftError` is
-    raised in the loop, from the optimizer's step, and swallowed at the end of the context. What a member that
-    vanishes has not transmitted is lost, and `membership()` and a warning say how much.
+    Its residual (what it has not transmitted) stays when others come or go. A member that leaves on purpose
+    (SIGTERM, or `leave()`) hands it over at its last averaging. Then the optimizer's step raises `LeftError`,
+    which the context swallows. The residual of a member that vanishes is lost; `membership()` and a warning
+    say how much.
 
     Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
 
@@ -70,7 +66,7 @@ class LocalSGD(ModelAverager, Member):
         grad_scaler: The `GradScaler`, if there is one.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    96 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
     the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 
@@ -84,7 +80,7 @@ class LocalSGD(ModelAverager, Member):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizers,
         *,
         every_steps: int | None = None,
         every_seconds: float | None = None,
@@ -95,44 +91,31 @@ class LocalSGD(ModelAverager, Member):
         warmup: Warmup | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        self._warmup = Warmup(0) if warmup is None else warmup
-        if not isinstance(self._warmup, Warmup):
-            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
         if (every_steps is None) is (every_seconds is None):
             raise ConfigError(
                 f"pass every_steps or every_seconds, got {every_steps!r} and {every_seconds!r}: an averaging "
-                "is due after so many steps of a member, or after so long"
+                "is due after this many steps of a member, or after this long"
             )
         # The least, for what follows from them: the outer momentum.
         every_steps = max(MANY_STEPS, streaming.fragments) if every_steps is None else every_steps
-        self._schedule = schedule = Schedule(
-            every_steps, self._warmup.steps, streaming=streaming, every_seconds=every_seconds
-        )
+        warmup = NO_WARMUP if warmup is None else warmup
+        schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         if streaming.delay_steps >= every_steps // streaming.fragments:
             raise ConfigError(
                 "delay_steps must be less than every_steps / fragments where members come and go, got "
                 f"{streaming.delay_steps} with {every_steps} / {streaming.fragments}: a change of members "
                 "breaks off what is in flight, so that is one fragment at a time; take a shorter delay"
             )
-        check_outer(outer)
-        check_gradient_settings(schedule, grad_scaler, replace(self._warmup, algorithm=None))
-        self._make_outer, self._algorithm = outer, algorithm
-        self._grad_scaler = checked_scaler(grad_scaler)
-        super().__init__(
-            model,
-            optimizer,
-            algorithm,
-            group,
-            average_buffers=streaming.average_buffers,
-            fragments=streaming.fragments,
-        )
+        self._configure(schedule, outer, grad_scaler)
+        super().__init__(model, optimizer, algorithm, group, streaming)
+        self._algorithm = algorithm  # from the end of the warm-up on
         self._work: list[float] = []  # of this member since each fragment's last averaging
         self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
         # Of what is in flight: by fragment the work that it is of, and the steps that were pending then.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
         self._averaged_at = monotonic()
-        self._is_warming_up = self._warmup.steps > 0
+        self._is_warming_up = warmup.steps > 0
         self._follow(0)
 
     def __str__(self) -> str:
@@ -156,8 +139,6 @@ class LocalSGD(ModelAverager, Member):
         added = float(number("amount", amount, minimum=0))
         self._work = [work + added for work in self._work]
 
-    # The context.
-
     def _begin(self) -> None:
         # The learning rate that goes by the number of members is chosen at every averaging.
         self._fragments, self._outer = self._divided(self._model.tensors(), 1, self._algorithm)
@@ -165,9 +146,6 @@ class LocalSGD(ModelAverager, Member):
             fragment.take()
         self._work = [0.0] * len(self._fragments)
         warn_of_momentum(self._outer, self._algorithm, stacklevel=3)
-
-    def _in_loop(self) -> AbstractContextManager[None]:
-        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
@@ -181,7 +159,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with whoever is there: what is in flight, then each fragment. Collective.
+        """Average now with all who are there: what is in flight, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.
@@ -217,23 +195,19 @@ class LocalSGD(ModelAverager, Member):
             if self._pending_steps - self._sent_steps >= schedule.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
-        elif is_warm_up or schedule.ends_turn(
-            self._turns, self._pending_steps, monotonic() - self._averaged_at
-        ):
+        elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
             self._transact(self._membership.start)
             if is_warm_up or not schedule.delay_steps:
                 self._land()
         self._tell_observers()
 
-    def _check_inside(self, call: str) -> None:
-        super()._check_inside(call)
-        self._fragments.check_own(call)
+    def _seconds_since(self) -> float:
+        """Return for how long this member has trained since the last averaging, if that decides anything."""
+        if self._schedule.every_seconds is None:
+            return 0.0
+        return self._group.decided(monotonic() - self._averaged_at)
 
     # What the members see of it.
-
-    @property
-    def _due(self) -> int:
-        return self._turns % self._schedule.num_fragments
 
     def _place(self, turns_ahead: int) -> int:
         return (self._turns + turns_ahead) % len(self._fragments)
@@ -259,14 +233,10 @@ class LocalSGD(ModelAverager, Member):
             "every_steps": str(self._schedule.every_steps),
             "every_seconds": str(self._schedule.every_seconds),
             "streaming": str(self._schedule.streaming),
-            "warmup": str(self._warmup),
+            "warmup": str(self._schedule.warmup),
             "weigh_by": self._group.weigh_by,
             "outer optimizer": described_outer(self._outer),
         }
-
-    @property
-    def _has_outer(self) -> bool:
-        return self._make_outer is not None
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}
@@ -280,7 +250,7 @@ class LocalSGD(ModelAverager, Member):
 
     def _start(self, scale: float, step: int) -> Flight[Fragment]:
         is_exact = self._is_warm_up(step)
-        places = range(len(self._fragments)) if is_exact else [self._due]
+        places = range(len(self._fragments)) if is_exact else [self._place(0)]
         fragments = [self._fragments[place] for place in places]
         changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
         # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
@@ -306,7 +276,7 @@ class LocalSGD(ModelAverager, Member):
         is_exact = self._is_warm_up(step)
         if self._outer is not None and isinstance(self._make_outer, Nesterov):
             for group in self._outer.param_groups:
-                group["lr"] = self._make_outer.lr_for(num_members, self._engine.algorithm)
+                group["lr"] = nesterov_lr(self._make_outer, num_members, self._engine.algorithm)
         made = self._pending_steps - self._sent_steps  # while it was in flight
         weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
         for fragment, means in flight.changes.items():
@@ -322,15 +292,16 @@ class LocalSGD(ModelAverager, Member):
         """Use the algorithm of the warm-up until its last step, which sends what that has kept."""
         if not self._is_warming_up:
             return
-        wanted = EXACT if self._warmup.algorithm is None else self._warmup.algorithm
-        if step >= self._warmup.steps - 1:
-            wanted = EXACT if step < self._warmup.steps else self._algorithm
-        self._is_warming_up = step < self._warmup.steps
+        warmup = self._schedule.warmup
+        wanted = EXACT if warmup.algorithm is None else warmup.algorithm
+        if step >= warmup.steps - 1:
+            wanted = EXACT if step < warmup.steps else self._algorithm
+        self._is_warming_up = step < warmup.steps
         if self._engine.algorithm != wanted:
             self._engine.use(wanted)
 
     def _is_warm_up(self, step: int) -> bool:
-        return 0 < step <= self._warmup.steps
+        return 0 < step <= self._schedule.warmup.steps
 
 
 class DiLoCo(LocalSGD):
@@ -347,15 +318,13 @@ class DiLoCo(LocalSGD):
         settings: All others, as of `elastic.LocalSGD`.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: A DDP or a sharded model, or one that is all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        ThinwireError: As `elastic.LocalSGD`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizers,
         *,
         every_steps: int | None = None,
         algorithm: Algorithm = Quantize(bits=4),  # noqa: B008

@@ -25,10 +25,7 @@ Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 class Flight(Generic[Part]):
     """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
 
-    Attributes:
-        changes: As given.
-        consensus: What was asked before the latest round was sent: to be read before that is waited for.
-        num_rounds: Rounds that were sent so far.
+    `consensus` is what was asked before the latest round was sent: to be read before that is waited for.
     """
 
     def __init__(
@@ -41,16 +38,13 @@ class Flight(Generic[Part]):
         what: str = "change of the parameters",
     ) -> None:
         self.changes, self.consensus, self._what = changes, consensus, what
-        self.num_rounds = 1
+        self.num_rounds = 1  # sent so far
         self._engine = engine
         self._step: Step | None = None
         if engine is None:
             return
-        buckets = [
-            bucket
-            for fragment, flats in changes.items()
-            for bucket in zip(fragment.layout, flats, strict=True)
-        ]
+        pairs = [zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items()]
+        buckets = list(chain(*pairs))
         # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree(buckets[0][1].device)
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
@@ -62,10 +56,7 @@ class Flight(Generic[Part]):
         return self._step is None
 
     def send(
-        self,
-        num_rounds: float = math.inf,
-        read: Callable[[Any], object] = bool,
-        asked: Any = None,
+        self, num_rounds: float = math.inf, read: Callable[[Any], object] = bool, asked: Any = None
     ) -> None:
         """Wait for rounds and send the next ones, until so many were sent or all have come."""
         assert self._step is not None, "sent after it has landed"
@@ -99,7 +90,7 @@ class Flight(Generic[Part]):
             raise StepError(
                 f"the mean {self._what} is not finite though that of each process is: it has left the range "
                 "of the type it travels in, on all alike. Nothing was averaged; average more often, or in "
-                "another type"
+                "a different type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None

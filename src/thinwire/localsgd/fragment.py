@@ -16,17 +16,11 @@ from thinwire.tensors.layout import held_of
 
 
 class Averaged(NamedTuple):
-    """A tensor of the model that is averaged.
+    """A tensor of the model that is averaged."""
 
-    Attributes:
-        name: Its name in the model.
-        tensor: The model's own tensor, never replaced.
-        is_buffer: Whether it is a buffer: an outer optimizer leaves it alone.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    is_buffer: bool
+    name: str  # in the model
+    tensor: torch.Tensor  # the model's own, never replaced
+    is_buffer: bool  # an outer optimizer leaves buffers alone
 
     @property
     def spec(self) -> ParameterSpec:
@@ -46,14 +40,9 @@ class Averaged(NamedTuple):
 
 
 class Buckets:
-    """Tensors that travel flat, as one for each device and type, buffers by themselves.
+    """Tensors that travel flat, as one for each device and type, buffers by themselves."""
 
-    Attributes:
-        layout: The parameters of each bucket.
-        num_rounds: That its last averaging over the group took.
-    """
-
-    num_rounds = 1
+    num_rounds = 1  # of its last averaging over the group
 
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
@@ -90,18 +79,13 @@ class Fragment(Buckets):
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
     What travels is the *change* since then. The model's tensors are written in place.
-
-    Attributes:
-        last: The copy, flat, by bucket; in fp32 of what has 16 bits.
-        lasts: Each tensor with its part of it, always the same tensors.
-        sent_after: Steps so far when its change was last sent, or the copy taken.
     """
 
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
-        self.sent_after = 0
-        self.last = self.empty(device, is_kept=True)
-        self.lasts = self.parts(self.last)
+        self.sent_after = 0  # steps so far when its change was last sent, or the copy taken
+        self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
+        self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
 
     def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
@@ -178,13 +162,9 @@ class Fragment(Buckets):
 
 
 class Fragments(tuple[Fragment, ...]):
-    """All fragments of a model, in the order of their turns.
+    """All fragments of a model, in the order of their turns."""
 
-    Attributes:
-        are_shown: Whether the model holds the last averages, and not its own values.
-    """
-
-    are_shown = False
+    are_shown = False  # whether the model holds the last averages, and not its own values
 
     @property
     def device(self) -> torch.device:
@@ -195,11 +175,6 @@ class Fragments(tuple[Fragment, ...]):
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self for pair in fragment.lasts]
-
-    @property
-    def last_names(self) -> dict[int, str]:
-        """The name of each last average, by its identity: an optimizer knows no names."""
-        return {id(last): each.name for each, last in self.lasts}
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
         """Return the last averages that an outer optimizer steps: all but those of buffers."""
@@ -213,8 +188,8 @@ class Fragments(tuple[Fragment, ...]):
         own = [each.value.clone() for each, _ in self.lasts]
         self.are_shown = True
         try:
-            for each, last in self.lasts:
-                each.value.copy_(last)
+            for fragment in self:
+                fragment.show()
             yield
         finally:
             for (each, _), value in zip(self.lasts, own, strict=True):
@@ -226,8 +201,7 @@ class Fragments(tuple[Fragment, ...]):
         # A step would change the average, and be lost when the model's own values come back.
         if self.are_shown:
             raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave that first, "
-                "and train and average outside it"
+                f"{call} came inside averaged(), where the model is the last average; leave it first"
             )
 
 
@@ -245,6 +219,11 @@ def layer_of(name: str) -> str:
     if numbered is not None and numbered < len(parts) - 1:
         return ".".join(parts[: numbered + 1])
     return name.rpartition(".")[0] or name
+
+
+def layouts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
+    """Return the buckets of each fragment."""
+    return [Buckets(part).layout for part in fragments_of(averaged, num_fragments)]
 
 
 def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:

@@ -18,35 +18,18 @@ from thinwire.algorithms import Algorithm, AllReduce, Quantize
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
-from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Buckets, Fragment, fragments_of
-from thinwire.localsgd.loop import after_each_step, check_ddp
-from thinwire.localsgd.members.fixed import Fixed, Subgroups
-from thinwire.localsgd.model import (
-    AveragedModel,
-    check_gradient_settings,
-    checked_optimizer,
-    replica_of,
-    unwrapped,
-)
-from thinwire.localsgd.outer import (
-    Outer,
-    check_outer,
-    described_outer,
-    warn_of_momentum,
-)
-from thinwire.localsgd.schedule import WHOLE, Schedule
+from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
+from thinwire.localsgd.loop import check_ddp
+from thinwire.localsgd.members.fixed import Fixed
+from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
+from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
+from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
-from thinwire.localsgd.state import (
-    LoadedState,
-    checked_state,
-    go_on_from,
-    packed_state,
-)
+from thinwire.localsgd.state import checked_state, go_on_from, packed_state
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.layout import held_of
 
@@ -59,39 +42,29 @@ EXACT = AllReduce()
 class LocalSGD(ModelAverager, Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
-    A context manager around the training loop; to be entered on every process of the group alike. The loop,
-    the model and the optimizer stay as they are. What travels is each process's *change* of the parameters
-    since the last averaging, through the same exchange as gradients: `algorithm` may be any of Thinwire's,
-    with its error memory. After an averaging all processes hold the same parameters to the bit. They are
-    written in place.
-
-    One counter, that of attempted steps, says what happens after each:
-
-    | model | subgroup | warm-up, each step | later, each step | later, every `every_steps` steps |
-    |---|---|---|---|---|
-    | plain module | none | parameters, group | nothing | parameters, group |
-    | plain module | given | parameters, group | parameters, subgroup | parameters, group |
-    | DDP model | none | gradients, group | nothing | parameters, group |
-    | DDP model | given | gradients, group | gradients, subgroup | parameters, group |
+    A context manager around the training loop, which every process of the group enters. Loop, model and
+    optimizer stay as they are. What travels is each process's *change* of the parameters since the last
+    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an
+    averaging all processes hold the same parameters to the bit, written in place. A table in
+    docs/local-sgd.md says what is averaged after each step.
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
     but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
     `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
 
-    On entry all processes take the model of the group's first process, buffers included, as DDP does; not
-    if a state was loaded. On a clean exit the steps since the last averaging are averaged, so that all
-    processes leave with the same model. When an exception leaves the context, nothing is sent. After it, a
-    DDP model averages its gradients over its whole group again.
+    On entry all processes take the model of the group's first process, buffers included, unless a state was
+    loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
+    model; after an exception nothing is sent. A DDP model then averages its gradients over its group again.
 
-    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich, "Local SGD Converges Fast and
-    Communicates Little" (arXiv 1805.09767); Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv
+    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich (arXiv 1805.09767); Lin et al. (arXiv
     1808.07217, post-local and hierarchical); Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1).
 
     Args:
         model: A module, or a `DistributedDataParallel` model without a hook, built with
             `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
             the result of `torch.compile` on either).
-        optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
+        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
+            steps: the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step, which moves the last averaged parameters along the mean change: a
@@ -101,16 +74,15 @@ class LocalSGD(ModelAverager, Joinable):
         warmup: Steps at the start that are plain data-parallel training; None for none.
         replicas: The processes that average: a group, None for that of the DDP model or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            well. For an FSDP2 model a group across its replicas, or their dimension of the mesh:
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
         subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
 
-    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
-    those that hold the same shards of other replicas, whose changes, last average and outer state are of
-    that shard. No weights are gathered. A replica counts as one member, and as what a subgroup is.
+    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with those
+    that hold the same shards of other replicas. No weights are gathered. A replica counts as one member.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
@@ -141,7 +113,7 @@ class LocalSGD(ModelAverager, Joinable):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         every_steps: int,
         algorithm: Algorithm = EXACT,
@@ -152,30 +124,25 @@ class LocalSGD(ModelAverager, Joinable):
         subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
-        check_outer(outer)
         module, ddp = unwrapped(model)
-        has_ddp, has_subgroup = ddp is not None, subgroup is not None
-        warmup = Warmup(0) if warmup is None else warmup
-        if not isinstance(warmup, Warmup):
-            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
-        self._schedule = Schedule(every_steps, warmup.steps, has_ddp, has_subgroup, streaming)
+        has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
+        schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
+        self._configure(schedule, outer, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
-        self._make_outer = outer
-        averaged = held.tensors()
-        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
-        self._optimizer = checked_optimizer(optimizer, averaged, module)
-        self._grad_scaler = checked_scaler(grad_scaler)
-        check_gradient_settings(self._schedule, grad_scaler, warmup)
+        optimizers = checked_optimizers(optimizer, held.tensors(), module)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        given: dict[str, Any] = {"model": held, "schedule": self._schedule, "algorithm": algorithm}
-        given |= {"warmup": warmup, "averaged": averaged, "parts": parts}
-        self._averagings = Fixed(group, **given) if within is None else Subgroups(within, group, **given)
+        elif warmup.algorithm is not None:
+            raise ConfigError(
+                f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
+                "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
+                "leave it out"
+            )
+        self._averagings = Fixed(held, schedule, algorithm, group, within)
         engine = self._averagings.engine
-        super().__init__(held, engine, replica.sync_of(engine))
-        self._loaded: LoadedState | None = None  # until entry
+        super().__init__(held, optimizers, engine, replica.sync_of(engine))
 
     @property
     def steps(self) -> int:
@@ -215,7 +182,7 @@ class LocalSGD(ModelAverager, Joinable):
         warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             # Where the latter refuses, the former is taken off.
-            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
+            attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.
@@ -250,7 +217,7 @@ class LocalSGD(ModelAverager, Joinable):
         schedule = self._schedule
         described = {
             "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup_steps,
+            "warmup_steps": schedule.warmup.steps,
             "algorithm of the warm-up": self._averagings.warmup.algorithm,
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
@@ -277,7 +244,7 @@ class LocalSGD(ModelAverager, Joinable):
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
-        perhaps another one trains it.
+        perhaps a second optimizer trains it.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
@@ -326,12 +293,6 @@ class LocalSGD(ModelAverager, Joinable):
             self._averagings.abandon()
             raise
 
-    def _check_inside(self, call: str) -> None:
-        if not self._is_inside:
-            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        self._fragments.check_own(call)
-        self._model.check_unchanged()
-
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
@@ -343,7 +304,7 @@ class LocalSGD(ModelAverager, Joinable):
 
         Raises:
             StepError: The LocalSGD context is not entered.
-            AttachError: The model is a DDP model, which averages gradients of its own, or a sharded one.
+            AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
             ConfigError: Division by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
@@ -420,12 +381,12 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be another one, unless something was in flight. The outer optimizer goes on with the
+        fragments may be different, unless something was in flight. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
         Raises:
-            StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
         if self._averagings.fragments:
@@ -435,12 +396,8 @@ class LocalSGD(ModelAverager, Joinable):
             {each.name: replica.shape_of(each.name, each.value) for each in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        loaded = checked_state(
-            state,
-            shapes,
-            has_outer=self._make_outer is not None,
-            has_warmup=self._averagings.has_warmup,
-        )
+        has_outer, has_warmup = self._make_outer is not None, self._schedule.warmup.algorithm is not None
+        loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
@@ -460,33 +417,26 @@ class LocalSGD(ModelAverager, Joinable):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    A context manager around the training loop: `LocalSGD` with other defaults. See there what is averaged,
-    when, and what is refused, and all other settings. The outer optimizer is SGD with Nesterov's momentum on
-    the last averaged parameters; changes travel in four bits a number. With `streaming` it is Streaming
-    DiLoCo: the model is averaged in parts, one at a time, while training goes on.
+    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
+    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
+    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`.
 
     Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
-    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725), for Muon inside.
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
 
     Args:
         model: As of `LocalSGD`.
-        optimizer: Trains the model (AdamW, Muon); of several, the one that steps last.
+        optimizer: Trains the model; or several, as of `LocalSGD`.
         every_steps: Steps from one averaging of a parameter to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step; as of `LocalSGD`.
-        streaming: As of `LocalSGD`, and all that follow.
-        warmup: As of `LocalSGD`.
-        replicas: As of `LocalSGD`.
-        subgroup: As of `LocalSGD`. A subgroup counts as one member.
-        grad_scaler: As of `LocalSGD`.
+        settings: All others, as of `LocalSGD`. A subgroup counts as one member.
 
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
-            a model whose parameters have no values yet, or are all frozen.
-        GradientError: A parameter can't be averaged by the algorithm.
+        ThinwireError: As `LocalSGD`.
 
     Examples:
         >>> import thinwire
@@ -506,26 +456,12 @@ class DiLoCo(LocalSGD):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         every_steps: int = 30,
         algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
         outer: Outer | None = Nesterov(),  # noqa: B008
-        streaming: Streaming = WHOLE,
-        warmup: Warmup | None = None,
-        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
-        subgroup: dist.ProcessGroup | Transport | None = None,
-        grad_scaler: GradScaler | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            every_steps=every_steps,
-            algorithm=algorithm,
-            outer=outer,
-            streaming=streaming,
-            warmup=warmup,
-            replicas=replicas,
-            subgroup=subgroup,
-            grad_scaler=grad_scaler,
-        )
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)

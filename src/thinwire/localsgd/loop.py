@@ -59,14 +59,14 @@ def driven_gradients(
 ) -> Iterator[None]:
     """Average the model's gradients over whom the schedule says; after the context over the group again."""
     names = names_of(model.module, model.parameters_to_ignore)
-    fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
-    switch = switched(
-        model, lambda: None if (members := current()) is None else fronts[members], taken_by="LocalSGD"
-    )
+    fronts: dict[Level | None, BucketFront] = {
+        level: BucketFront(engine, names, model) for level, engine in engines.items()
+    }
+    switch = switched(model, lambda: fronts.get(current()), taken_by="LocalSGD")
     try:
         yield
     finally:
-        switch.free(model)
+        switch.free()
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
@@ -22,19 +24,15 @@ from thinwire.channel import Description
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.localsgd.core import Averager
-from thinwire.localsgd.fragment import Averaged, Buckets, fragments_of
+from thinwire.localsgd.fragment import Averaged, layouts_of
 from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
-from thinwire.localsgd.model import AveragedModel, checked_optimizer, unwrapped
+from thinwire.localsgd.members.machine import MachineGroup
+from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, unwrapped
 from thinwire.localsgd.outer import held_by
-from thinwire.localsgd.state import (
-    MEMBERS_KEY,
-    STATE_VERSION,
-    LoadedState,
-    checked_state,
-    members_of,
-)
+from thinwire.localsgd.settings import Streaming
+from thinwire.localsgd.state import MEMBERS_KEY, STATE_VERSION, LoadedState, checked_state, members_of
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision
@@ -46,39 +44,31 @@ Entered = TypeVar("Entered", bound="Member")
 class Member(Averager, Front):
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
 
-    _outer: torch.optim.Optimizer | None = None
-
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        optimizer: Optimizers,
         algorithm: Algorithm,
         group: Group | None,
-        *,
-        average_buffers: bool,
-        fragments: int = 1,
+        streaming: Streaming,
     ) -> None:
-        module = _plain_module(model)
-        held = AveragedModel(module, buffers=average_buffers)
-        averaged = held.tensors()
+        module, ddp = unwrapped(model)
+        _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
         self._group = _group_of_environment() if group is None else group
-        must_hold_all = self._group.send_optimizer
-        # If there are several optimizers, the one that steps last is enough to count steps.
-        self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=must_hold_all)
-        self._sent_optimizers = self._optimizers if must_hold_all else ()
-        parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
-        specs = [each.spec for each in averaged]
-        engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
-        super().__init__(held, engine, GradientSync(engine))
+        if self._group.inside.size > 1:
+            self._group = MachineGroup(self._group, has_parts=False)
+        held = AveragedModel(module, ddp=ddp, buffers=streaming.average_buffers)
+        averaged = held.tensors()
+        optimizers = checked_optimizers(optimizer, averaged, module)
+        self._sent_optimizers = optimizers if self._group.send_optimizer else ()
+        if self._sent_optimizers:
+            _check_hold_all(self._sent_optimizers, averaged)
+        specs, parts = [each.spec for each in averaged], layouts_of(averaged, streaming.fragments)
+        engine = Engine(algorithm, self._group.transport, specs, parts=parts)
+        super().__init__(held, optimizers, engine, GradientSync(engine))
         self._device = averaged[0].tensor.device
         self._membership = Elastic(self._group, engine, self, self._device)
-        self._steps = self._turns = self._pending_steps = 0
-        self._loaded: LoadedState | None = None  # until entry
-
-    @property
-    def steps(self) -> int:
-        """Steps so far; a member that joins takes over those of the others."""
-        return self._steps
+        self._turns = self._pending_steps = 0
 
     @property
     def is_leaving(self) -> bool:
@@ -112,22 +102,6 @@ class Member(Averager, Front):
             raise StepError("this context has been entered before; make a new one")
         self._begin()
         with ExitStack() as attached:
-            attached.enter_context(self._joined())
-            attached.enter_context(self._in_loop())
-            self._attached = attached.pop_all()
-        return self
-
-    def _begin(self) -> None:
-        """Make what a member needs only inside the context."""
-
-    def _in_loop(self) -> AbstractContextManager[None]:
-        """Count the steps of the user's loop while this is open."""
-        return nullcontext()
-
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """Join, and leave at the end of the context. Collective."""
-        with ExitStack() as attached:
             attached.callback(self._membership.leave)
             if self._loaded is not None:
                 self._start_from(self._loaded)
@@ -146,7 +120,16 @@ class Member(Averager, Front):
             with suppress(LeftError):
                 self._transact(self._membership.average)
             self._is_inside = True
-            yield
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Make what a member needs only inside the context."""
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return nullcontext()
 
     def _transact(self, average: Callable[[], Any]) -> Any:
         """Average, or a part of it. Collective."""
@@ -158,9 +141,7 @@ class Member(Averager, Front):
     def _check_inside(self, call: str) -> None:
         if self.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
-        if not self._is_inside:
-            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        self._model.check_unchanged()
+        super()._check_inside(call)
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
@@ -215,17 +196,13 @@ class Member(Averager, Front):
     def _checked(self, state: Mapping[str, Any]) -> LoadedState:
         """Return a state that was saved or received, if it is one of this model."""
         shapes = {each.name: tuple(each.value.shape) for each in self._model.tensors()}
-        loaded = checked_state(state, [shapes], has_outer=self._has_outer)
+        loaded = checked_state(state, [shapes], has_outer=self._make_outer is not None)
         if loaded.in_flight:
             raise StateError(
                 "the state was saved while an average was in flight, and members that come and go start from "
                 "an average; save after average()"
             )
         return loaded
-
-    @property
-    def _has_outer(self) -> bool:
-        return False
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         self._start_from(self._checked(state))
@@ -284,7 +261,7 @@ class Member(Averager, Front):
         model and (with `send_optimizer`) the optimizers become those of the state, on entry.
 
         Raises:
-                StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or is of another model.
             StepError: The context was entered already.
         """
         if self._model.entered:
@@ -292,46 +269,40 @@ class Member(Averager, Front):
         self._loaded = self._checked(copy.deepcopy(state))
 
 
-def _plain_module(model: object) -> nn.Module:
-    """Return the module that a member trains."""
-    module, ddp = unwrapped(model)
-    if ddp is not None:
-        raise AttachError(
-            "a DDP model's process group can't change; pass the plain module, and do not call "
-            "init_process_group: the members find each other through the lighthouse"
-        )
+def _num_processes() -> int:
+    """Return how many processes a member has whose group is the environment's."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
+    """Refuse a model that the processes of a member do not hold together."""
     if is_fsdp2(module):
         raise AttachError(
             f"{type(module).__name__} is sharded by fully_shard; a member that comes and goes is "
             "one process with a whole model. thinwire.LocalSGD averages sharded ones"
         )
-    return module
+    inside = 1 if ddp is None else ddp.process_group.size()
+    if inside != num_processes:
+        raise AttachError(
+            f"the model is on {inside} processes, and this member has {num_processes}. Call "
+            "init_process_group() for the processes of this member alone, before its group is made, and give "
+            "its DDP model; or, if each process is a member, call no init_process_group, and give the plain "
+            "module: members find each other through the lighthouse"
+        )
 
 
-def _checked_optimizers(
-    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    averaged: Sequence[Averaged],
-    module: nn.Module,
-    *,
-    must_hold_all: bool,
-) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that train a module, in the order of their steps."""
-    listed = list(given) if isinstance(given, list | tuple) else [given]
-    optimizers = tuple(checked_optimizer(each, averaged, module) for each in listed)
-    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
-        raise ConfigError(f"expected one optimizer or several, each once, got {listed}")
+def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Sequence[Averaged]) -> None:
     held = set[int]().union(*map(held_by, optimizers))
     # Statistics are buffers, which nobody trains.
     trained = [each for each in averaged if not each.spec.is_statistic]
     others = [each.name for each in trained if id(each.tensor) not in held]
-    if must_hold_all and others:
+    if others:
         raise ConfigError(
             f"{len(others)} of the model's {len(trained)} trainable parameters, such as {others[0]!r}, are "
             "in none of the optimizers that were passed, and a member that joins is given the state of these "
             "only: pass all that train the model, [first, second], in the order of their steps, and freeze "
             "what none of them trains: requires_grad_(False)"
         )
-    return optimizers
 
 
 @contextmanager
@@ -389,5 +360,5 @@ def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
             for each, (state, groups) in zip(optimizers, before, strict=True):
                 each.state, each.param_groups = state, groups
             raise StateError(
-                f"the state is of another {type(optimizer).__name__} than this member's: {error}"
+                f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,30 +21,24 @@ from thinwire.localsgd.fragment import Averaged
 from thinwire.localsgd.outer import held_by
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
-from thinwire.localsgd.settings import Warmup
 from thinwire.sync.settings import checked_on_nonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
 @dataclass(eq=False)
 class AveragedModel:
-    """A model whose tensors are looked up anew each time: a user may freeze, replace or resize some.
+    """A model whose tensors are looked up again each time: a user may freeze, replace or resize some."""
 
-    Attributes:
-        module: The model, not wrapped.
-        replica: What this process holds of it.
-        ddp: The DDP model around it, which may leave some of its parameters out.
-        buffers: Whether saved floating buffers are averaged.
-        entered: What each averaged tensor was on entry, by name; none before.
-    """
-
-    module: nn.Module
-    replica: Replica = field(default_factory=Replica)
-    ddp: DistributedDataParallel | None = None
-    buffers: bool = True
-    entered: Mapping[str, object] = field(default_factory=dict)
+    module: nn.Module  # not wrapped
+    replica: Replica = field(default_factory=Replica)  # what this process holds of it
+    ddp: DistributedDataParallel | None = None  # around it; it may leave some parameters out
+    buffers: bool = True  # whether saved floating buffers are averaged
+    entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
@@ -168,9 +162,9 @@ def replica_of(
     return made
 
 
-def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None, warmup: Warmup) -> None:
+def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
     """Refuse settings of gradients where none are averaged, or not by all."""
-    on_nonfinite = checked_on_nonfinite(warmup.on_nonfinite, grad_scaler)
+    on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
     if on_nonfinite != "nan" and not schedule.has_ddp:
         raise ConfigError(
             f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
@@ -180,12 +174,6 @@ def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None, 
         raise ConfigError(
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
-        )
-    if warmup.algorithm is not None and not schedule.has_ddp:
-        raise ConfigError(
-            f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
-            "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
-            "leave it out"
         )
 
 
@@ -198,23 +186,27 @@ def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
         )
 
 
-def checked_optimizer(
-    optimizer: object, averaged: Sequence[Averaged], module: nn.Module
-) -> torch.optim.Optimizer:
-    """Return the optimizer whose steps are counted."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
-    # Wrappers may derive from Optimizer without calling its __init__.
-    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        raise ConfigError(
-            f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
-        )
-    check_trains(optimizer, (each.tensor for each in averaged))
-    # Fewer than the model's are fine: several optimizers may train it.
-    foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
-    if foreign:
-        raise ConfigError(
-            f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
-            "averaged; put all that is trained into one module and pass that"
-        )
-    return optimizer
+def checked_optimizers(
+    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
+    optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+        # Wrappers may derive from Optimizer without calling its __init__.
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
+            )
+        check_trains(optimizer, (each.tensor for each in averaged))
+        # Fewer than the model's are fine: an optimizer that is not passed may train the others.
+        foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
+        if foreign:
+            raise ConfigError(
+                f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
+                "averaged; put all that is trained into one module and pass that"
+            )
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
+    return optimizers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,14 +14,49 @@ from torch.utils._pytree import tree_map
 from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.errors import ConfigError, StateError
+from thinwire.localsgd.fragment import Averaged
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.settings import Nesterov
 
 Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """The outer step; or what makes an optimizer of the last averaged parameters."""
 
+Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
+"""Each averaged tensor with its last average."""
+
 PLAIN = bool | int | float
 OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
+
+
+# Each by whether the algorithm sends few entries.
+
+# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
+# Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
+# the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
+# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
+# more of them add up. Measured: `docs/adamw.md`.
+LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
+
+# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
+# (SparseLoCo, arXiv 2508.15706).
+MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
+
+
+def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
+    return [chosen for least, chosen in table if value >= least][-1]
+
+
+def nesterov_lr(outer: Nesterov, num_members: int, algorithm: Algorithm) -> float:
+    """Return the outer learning rate for so many members that train on their own.
+
+    Examples:
+        >>> from thinwire import AllReduce
+        >>> [nesterov_lr(Nesterov(), num_members, AllReduce()) for num_members in (1, 2, 3, 4, 16)]
+        [0.4, 0.5, 0.5, 0.6, 0.8]
+    """
+    table = LR_FROM_MEMBERS[algorithm.sends_few_entries]
+    return _last_reached(table, num_members) if outer.lr is None else outer.lr
 
 
 def check_outer(outer: object) -> None:
@@ -33,28 +68,20 @@ def check_outer(outer: object) -> None:
         )
 
 
-def device_of(outer: Outer | None) -> torch.device | str | None:
-    """Return where last averages are kept; None for where the model is."""
-    return outer.device if isinstance(outer, Nesterov) else None
-
-
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the identities of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def new_outer(
-    make: Outer | None,
-    parameters: list[torch.Tensor],
-    num_members: int,
-    every_steps: int,
-    algorithm: Algorithm,
-) -> torch.optim.Optimizer | None:
-    """Return the outer optimizer of `parameters`, if there is to be one."""
-    if make is None:
-        return None
+    make: Outer, parameters: list[torch.Tensor], num_members: int, every_steps: int, algorithm: Algorithm
+) -> torch.optim.Optimizer:
+    """Return the outer optimizer of `parameters`."""
     if isinstance(make, Nesterov):
-        return make.optimizer(parameters, num_members, every_steps, algorithm)
+        lr, momentum = nesterov_lr(make, num_members, algorithm), make.momentum
+        if momentum is None:
+            momentum = _last_reached(MOMENTUM_FROM_STEPS[algorithm.sends_few_entries], every_steps)
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
@@ -100,14 +127,14 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
     return zlib.crc32(repr(now).encode())
 
 
-def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
+def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
     """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
     # Copies: an optimizer hands out its own tensors, which go on changing.
     state: dict[str, Any] = tree_map(
         lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
         outer.state_dict(),
     )
-    for name, parameter, kept, key in _tensors(outer, names, state):
+    for name, parameter, kept, key in _tensors(outer, lasts, state):
         # What has an element for each of the parameter's is in shards as it is; step counts are not.
         if kept[key].shape == parameter.shape:
             kept[key] = replica.whole({name: kept[key]})[name]
@@ -115,11 +142,11 @@ def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica:
 
 
 def load_outer(
-    outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica, state: Mapping[str, Any]
+    outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
 ) -> None:
     """Let an outer optimizer go on from what `saved_outer` has returned."""
     own = copy.deepcopy(dict(state))
-    for name, parameter, kept, key in _tensors(outer, names, own):
+    for name, parameter, kept, key in _tensors(outer, lasts, own):
         if kept[key].shape == replica.shape_of(name, parameter):
             kept[key] = replica.own({name: kept[key]})[name]
     try:
@@ -129,19 +156,20 @@ def load_outer(
     except KeyError as error:
         missing = list(error.args)
     except ValueError as error:
-        raise StateError(f"the state is of another outer optimizer: {error}") from error
+        raise StateError(f"the state is of a different outer optimizer: {error}") from error
     if missing:
         raise StateError(
-            f"the state is of another outer optimizer: it has no {', '.join(missing)}, which "
+            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
             f"{type(outer).__name__} needs; pass outer= as when it was saved"
         )
 
 
 def _tensors(
-    outer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
+    outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
     """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
-    # A state calls parameters by their place in the optimizer's groups, one after the other.
+    # An optimizer knows no names: a state has the parameters' places in its groups, one after the other.
+    names = {id(last): each.name for each, last in lasts}
     parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
     for place, kept in state["state"].items():
         if place >= len(parameters):

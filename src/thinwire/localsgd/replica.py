@@ -16,16 +16,9 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """A replica, over processes that hold a shard of it each; of one process, the shard is all of it.
+    """A replica, over processes that hold a shard of it each; of one process, the shard is all of it."""
 
-    Attributes:
-        replicas: As given.
-        inside: Joins the processes of the replica; a group of one where it is on one.
-        shards: The same; None where nobody else has to be asked.
-        is_sharded: Whether FSDP2 holds the parameters.
-    """
-
-    is_sharded = False
+    is_sharded = False  # by FSDP2
 
     def __init__(
         self,
@@ -34,6 +27,7 @@ class Replica:
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.replicas = replicas
+        # What joins the processes of the replica; no shards if nobody else has to be asked.
         self.shards = None if inside is None or inside.size == 1 else inside
         self.inside = InProcessTransport.group(1)[0] if self.shards is None else self.shards
         self._pieces = pieces or {}

@@ -10,20 +10,20 @@ from typing import Literal, TypeAlias
 from thinwire.algorithms import Algorithm
 from thinwire.checks import number, shown, whole_count
 from thinwire.errors import ConfigError
-from thinwire.localsgd.settings import Streaming
+from thinwire.localsgd.settings import Streaming, Warmup
 
 Level: TypeAlias = Literal["group", "subgroup"]
 
-WHOLE = Streaming()
+WHOLE, NO_WARMUP = Streaming(), Warmup()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model."""
+    """The table in docs/local-sgd.md, of the arguments and whether the model is a DDP model."""
 
     every_steps: int
-    warmup_steps: int = 0
+    warmup: Warmup = NO_WARMUP
     has_ddp: bool = False
     has_subgroup: bool = False
     streaming: Streaming = WHOLE
@@ -32,11 +32,13 @@ class Schedule:
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
         object.__setattr__(self, "every_steps", every_steps)
-        if not isinstance(self.streaming, Streaming):
-            raise ConfigError(
-                f"streaming must be a thinwire.Streaming, got {shown(self.streaming)}; such as "
-                "streaming=thinwire.Streaming(fragments=2)"
-            )
+        for name, given, example in (
+            ("warmup", self.warmup, Warmup(100)),
+            ("streaming", self.streaming, Streaming(fragments=2)),
+        ):
+            if not isinstance(given, type(example)):
+                kind = f"thinwire.{type(example).__name__}"
+                raise ConfigError(f"{name} must be a {kind}, got {shown(given)}; such as {example}")
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
@@ -49,7 +51,7 @@ class Schedule:
         if fragments > every_steps:
             raise ConfigError(
                 f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
-                "step of its own, so take at most as many"
+                "separate step, so take at most as many"
             )
         if delay_steps >= every_steps:
             raise ConfigError(
@@ -58,10 +60,9 @@ class Schedule:
             )
 
     def __str__(self) -> str:
-        every_steps = f"every_steps={self.every_steps}"
-        settings = [every_steps if self.every_seconds is None else f"every_seconds={self.every_seconds:g}"]
-        settings += [f"streaming={self.streaming}"] * (self.streaming != WHOLE)
-        return ", ".join(settings)
+        seconds = self.every_seconds
+        every = f"every_steps={self.every_steps}" if seconds is None else f"every_seconds={seconds:g}"
+        return every if self.streaming == WHOLE else f"{every}, streaming={self.streaming}"
 
     @property
     def num_fragments(self) -> int:
@@ -88,13 +89,13 @@ class Schedule:
 
     def is_warm_up(self, step: int) -> bool:
         """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
-        return step <= self.warmup_steps
+        return step <= self.warmup.steps
 
     def gradients_in(self, step: int) -> Level | None:
         """Return over whom the gradients of the step after `step` steps are averaged."""
         if not self.has_ddp:
             return None
-        if step < self.warmup_steps:
+        if step < self.warmup.steps:
             return "group"
         return "subgroup" if self.has_subgroup else None
 
@@ -112,25 +113,21 @@ class Schedule:
         """
         if self.is_warm_up(step):
             # Of a DDP model only at the end, so that all start the local phase from the same bits.
-            return range(self.num_fragments) if not self.has_ddp or step == self.warmup_steps else ()
+            return range(self.num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
-        place = (step - self.warmup_steps - 1) % self.every_steps + 1
+        place = (step - self.warmup.steps - 1) % self.every_steps + 1
         turn, rest = divmod(place * self.num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
         return (turn - 1,) if turn and rest < self.num_fragments else ()
 
     def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
         """Return whether a member averages so many steps, and seconds, after its last averaging."""
-        if self.every_seconds is None:
-            return steps >= self.gap(turn)
-        # At the step that ends next to the time: who is slow is waited for by half of its step.
-        return seconds + seconds / steps / 2 >= self.every_seconds / self.num_fragments
-
-    def gap(self, turn: int) -> int:
-        """Return how many steps lie between two turns of fragments, counted from the earlier one."""
         place, num_fragments = turn % self.num_fragments, self.num_fragments
-        first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
-        return second - first
+        if self.every_seconds is None:
+            first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
+            return steps >= second - first
+        # At the step that ends next to the time: who is slow is waited for by half of its step.
+        return seconds + seconds / steps / 2 >= self.every_seconds / num_fragments
 
     def rounds_sent(self, age: int, num_rounds: int) -> int:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.

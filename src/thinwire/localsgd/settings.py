@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,24 +12,6 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError
 from thinwire.sync.settings import OnNonfinite
-
-# Each by whether the algorithm sends few entries.
-
-# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
-# Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
-# the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
-# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
-# more of them add up. Measured: `docs/adamw.md`.
-LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
-
-# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
-# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
-# (SparseLoCo, arXiv 2508.15706).
-MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
-
-
-def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
-    return [chosen for least, chosen in table if value >= least][-1]
 
 
 def _written(settings: Any) -> str:
@@ -48,7 +29,7 @@ class Streaming:
 
     Args:
         fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
-            from all depths. Each is averaged every `every_steps` steps, but after a step of its own, so that
+            from all depths. Each is averaged every `every_steps` steps, each after a different step, so that
             a message is that much shorter.
         delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
             meanwhile, and waits for the link only if that takes longer. Less than `every_steps`. An algorithm
@@ -118,6 +99,8 @@ class Warmup:
                 "leave it out"
             )
 
+    __repr__ = _written
+
 
 @dataclass(frozen=True)
 class Nesterov:
@@ -161,41 +144,3 @@ class Nesterov:
             ) from error
 
     __repr__ = _written
-
-    def lr_for(self, num_members: int, algorithm: Algorithm) -> float:
-        """Return the learning rate.
-
-        Args:
-            num_members: That train on their own.
-            algorithm: How their changes are averaged.
-
-        Examples:
-            >>> from thinwire import AllReduce
-            >>> [Nesterov().lr_for(num_members, AllReduce()) for num_members in (1, 2, 3, 4, 16)]
-            [0.4, 0.5, 0.5, 0.6, 0.8]
-        """
-        if self.lr is not None:
-            return self.lr
-        return _last_reached(LR_FROM_MEMBERS[algorithm.sends_few_entries], num_members)
-
-    def optimizer(
-        self, parameters: list[torch.Tensor], num_members: int, every_steps: int, algorithm: Algorithm
-    ) -> torch.optim.Optimizer:
-        """Return the outer optimizer.
-
-        Args:
-            parameters: The last averages.
-            num_members: That train on their own.
-            every_steps: From one averaging to the next.
-            algorithm: How changes are averaged.
-
-        Examples:
-            >>> from thinwire import AllReduce
-            >>> outers = [Nesterov().optimizer([torch.zeros(3)], 2, every, AllReduce()) for every in (29, 30)]
-            >>> [outer.defaults["momentum"] for outer in outers]
-            [0.5, 0.9]
-        """
-        lr, momentum = self.lr_for(num_members, algorithm), self.momentum
-        if momentum is None:
-            momentum = _last_reached(MOMENTUM_FROM_STEPS[algorithm.sends_few_entries], every_steps)
-        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)

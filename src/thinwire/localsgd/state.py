@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,29 +30,17 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
 
 class LoadedState(NamedTuple):
-    """A state that has been checked, of whole parameters.
+    """A state that has been checked, of whole parameters."""
 
-    Attributes:
-        step: Attempted steps.
-        sent_after: Of each fragment, the step after which its change was last sent.
-        in_flight: What has landed and is not applied yet: a fragment's place, and its mean changes by name.
-        last_average: By name.
-        sync: The state of the engine, not checked.
-        outer: That of the outer optimizer, not checked; None if there was none.
-        warmup: That of the engine of the warm-up, not checked; None if it had none of its own, or was over.
-        checksum: Of all of it, for processes to compare what they loaded.
-        members: What members that come and go have besides, not checked against the model; None of others.
-    """
-
-    step: int
-    sent_after: Sequence[int]
-    in_flight: Sequence[tuple[int, Tensors]]
-    last_average: Tensors
-    sync: Mapping[str, Any]
-    outer: Mapping[str, Any] | None
-    warmup: Mapping[str, Any] | None
-    checksum: str
-    members: Mapping[str, Any] | None = None
+    step: int  # attempted
+    sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
+    in_flight: Sequence[tuple[int, Tensors]]  # landed, not applied: a fragment's place, mean changes by name
+    last_average: Tensors  # by name
+    sync: Mapping[str, Any]  # for the engine to check
+    outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
+    warmup: Mapping[str, Any] | None  # for its engine to check; None if it had none of its own, or was over
+    checksum: str  # of all of it, for processes to compare what they loaded
+    members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 
 
 def packed_state(
@@ -73,7 +60,7 @@ def packed_state(
         ),
         "last_average": replica.whole(lasts),
         "sync": sync.state_dict(),
-        "outer": None if outer is None else saved_outer(outer, fragments.last_names, replica),
+        "outer": None if outer is None else saved_outer(outer, fragments.lasts, replica),
     }
     if warmup is not None:
         state[WARMUP_KEY] = warmup.state_dict()
@@ -117,7 +104,7 @@ def _load_outer(
     assert loaded.outer is not None
     # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
     try:
-        load_outer(outer, fragments.last_names, replica, loaded.outer)
+        load_outer(outer, fragments.lasts, replica, loaded.outer)
         for fragment in fragments:
             fragment.take(loaded.last_average)
             fragment.step([flat.zero_() for flat in fragment.empty()], outer)
@@ -128,7 +115,7 @@ def _load_outer(
             f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load an "
             "earlier one, or pass outer= as when it was saved"
         ) from error
-    load_outer(outer, fragments.last_names, replica, loaded.outer)  # again: that step is in no average
+    load_outer(outer, fragments.lasts, replica, loaded.outer)  # again: that step is in no average
 
 
 def checked_state(
@@ -141,18 +128,20 @@ def checked_state(
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
     check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
     assert isinstance(state, Mapping)
-    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
-        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
+    is_like = state.keys() - {WARMUP_KEY, MEMBERS_KEY} == KEYS
+    _expect(is_like, f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
     state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
-    if state["outer"] is not None and not has_outer:
-        raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
-    if state[WARMUP_KEY] is not None and not has_warmup:
-        raise StateError(
-            "the state was saved in a warm-up with an algorithm of its own; pass warmup= as when it was saved"
-        )
+    _expect(
+        state["outer"] is None or has_outer,
+        "the state has an outer optimizer's state; pass outer= as when it was saved",
+    )
+    _expect(
+        state[WARMUP_KEY] is None or has_warmup,
+        "the state was saved in a warm-up with an algorithm of its own; pass warmup= as when it was saved",
+    )
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
     _check_flights(state, shapes)
@@ -161,81 +150,54 @@ def checked_state(
     return LoadedState(**{key: state[key] for key in LoadedState._fields})
 
 
-def _check_members(members: object) -> None:
-    if not isinstance(members, Mapping) or members.keys() != MEMBERS_KEYS:
-        raise StateError(f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise StateError(otherwise)
+
+
+def _check_members(members: Any) -> None:
+    is_like = isinstance(members, Mapping) and members.keys() == MEMBERS_KEYS
+    _expect(is_like, f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
     for key in COUNTS:
         whole_number(key, members[key], minimum=0, error=StateError)
     for key, kind in ("residual_of", str), ("optimizers", Mapping):
         listed = members[key]
-        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
-            raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
+        is_list = isinstance(listed, list | tuple) and all(isinstance(each, kind) for each in listed)
+        _expect(is_list, f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
 
 
 def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
     """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
     for key in ("sent_after", "in_flight"):
-        if not isinstance(state[key], list | tuple):
-            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
+        is_list = isinstance(state[key], list | tuple)
+        _expect(is_list, f"{key} must be a tuple, got {type(state[key]).__name__}")
     for sent_after in state["sent_after"]:
         whole_number("sent_after", sent_after, minimum=-1, error=StateError)
     num_saved = len(state["sent_after"])
-    if not num_saved:
-        raise StateError("sent_after must hold a number for each fragment, got none")
+    _expect(num_saved > 0, "sent_after must hold a number for each fragment, got none")
     # What has landed is of one division of the model, and can't be applied to another's parts.
-    if state["in_flight"] and num_saved != len(shapes):
-        raise StateError(
-            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
-            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
-        )
+    _expect(
+        not state["in_flight"] or num_saved == len(shapes),
+        f"the state was saved while one of {num_saved} fragments was in flight, and here are {len(shapes)}; "
+        f"pass fragments={num_saved}, or save after average()",
+    )
     for item in state["in_flight"]:
         is_pair = isinstance(item, list | tuple) and len(item) == 2 and type(item[0]) is int
-        if not is_pair or item[0] not in range(num_saved):
-            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
+        is_pair = is_pair and item[0] in range(num_saved)
+        _expect(is_pair, "in_flight must hold pairs of a fragment's number and its mean changes")
         _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
 
 
-def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if not isinstance(tensors, Mapping):
-        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
-    differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
-    if differing:
-        raise StateError(
-            f"the state and the model differ in {differing[:4]}; load the state of the same model, with the "
-            "same average_buffers="
-        )
+def _check_tensors(key: str, tensors: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    is_mapping = isinstance(tensors, Mapping)
+    _expect(is_mapping, f"{key} must map names to tensors, got {type(tensors).__name__}")
+    load, differing = "load the state of the same model", sorted(map(str, shapes.keys() ^ tensors.keys()))
+    _expect(not differing, f"the state and the model differ in {differing[:4]}; {load}, and average_buffers=")
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shapes[name]:
-            raise StateError(
-                f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
-                "load the state of the same model"
-            )
-        if tensor.dtype not in DTYPES:
-            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+        is_like = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shapes[name]
+        what = f"the state's {name} is"
+        _expect(is_like, f"{what} not a tensor of shape {shapes[name]}, as the model's is; {load}")
+        _expect(tensor.dtype in DTYPES, f"{what} of {tensor.dtype}; load a state as state_dict() made it")
         # It would be in every process's model with the first averaging.
-        if not tensor.isfinite().all():
-            raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")
-
-
-class DistributedState:
-    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
-
-    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
-    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
-
-    def __init__(
-        self, save: Callable[[], Mapping[str, Any] | None], load: Callable[[Mapping[str, Any]], None]
-    ) -> None:
-        self._save, self._load = save, load
-
-    def state_dict(self) -> dict[str, bytes]:
-        """Return the state's bytes; none of them where there is nothing to save yet. Collective."""
-        state = self._save()
-        file = io.BytesIO()
-        if state is not None:
-            torch.save(state, file)
-        return {"state": file.getvalue()}
-
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        """Load what `state_dict` has returned."""
-        self._load(torch.load(io.BytesIO(state["state"]), weights_only=True))
+        is_finite = bool(tensor.isfinite().all())
+        _expect(is_finite, f"{what} not finite: it is damaged; load an earlier one")

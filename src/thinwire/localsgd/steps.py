@@ -1,4 +1,4 @@
-"""`elastic.Steps`: gradients averaged at every step, with whoever is there."""
+"""`elastic.Steps`: gradients averaged at every step, with all members that are there."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.model import Optimizers
+from thinwire.localsgd.settings import Streaming
 
 
 class Steps(Member):
-    """Average the gradients of every step with whoever is there, and take the optimizer's step.
+    """Average the gradients of every step with all who are there, and take the optimizer's step.
 
-    What `thinwire.attach` does for a DDP model, on a group whose members change. `step()` stands in the
-    place of `optimizer.step()`. If a member is lost meanwhile, the averaging is done again among those who
-    are left, with the same gradients, and then all take the same step: parameters and optimizer are the same
-    on all members to the bit, after each. A member that joins receives model, optimizer and counters, and
-    then takes the step of the others with them. Residuals, leaving, and members that vanish: as
-    `elastic.DiLoCo`.
+    What `thinwire.attach` does for a DDP model, on a group whose members change; call `step()` in place of
+    `optimizer.step()`. If a member is lost meanwhile, the others average the same gradients again and take
+    the same step: after each, parameters and optimizer are the same on all members to the bit. A member that
+    joins receives model, optimizer and counters, and then takes the others' step with them. Residuals,
+    leaving, and members that vanish: as `elastic.DiLoCo`.
 
-    Each step asks the lighthouse who is there, which takes milliseconds near it, and a round trip more over
-    the slow link than `thinwire.attach` needs; all is sent after the backward pass. Where that is too much,
-    `elastic.DiLoCo` asks every so many steps.
+    Each step asks the lighthouse who is there, and needs a round trip more over the slow link than
+    `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every so many steps.
 
     Args:
         model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
@@ -39,7 +39,7 @@ class Steps(Member):
         group: Who is there; None for `TorchftGroup()`.
 
     Cost: a copy of the gradients; what the algorithm sends; a quorum, 96 bytes from each member before it and
-    8 bytes behind it. When members change, as of `elastic.LocalSGD`.
+    8 bytes after it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -61,14 +61,9 @@ class Steps(Member):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        algorithm: Algorithm,
-        *,
-        group: Group | None = None,
+        self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        super().__init__(model, optimizer, algorithm, group, average_buffers=False)
+        super().__init__(model, optimizer, algorithm, group, Streaming(average_buffers=False))
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
         if not self._group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
@@ -85,7 +80,7 @@ class Steps(Member):
         return kind is not None and issubclass(kind, LeftError)
 
     def step(self, work: float = 1.0) -> None:
-        """Average the gradients with whoever is there, and let the optimizer step. Collective.
+        """Average the gradients with all who are there, and let the optimizer step. Collective.
 
         The gradients are the means afterwards. A parameter without one counts as zeros.
 

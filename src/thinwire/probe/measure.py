@@ -24,6 +24,7 @@ from thinwire.channel import (
 )
 from thinwire.errors import ConfigError
 from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of, ring_share
+from thinwire.tensors.accelerators import wait_for
 
 # Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
@@ -49,17 +50,16 @@ def probe(
 ) -> Probe:
     """Measure averaging over message sizes, other collectives, and single pairs of processes. Collective.
 
+    The result is the same on every process.
+
     Args:
         group: The process group, None for the default one.
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
-            eighths are for averaging. Where it is too short to tell the link's rate, the result says so.
+            eighths are for averaging. If it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
         progress: Gets what is being measured, in words.
-
-    Returns:
-        The same on every process.
 
     Raises:
         ConfigError: The budget is not positive, there is one process only, or several processes of a
@@ -79,15 +79,7 @@ def probe(
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(5 / 8 * budget_seconds))
     wire_factors = meter.wire_factors(timings, budget_seconds / 8)
-    # The number of all pairs grows with the square of the processes, and they wait for each other.
-    if all_pairs is None:
-        all_pairs = transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
-    ranks = range(transport.size)
-    chosen = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
-    # What an averaging of all manages in that time, one message of a pair does as well.
-    pair_seconds = budget_seconds / 4 / len(chosen) / (2 * (PAIR_REPETITIONS + 1))
-    pair_bytes = meter.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
-    pairs = [meter.pair(each, pair_bytes) for each in chosen]
+    pairs = meter.pairs(timings, budget_seconds / 4, all_pairs)
     # As `attach` finds them; what the launcher does not tell follows from the pairs.
     machines = ranks_by_machine(transport)
     return Probe(
@@ -147,7 +139,7 @@ class _Meter:
             self.progress(f"averaging {message_bytes:,} bytes")
             # Not counted: connections are made, pages are touched.
             first_seconds = self.once(message)
-            # As a mean over all: with different numbers of repetitions they would wait for ever.
+            # As a mean over all: with different numbers of repetitions they would wait forever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
@@ -159,10 +151,10 @@ class _Meter:
     def once(self, message: torch.Tensor) -> float:
         """Return the seconds of one averaging that all start together, their mean over the processes."""
         self.agreed(0.0)  # all start together, or the first would count its waiting as the network's time
-        self._synchronize()
+        wait_for(self.device)
         start = time.perf_counter()
         self.transport.mean(message, "a probe").wait()
-        self._synchronize()
+        wait_for(self.device)
         return self.agreed(time.perf_counter() - start)
 
     def agreed(self, number: float) -> float:
@@ -202,7 +194,7 @@ class _Meter:
             time.sleep(late_seconds)
         begun = time.perf_counter()
         start().wait()
-        self._synchronize()
+        wait_for(self.device)
         everyone = gather_numbers([time.perf_counter() - begun], self.transport, "a probe")
         return everyone[last][0]
 
@@ -212,20 +204,27 @@ class _Meter:
         sizes = [each.message_bytes for each in timings[1:] if each.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
-    def pair(self, processes: tuple[int, int], message_bytes: int) -> PairTiming:
-        """Time a pair while all others wait."""
-        self.progress(f"processes {processes[0]} and {processes[1]}, {message_bytes:,} bytes")
-        found = 0.0
-        # The others wait below: two pairs at a time would share links.
-        if self.transport.rank in processes:
-            message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
-            seconds = [self.transport.ping_seconds(*processes, message) for _ in range(PAIR_REPETITIONS + 1)]
-            # What else the computers do can only add to it, and would hide who is near whom.
-            found = min(each or 0.0 for each in seconds[1:])
-        everyone = gather_numbers([found], self.transport, "a probe")
-        # As the first of the pair saw it; all must hold the same.
-        return PairTiming(processes, message_bytes, everyone[processes[0]][0])
-
-    def _synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+    def pairs(self, timings: list[Timing], budget_seconds: float, all_pairs: bool | None) -> list[PairTiming]:
+        """Time one pair after the other while all others wait."""
+        # The number of all pairs grows with the square of the processes, and they wait for each other.
+        if all_pairs is None:
+            all_pairs = self.transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
+        ranks = range(self.transport.size)
+        chosen = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
+        # What an averaging of all manages in that time, one message of a pair does as well.
+        seconds_of_each = budget_seconds / len(chosen) / (2 * (PAIR_REPETITIONS + 1))
+        message_bytes = self.largest_within(timings, min(PAIR_SECONDS, seconds_of_each))
+        message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
+        found = []
+        for pair in chosen:
+            self.progress(f"processes {pair[0]} and {pair[1]}, {message_bytes:,} bytes")
+            seconds = [0.0]
+            # The others wait below: two pairs at a time would share links.
+            if self.transport.rank in pair:
+                pings = [self.transport.ping_seconds(*pair, message) for _ in range(PAIR_REPETITIONS + 1)]
+                # What else the computers do can only add to it, and would hide who is near whom.
+                seconds = [min(each or 0.0 for each in pings[1:])]
+            # As the first of the pair saw it; all must hold the same.
+            ((of_first,), *_) = gather_numbers(seconds, self.transport, "a probe")[pair[0] :]
+            found.append(PairTiming(pair, message_bytes, of_first))
+        return found

@@ -213,7 +213,7 @@ class Probe:
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: It can't be read, is not such a file, or is of another version.
+            ConfigError: It can't be read, is not such a file, or is of a different version.
         """
         writes = "`thinwire probe --save`"
         try:
@@ -234,7 +234,7 @@ class Probe:
         """Return what `to_json` wrote.
 
         Raises:
-            ValueError: It is none, or of another version.
+            ValueError: It is none, or of a different version.
         """
         plain = parsed(text)
         version = read_record(_Versioned, plain)["version"]

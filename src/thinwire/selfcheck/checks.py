@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, PowerSGD
-from thinwire.algorithms.registry import REGISTRY, Variant
+from thinwire.algorithms.registry import REGISTRY
 from thinwire.channel import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
 from thinwire.fronts.attach import attach
@@ -34,10 +34,10 @@ class Bench:
     A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
     """
 
-    def __init__(self, device: torch.device, group: Any = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.findings: list[str] = []
-        self.transport = ProcessGroupTransport(group, device)
+        self.transport = ProcessGroupTransport(None, device)
         # Groups inside of the machine and between machines, as `attach` finds them.
         self.machines, _ = machines_of(self.transport)
         self.specs = tuple(
@@ -49,21 +49,18 @@ class Bench:
         if not holds:
             self.findings.append(found)
 
-    def gradient(self, step: int) -> torch.Tensor:
-        """Return this process's gradient in a step, flat, of all parameters."""
-        return self.gradient_of(self.transport.rank, step)
-
-    def gradient_of(self, process_rank: int, step: int) -> torch.Tensor:
-        """Return a process's gradient, which all can compute; so all know the true mean."""
+    def gradient(self, step: int, process_rank: int | None = None) -> torch.Tensor:
+        """Return a process's gradient in a step, flat, of all parameters; this one's by default."""
         # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
-        generator = torch.Generator().manual_seed(1000 * process_rank + step)
+        seed = 1000 * (self.transport.rank if process_rank is None else process_rank) + step
         numel = sum(spec.numel for spec in self.specs)
-        return torch.randn(numel, generator=generator).to(self.device)
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     def true_mean(self, step: int) -> torch.Tensor:
-        """Return the mean of all processes' gradients in a step, fp64."""
-        of_all = [self.gradient_of(each, step).double() for each in range(self.transport.size)]
-        return torch.stack(of_all).mean(0)
+        """Return the mean of all processes' gradients in a step, fp64; each process can compute it."""
+        return torch.stack([self.gradient(step, each).double() for each in range(self.transport.size)]).mean(
+            0
+        )
 
     def engine(
         self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
@@ -174,18 +171,17 @@ def models_stay_the_same(bench: Bench) -> None:
     bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
 
 
-def _of(variant: Variant, *, has_memory: bool) -> tuple[str, Check]:
-    what, check = ("loses nothing", loses_nothing) if has_memory else ("gives the mean", gives_the_mean)
-    return f"{variant.code} {what}", partial(check, algorithm=variant.algorithm, tolerance=variant.tolerance)
-
-
+_CHECKED = [
+    (variant, *(("loses nothing", loses_nothing) if each.has_memory else ("gives the mean", gives_the_mean)))
+    for each in REGISTRY
+    for variant in each.variants
+    if variant.is_checked
+]
 CHECKS: dict[str, Check] = {
-    **dict(
-        _of(variant, has_memory=registered.has_memory)
-        for registered in REGISTRY
-        for variant in registered.variants
-        if variant.is_checked
-    ),
+    **{
+        f"{variant.code} {what}": partial(check, algorithm=variant.algorithm, tolerance=variant.tolerance)
+        for variant, what, check in _CHECKED
+    },
     "an overflow on one process is skipped by a GradScaler on all": partial(
         overflow_leaves_no_trace, host_check=True
     ),

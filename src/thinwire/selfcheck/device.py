@@ -24,9 +24,10 @@ from thinwire.kernels.dispatch import orthonormal_rows, products, projections, r
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
+from thinwire.selfcheck.checks import gap
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
-from thinwire.tensors.accelerators import shortfalls
+from thinwire.tensors.accelerators import shortfalls, wait_for
 from thinwire.version import __version__
 
 # Up to 4 the CPU has compiled kernels of its own; above, torch's operations serve.
@@ -35,7 +36,7 @@ MATRIX_RANKS = (1, 4, 32)
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
-COPY = "a copy"
+COPY, ARITHMETIC = "a copy", {f"arithmetic at matrix rank {rank}": rank for rank in MATRIX_RANKS}
 NOT_BEGUN, NOT_ENDED = "it was not begun", "it has not ended"
 
 Result = TypeVar("Result")
@@ -66,23 +67,14 @@ GPT2_SMALL: Mapping[str, tuple[int, ...]] = {
 
 @dataclass
 class DevicePage:
-    """All that was found so far. It is true at any time: what has not ended stands on it as such.
+    """All that was found so far. It is true at any time: what has not ended stands on it as such."""
 
-    Attributes:
-        setting: Versions, device and group, and what has ended it early.
-        copied_bytes_per_second: Of a copy of the gradients, bytes read and written; None if there was none.
-        kernels: How far the arithmetic of each matrix rank is from that in float64, relative to it.
-        steps: What a step of each algorithm takes, from the first bucket to the last mean.
-        failures: What raised an error on this process, or has not ended, by part, and why.
-        not_run: What was not begun or left out, by part, and why.
-    """
-
-    setting: dict[str, str]
-    copied_bytes_per_second: float | None = None
-    kernels: list[Row] = field(default_factory=list)
-    steps: list[Row] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    not_run: dict[str, str] = field(default_factory=dict)
+    setting: dict[str, str]  # versions, device and group, and what has ended it early
+    copied_bytes_per_second: float | None = None  # read and written, when gradients are copied
+    kernels: list[Row] = field(default_factory=list)  # relative distance from float64, by matrix rank
+    steps: list[Row] = field(default_factory=list)  # of each algorithm, first bucket to last mean
+    failures: dict[str, str] = field(default_factory=dict)  # by part: it raised here, or has not ended
+    not_run: dict[str, str] = field(default_factory=dict)  # by part: why it was left out
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +88,7 @@ class DevicePage:
             lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
         for rows in filter(None, (self.kernels, self.steps)):
             heads = [name.replace("_", " ") for name in rows[0]]
-            cells = [[_cell(value) for value in row.values()] for row in rows]
+            cells = [list(map(_cell, row.values())) for row in rows]
             marks = ["---", *["--:"] * (len(heads) - 1)]
             lines += ["", *(f"| {' | '.join(line)} |" for line in [heads, marks, *cells])]
         gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
@@ -122,12 +114,7 @@ def new_page(device: str) -> DevicePage:
         "processes": os.environ.get("WORLD_SIZE", "1"),
         "threads": str(torch.get_num_threads()),
     }
-    parts = [*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS]
-    return DevicePage(setting, not_run=dict.fromkeys(parts, NOT_BEGUN))
-
-
-def _arithmetic(matrix_rank: int) -> str:
-    return f"arithmetic at matrix rank {matrix_rank}"
+    return DevicePage(setting, not_run=dict.fromkeys([*ARITHMETIC, COPY, *ALGORITHMS], NOT_BEGUN))
 
 
 @contextmanager
@@ -177,17 +164,17 @@ def measure(
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
     page.setting |= {"device": f"{device.type}, {name}", "processes": str(transport.size)}
     parts = _Parts(page, device, transport, time.monotonic() + within_seconds, tell)
-    for matrix_rank in MATRIX_RANKS:
-        if error := parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank)):
+    for name, matrix_rank in ARITHMETIC.items():
+        if error := parts.run(name, partial(_kernel_error, device, matrix_rank)):
             page.kernels.append(error)
     copied = parts.run(COPY, lambda: _Copied(parts, _buckets(shapes)))
     if copied is not None:
         page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
+    else:
+        # There is no memory for the gradients, or no such device.
+        parts.why_not = f"as there are no gradients to step with: {COPY} is missing"
     for code, algorithm in ALGORITHMS.items():
-        if copied is None:
-            # There is no memory for the gradients, or no such device.
-            parts.leave_out(code, f"left out, as there are no gradients to step with: {COPY} is missing")
-        elif cost := parts.run(code, partial(_step_cost, code, algorithm, copied, parts)):
+        if cost := parts.run(code, partial(_step_cost, code, algorithm, copied, parts)):
             page.steps.append(cost)
     page.setting["slower kernels"] = "; ".join(shortfalls(device)) or "none"
 
@@ -201,46 +188,42 @@ class _Parts:
     transport: Transport
     end: float
     tell: Callable[[str], None]
-    is_alone: bool = False
+    why_not: str = ""  # all that is still to come is left out
 
     def run(self, name: str, part: Callable[[], Result]) -> Result | None:
-        """Return what a part returns; None if it raises, or if the time is used up."""
-        if self.is_alone:
-            self.leave_out(name, "left out, as the processes have lost each other")
-            return None
-        del self.page.not_run[name]
-        self.page.failures[name] = NOT_ENDED
-        try:
-            if self.transport.rank == 0:
-                self.tell(f"measuring {name}")
-            if not self._has_time(name):
-                self.leave_out(name, "left out, as the time is used up")
+        """Return what a part returns; None if it raises, or is left out."""
+        not_run, failures = self.page.not_run, self.page.failures
+        if not self.why_not:
+            # As long as it runs, the page says so: it may be printed in the middle.
+            del not_run[name]
+            failures[name] = NOT_ENDED
+            try:
+                if self.transport.rank == 0:
+                    self.tell(f"measuring {name}")
+                if self._has_time(name):
+                    found = part()
+                    del failures[name]
+                    return found
+            # Of any kind: a page with a gap says more than none.
+            except Exception as error:
+                failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self.tell(f"{name}: {failures[name]}")
+                if isinstance(error, CommunicationError):  # each further collective would wait in vain
+                    self.why_not = "as the processes have lost each other"
                 return None
-            found = part()
-        # Of any kind: a page with a gap says more than none.
-        except Exception as error:
-            self.page.failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
-            # Each further collective would wait for its timeout.
-            self.is_alone = isinstance(error, CommunicationError)
-            self.tell(f"{name}: {self.page.failures[name]}")
-            return None
-        del self.page.failures[name]
-        return found
-
-    def leave_out(self, name: str, why: str) -> None:
-        """Note why a part is not run."""
-        self.page.failures.pop(name, None)
-        self.page.not_run[name] = why
-        self.tell(f"{name}: {why}")
+            del failures[name]
+        not_run[name] = f"left out, {self.why_not or 'as the time is used up'}"
+        self.tell(f"{name}: {not_run[name]}")
+        return None
 
     def seconds_of(self, run: Callable[[], object]) -> tuple[float, int]:
         """Return the median of some steps, and of how many. Collective."""
         found: list[float] = []
         while len(found) < UNTIMED_STEPS + TIMED_STEPS and self._has_time("a step"):
-            _synchronize(self.device)
+            wait_for(self.device)
             start = time.perf_counter()
             run()
-            _synchronize(self.device)
+            wait_for(self.device)
             found.append(time.perf_counter() - start)
         timed = found[UNTIMED_STEPS:]
         if not timed:
@@ -254,17 +237,14 @@ class _Parts:
 
 
 class _Copied:
-    """Gradients, and copies of them to step with: steps work in place.
-
-    Attributes:
-        seconds: What copying all of them takes, the unit of steps; it is part of what a step is seen to take.
-    """
+    """Gradients, and copies of them to step with: steps work in place."""
 
     def __init__(self, parts: _Parts, buckets: Sequence[tuple[ParameterSpec, ...]]) -> None:
         self.buckets = buckets
         numels = [sum(spec.numel for spec in bucket) for bucket in buckets]
         self.flats = [torch.randn(numel, dtype=torch.float32, device=parts.device) for numel in numels]
         self.copies = [torch.empty_like(flat) for flat in self.flats]
+        # The unit of steps, and part of what a step is seen to take.
         self.seconds, _ = parts.seconds_of(self.copy)
 
     def copy(self) -> None:
@@ -274,14 +254,11 @@ class _Copied:
 def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec, ...]]:
     """Return the buckets that DDP would make."""
     buckets: list[list[ParameterSpec]] = [[]]
-    held_bytes = 0
     # The backward pass makes the last layer's gradients first, so DDP fills its buckets from there.
     for name, shape in reversed(list(shapes.items())):
-        if held_bytes >= BUCKET_BYTES:
+        if sum(spec.gradient_bytes for spec in buckets[-1]) >= BUCKET_BYTES:
             buckets.append([])
-            held_bytes = 0
         buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, device="meta")))
-        held_bytes += buckets[-1][-1].gradient_bytes
     return [tuple(bucket) for bucket in buckets]
 
 
@@ -298,11 +275,11 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
     exact += residual
     with full_precision(device):  # as steps are made: TF32, where it is on, would be judged here
         (left,) = products([Asked(group, right, None, add_error=True)])
-        found_products = _gap(left, start @ exact.mT)
+        found_products = gap(left.cpu(), start @ exact.mT)
         (basis,) = orthonormal_rows([left])
         wide = basis.cpu().double()
         (own,) = projections([Asked(group, basis, None, add_error=False)])
-        found_projections = _gap(own, wide @ exact)
+        found_projections = gap(own.cpu(), wide @ exact)
         reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
     unlike = wide @ wide.mT - torch.eye(matrix_rank, dtype=torch.float64)
     rest = exact - wide.mT @ (wide @ exact)
@@ -311,16 +288,13 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
         "products": found_products,
         "orthonormal_rows": float(unlike.norm() / matrix_rank**0.5),  # per row, so that matrix ranks compare
         "projections": found_projections,
-        "reconstruct": _gap(error, rest),
+        "reconstruct": gap(error.cpu(), rest),
     }
 
 
-def _gap(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.cpu().double() - exact).norm() / exact.norm())
-
-
-def _step_cost(code: str, algorithm: Algorithm, copied: _Copied, parts: _Parts) -> Row:
+def _step_cost(code: str, algorithm: Algorithm, copied: _Copied | None, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
+    assert copied is not None  # or all algorithms are left out
     engine, device = Engine(algorithm, parts.transport), parts.device
 
     def step() -> None:
@@ -376,9 +350,3 @@ def _looked_at(step: Callable[[], None], device: torch.device) -> tuple[int | No
     # Other warnings may come as well, and are not for this page. Who may not count on this machine (the
     # driver decides) sees no kernels at all.
     return launches or None, sum("called a synchronizing" in str(warning.message) for warning in caught)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        # A GPU's calls return when work has been handed to it, not when that is done.
-        torch.accelerator.synchronize(device)

@@ -15,6 +15,7 @@ from thinwire.errors import StateError
 
 MAX_NUMBER_BITS = 64
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+AS_MADE = "load a state as state_dict() made it"
 
 
 def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
@@ -32,14 +33,13 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
 def check_kind(state: object, version: int, keys: Set[str], made_by: str) -> None:
     """Refuse what is not a state of a kind and version; it may have more keys than those."""
     check_readable(state)
-    if not isinstance(state, Mapping) or "version" not in state:
-        raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
-    if whole_number("version", state["version"], minimum=0, error=StateError) != version:
+    its = state if isinstance(state, Mapping) else {}
+    if "version" in its and whole_number("version", its["version"], minimum=0, error=StateError) != version:
         raise StateError(
-            f"the state is of version {state['version']!r}, this Thinwire reads version {version}; "
+            f"the state is of version {its['version']!r}, this Thinwire reads version {version}; "
             "load it with the Thinwire that saved it"
         )
-    if not state.keys() >= keys:
+    if not its.keys() >= keys:
         raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
 
 
@@ -66,7 +66,7 @@ def check_readable(state: object) -> None:
     except StateError:
         raise
     except (ValueError, RecursionError) as error:
-        raise StateError(f"the state can't be read: {error}; load a state as state_dict() made it") from error
+        raise StateError(f"the state can't be read: {error}; {AS_MADE}") from error
 
 
 def check_undamaged(state: Mapping[str, object]) -> str:
@@ -86,8 +86,8 @@ def check_undamaged(state: Mapping[str, object]) -> str:
 
 def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse tensors that are not stored number by number, or require gradients."""
+    wrong = ""
     for tensor in tensors:
-        wrong = ""
         # Compare types exactly: a subclass may report any shape and size.
         is_plain = type(tensor) in PLAIN_TYPES and not tensor.is_nested
         if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
@@ -95,17 +95,14 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
         elif tensor.requires_grad:
             wrong = f"shape {tuple(tensor.shape)} that requires a gradient, expected plain values"
         if wrong:
-            kind = type(tensor).__name__
-            raise StateError(f"the state has a {kind} of {wrong}; load a state as state_dict() made it")
+            raise StateError(f"the state has a {type(tensor).__name__} of {wrong}; {AS_MADE}")
     shape_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
     # Count each storage once: several tensors may share it.
     stored_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     if shape_bytes > stored_bytes:
-        raise StateError(
-            f"the state's tensors have {shape_bytes} bytes, of which {stored_bytes} are stored: some are "
-            "expanded or share memory; load a state as state_dict() made it"
-        )
+        words = f"{shape_bytes} bytes, of which {stored_bytes} are stored: some are expanded or share memory"
+        raise StateError(f"the state's tensors have {words}; {AS_MADE}")
 
 
 def _described(state: Mapping[str, object]) -> tuple[bytes, list[torch.Tensor]]:

@@ -26,10 +26,7 @@ class StepClock:
 
     @property
     def exposed_seconds(self) -> float:
-        """From each step's last gradients being ready to `end_step`.
-
-        On an accelerator by its own events, without the steps that it has not ended yet.
-        """
+        """From each step's last gradients being ready to its end; of steps that the device has ended."""
         # In the order of the steps: what is behind one that has not ended has not ended either.
         while self._unread and all(event.query() for event in self._unread[0]):
             start, end = self._unread.popleft()

@@ -38,13 +38,6 @@ class Engine(Lanes):
 
     A front opens a lane for each bucket, begins a step and starts the lanes in it; the user's `GradientSync`
     stands before the engine.
-
-    Attributes:
-        transport: As given, of all processes. What is agreed upon goes through it.
-        metered: What counts the messages of steps.
-        wire: What steps send through: the same, or what `thinwire.testing` puts in its place between steps.
-        observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
-        clock: Where the time of steps went.
     """
 
     def __init__(
@@ -62,12 +55,14 @@ class Engine(Lanes):
         if machines is not None:
             # Processes of a machine average different parts, so they ask each other whether all are healthy.
             settings = replace(settings, together=machines.inside)
-        # A wrapper, not a replacement: agreement and checkpoint traffic is neither counted nor
-        # fault-injected.
+        # What counts the messages of steps. Agreement and checkpoint traffic goes through `transport`, and is
+        # neither counted nor fault-injected.
         self.metered = Metered(transport if machines is None else machines.between, traffic)
         super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts, machines)
+        # What steps send through; `thinwire.testing` puts something else in its place between steps.
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
+        # Are called after every step, with whether it was committed; see `thinwire.Watch`.
         self.observers: list[Callable[[bool], None]] = []
         # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
@@ -76,14 +71,10 @@ class Engine(Lanes):
         self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
 
     def __str__(self) -> str:
-        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
-
-        Cost: as `counts`.
-        """
+        """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
-        if self.places is None:
-            where = f"{transport.size} processes, of which this is {transport.rank}"
-        else:
+        where = f"{transport.size} processes, of which this is {transport.rank}"
+        if self.places is not None:
             machine, place = self.between.rank, self.places.inside.rank
             where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
             where += f"process {place} of machine {machine}"
@@ -110,18 +101,12 @@ class Engine(Lanes):
     # Steps.
 
     def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> Lane:
-        """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open.
-
-        Cost: where it was not open, a gather of 32 bytes from each process and a host synchronisation.
-        """
+        """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open."""
         with self.clock.inside(self.traffic), full_precision(device):
             return self.open_all({specs: device}, is_agreed=is_agreed)[specs]
 
     def begin(self, *, pipelined: bool = False) -> Step:
-        """Return a new step. Several may be open side by side, over lanes of their own.
-
-        It blocks while messages of abandoned steps are under way.
-        """
+        """Return a new step; it blocks while messages of abandoned steps are under way."""
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new; and until then its messages may be written, where the gradients of
         # the next pass are to lie.
@@ -131,9 +116,8 @@ class Engine(Lanes):
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        step = Step(self, self.wire, self.clock, number, self._ended, pipelined=pipelined)
-        self._steps.append(step)
-        return step
+        self._steps.append(Step(self, self.wire, self.clock, number, self._ended, pipelined=pipelined))
+        return self._steps[-1]
 
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
         """Begin a step of buckets whose gradients are all there, and send their first messages."""
@@ -187,48 +171,40 @@ class Engine(Lanes):
             )
 
     def warn_of_nonfinite(self) -> None:
-        """Say once what becomes of a step that was not finite; for fronts whose gradients the user applies.
-
-        Not where the loss is known to be scaled: what scales it tries out how far it can go.
-        """
+        """Say once what becomes of a step that is not finite; for fronts whose gradients the user applies."""
+        # What scales the loss tries out how far it can go.
         if self._has_warned or self.settings.loss_scale is not None:
             return
         self._has_warned = True
         became, then = "zeros", "stats().nonfinite_steps counts such steps"
         if self.settings.on_nonfinite != "zero":
-            became = "NaN"
-            then = (
+            became, then = (
+                "NaN",
                 "A GradScaler skips such a step; without one the optimizer makes the model NaN. If you use "
-                'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"'
+                'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"',
             )
-        logger.warning(
+        words = (
             "within %d steps, the mean gradients of one were not finite, and became %s on all processes; the "
-            "error memory stayed as it was. %s. This is not said again",
-            self.steps,
-            became,
-            then,
+            "error memory stayed as it was. %s. This is not said again"
         )
+        logger.warning(words, self.steps, became, then)
 
     # What was done.
 
     def stats(self) -> Stats:
         """As `GradientSync.stats`."""
         relative_error, error_norm = self._errors()
-        unseen_steps = self.unseen_nonfinite_steps()
+        unseen_steps, counts = self.unseen_nonfinite_steps(), self.counts()
         if unseen_steps:
             self.warn_of_nonfinite()
+        nonfinite_steps = self.nonfinite_steps + unseen_steps
         return replace(
-            self.counts(),
-            nonfinite_steps=self.nonfinite_steps + unseen_steps,
-            relative_error=relative_error,
-            error_norm=error_norm,
+            counts, nonfinite_steps=nonfinite_steps, relative_error=relative_error, error_norm=error_norm
         )
 
     def counts(self) -> Stats:
-        """Return `stats()` without errors, and without non-finite steps that the host has not seen.
-
-        Cost: none; with several processes on a machine, a host synchronisation on an accelerator.
-        """
+        """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
+        # With several processes on a machine, `machine_bytes` takes a host synchronisation on an accelerator.
         traffic, message_bytes = self.traffic, self.traffic.message_bytes
         if self.places is not None:
             message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
@@ -250,16 +226,17 @@ class Engine(Lanes):
         """Return relative errors and error norms by route, as of the last step; read back at once."""
         if self._kept_errors is not None:
             return self._kept_errors
-        diagnosed = [plan.diagnose(self.memory) for plan in self.plans]
-        diagnoses = [diagnosis for diagnosis in diagnosed if diagnosis is not None]
+        diagnoses = [each for plan in self.plans if (each := plan.diagnose(self.memory)) is not None]
         if not diagnoses:
             return {}, {}
         # All in one tensor: each number read by itself would make the host wait for the device.
         device = diagnoses[0].error_norms.device
         numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
         labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
-        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
-        return dict(zip(labels, relative_errors, strict=True)), dict(zip(labels, error_norms, strict=True))
+        relative, norms = (
+            dict(zip(labels, each, strict=True)) for each in torch.cat(numbers, dim=1).tolist()
+        )
+        return relative, norms
 
     def memory_bytes(self) -> int:
         """Return the bytes of all that the algorithm remembers on this process."""
@@ -278,10 +255,10 @@ class Engine(Lanes):
     # The residual, for those who hand it from one engine to another.
 
     def take_error(self, name: str) -> torch.Tensor | None:
-        """Take the residual of a parameter, flat, which is the caller's then; None if there is none.
+        """Take the residual of a parameter, flat and unscaled, which is the caller's then; None if none.
 
-        It is in units of the unscaled loss. If processes of a machine share it, it is zeros for what others
-        hold, and the rest times their number: its mean over the machine is the residual.
+        If processes of a machine share it, it is zeros for what others hold, and the rest times their number:
+        its mean over the machine is the residual.
         """
         self.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.
@@ -318,10 +295,7 @@ class Engine(Lanes):
         self._kept_errors = None
 
     def common_state(self) -> dict[str, Any]:
-        """Return what is remembered and is the same on all processes, for one that joins. Not collective.
-
-        As `state_dict`, without residuals and what else differs between processes.
-        """
+        """Return the state without what differs between processes, for one that joins. Not collective."""
         common = {slot: tensors for slot, tensors in self.memory.slots.items() if not slot.is_local}
         return self._packed(Memory(self.memory.step, common), {})
 
@@ -391,13 +365,9 @@ class Engine(Lanes):
         specs = self.known_specs
         if self.places is not None:
             specs = {part.name: part for part in self.places.held_parts(specs.values())}
+        skipped_steps = self.nonfinite_steps
         return packed_state(
-            self.algorithm,
-            memory,
-            specs,
-            self.shapes,
-            unclaimed,
-            skipped_steps=self.nonfinite_steps,
+            self.algorithm, memory, specs, self.shapes, unclaimed, skipped_steps=skipped_steps
         )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -28,13 +28,7 @@ from thinwire.tensors.layout import as_one
 
 
 class Task:
-    """A generator of requests, standing at one.
-
-    Attributes:
-        request: What it asks for; None at its end.
-        gate: Its commit, once it has come there.
-        is_committed: Whether it has passed that.
-    """
+    """A generator of requests, standing at one."""
 
     def __init__(self, requests: Requests) -> None:
         if not isinstance(requests, Generator):
@@ -42,16 +36,16 @@ class Task:
                 f"an exchange has returned {type(requests).__name__}, expected a generator; yield each "
                 "request, and Commit as the last one"
             )
-        self._requests = requests
-        self.request: Request | tuple[Message, ...] | None = None
-        self.gate: Commit | None = None
-        self.is_committed = False
+        self.requests = requests
+        self.request: Request | tuple[Message, ...] | None = None  # what it asks for; None at its end
+        self.gate: Commit | None = None  # its commit, once it has come there
+        self.is_committed = False  # whether it has passed that
         self.answer(None)  # a generator that has not begun takes nothing else
 
     def answer(self, answer: Any) -> None:
         """Hand over the answer to its request; the next one follows."""
         try:
-            self.request = self._requests.send(answer)
+            self.request = self.requests.send(answer)
         except StopIteration:
             self.request = None
             if self.is_committed:
@@ -74,17 +68,13 @@ class Task:
         self.is_committed = True
         self.answer(is_healthy)
 
-    def close(self) -> None:
-        """Forget it; it writes nothing."""
-        self._requests.close()
-
 
 class Exchange:
-    """Drives the buckets of one step through their rounds.
+    """Drives the buckets of one step through their rounds."""
 
-    Every collective is issued by the thread that calls `start` and `advance`, in the order of buckets
-    and then of rounds, which is the same on every member.
-    """
+    # Backends match collectives by nothing but their order: members that disagree in it wait for ever, or
+    # take one message for another. So one thread sends all, where the caller's code stands, which is the same
+    # on every member; never when something has happened to arrive, which is not.
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.tasks: list[Task] = []
@@ -93,10 +83,6 @@ class Exchange:
         self._rounds: list[_Round] = []  # under way
         self._previous: _Round | None = None  # the first message of the last bucket
         self._number = 1
-
-    # Backends match collectives by nothing but their order: members that disagree in it wait for ever, or
-    # take one message for another. So one thread sends all, where the caller's code stands, which is the same
-    # on every member; never when something has happened to arrive, which is not.
 
     def start(self, requests: Requests, name: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
@@ -139,9 +125,8 @@ class Exchange:
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, of all buckets together; do not wait for that.
 
-        To be called when all buckets have been started, at the same points on all members: what is sent in
-        between by others must be in the same order everywhere. Returns whether there is a round under way; if
-        not, all buckets stand at their commit.
+        To be called when all buckets have been started, as `Step.advance` says. Returns whether there is a
+        round under way; if not, all buckets stand at their commit.
         """
         with shown(f"thinwire: wait for round {self._number}"):
             for each in self._rounds:
@@ -156,15 +141,14 @@ class Exchange:
             _compute_jointly(self.tasks)
             waiting = _waiting(self.tasks)
             means = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-            for task in self._closing:
-                if task not in self.tasks:
-                    if means and isinstance(task.request, Mean):
-                        # In the type of what is sent anyway: a message of its own would cost a latency more.
-                        task.request = Mean(task.request.tensor.to(means[0]))
-                    self.tasks.append(task)
-                    waiting.append(task)
-            self._send(waiting, f"round {self._number} of all buckets")
-        return bool(waiting)
+            closing = [task for task in self._closing if task not in self.tasks]
+            for task in closing if means else ():
+                if isinstance(task.request, Mean):
+                    # In the type of what is sent anyway: a message of its own would cost a latency more.
+                    task.request = Mean(task.request.tensor.to(means[0]))
+            self.tasks += closing
+            self._send([*waiting, *closing], f"round {self._number} of all buckets")
+        return bool(waiting or closing)
 
     def _send(self, tasks: Sequence[Task], purpose: str) -> None:
         if tasks:
@@ -200,8 +184,8 @@ class Exchange:
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let some tasks pass their commits and write memory."""
         # What closes the step reads the buckets' means, and those are there when all is computed together.
-        closing = [task for task in tasks if task in self._closing]
-        for some in ([task for task in tasks if task not in closing], closing):
+        for is_closing in (False, True):
+            some = [task for task in tasks if (task in self._closing) is is_closing]
             for task in some:
                 if not task.is_committed:
                     task.commit(is_healthy)
@@ -210,7 +194,7 @@ class Exchange:
     def close(self) -> None:
         """Forget all buckets; they write nothing any more."""
         for task in [*self.tasks, *self._closing]:
-            task.close()
+            task.requests.close()
         self.tasks, self._closing = [], []  # with what they have received
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 

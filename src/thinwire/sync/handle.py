@@ -62,7 +62,7 @@ class GradientSync:
         return self._engine.stats()
 
     def use(self, algorithm: Algorithm) -> None:
-        """Switch to another algorithm from the next step on; to be called on every process alike.
+        """Switch to a different algorithm from the next step on; to be called on every process alike.
 
         The residual is carried over: an algorithm with error feedback goes on with it, any other
         sends it in its first step.
@@ -122,19 +122,19 @@ class GradientSync:
 
         Of `local_state_dict`, each process loads its own.
 
-        The number of processes may be another one, and the buckets. The algorithm in use is kept: a state
-        saved with other settings (what does not fit is cut or extended, with a warning), or by another
-        algorithm, is taken over, its error included. All is checked before anything is changed; where
+        The number of processes may differ, and so may the buckets. The algorithm in use is kept: a state
+        saved with other settings (what does not fit is cut or extended, with a warning), or by a different
+        algorithm, is taken over, its error included. All is checked before anything is changed; if
         the parameters are not known yet (the hooks), at the first step.
 
         Args:
             state: What `state_dict` returned, on any process.
             strict: Whether to refuse a state that lacks parameters of this model, or has others. If not,
-                the residual of those others is dropped. Where parameters are known by position only, all
+                the residual of those others is dropped. If parameters are known by position only, all
                 must be the same anyway.
 
         Raises:
-            StateError: It is not such a state, damaged, of a later version, or of another model.
+            StateError: It is not such a state, damaged, of a later version, or of a different model.
             StepError: A step is under way.
         """
         self._engine.load_state_dict(state, strict=strict)
@@ -142,8 +142,8 @@ class GradientSync:
     def distributed_state(self) -> Stateful:
         """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
 
-        Of an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
-        and it is resharded as the parameters are. Of another model it is this handle. To be used on all
+        For an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
+        and it is resharded as the parameters are. For other models it is this handle. To be used on all
         processes: saving is collective, as `state_dict` is, and loading is strict.
 
         Cost: of an FSDP2 model a copy of what is remembered of this process's shards, and zeros of fp32 for
@@ -168,7 +168,7 @@ class GradientSync:
         """Take Thinwire off the model again, between steps; to be called on every process alike.
 
         Then PyTorch averages as if it had not been there: DDP exactly; `replicate` and native HSDP too; of
-        another model of `fully_shard` nobody averages over the replicas. The model may be attached again.
+        other models of `fully_shard` no one averages over the replicas. The model may be attached again.
         This handle keeps what was done and is remembered: `again.load_state_dict(sync.state_dict())` goes on
         with it.
 
@@ -190,7 +190,7 @@ def not_copied(what: str) -> StateError:
     """Return what to raise where pickle or `copy.deepcopy` is asked for something that sends messages."""
     return StateError(
         f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
-        "a new one for another model, and keep it out of modules that are copied"
+        "a new one for a different model, and keep it out of modules that are copied"
     )
 
 
@@ -204,13 +204,9 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """What makes steps and counts them: an `Engine`, and a front that has one but counts steps of its own.
+    """What makes steps and counts them: an `Engine`, and a front that has one but counts different steps."""
 
-    Attributes:
-        observers: Are called after every step, with whether it was committed.
-    """
-
-    observers: list[Callable[[bool], None]]
+    observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
 
     @property
     def steps(self) -> int:

@@ -24,25 +24,17 @@ from thinwire.version import __version__
 class Lane:
     """The route of one bucket's gradients, step by step.
 
-    It lives from the bucket's first step until its engine closes it. Its front keeps it that long: what is
-    done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.
-
-    Attributes:
-        specs: The bucket's parameters, in the order of their gradients.
-        plan: How they travel; on a machine of several processes, the part that this one averages.
-        parts: How they divide the bucket there, else None.
-        machine_bytes: What all processes of the machine send of it in a step, by the plan; 0 without parts.
-        is_current: Whether it may be started. An engine closes its lanes when its algorithm, its members or
-            its memory change; they are opened again then.
-        is_in_flight: Whether a step is under way in it.
+    What is done once for a bucket (processes compared, plan made, memory put in order) is in no later step's
+    way: its front keeps the lane as long as it `is_current`. The engine closes its lanes when its algorithm,
+    its members or its memory change.
     """
 
-    specs: Specs
-    plan: BucketPlan
-    parts: BucketParts | None = None
-    machine_bytes: int = 0
+    specs: Specs  # in the order of their gradients
+    plan: BucketPlan  # on a machine of several processes, of the part that this one averages
+    parts: BucketParts | None = None  # how processes of a machine divide the bucket
+    machine_bytes: int = 0  # that all of them send of it in a step, by the plan
     is_current: bool = True
-    is_in_flight: bool = False
+    is_in_flight: bool = False  # whether a step is under way in it
 
 
 # Steps of which the host does not learn whether they were finite.
@@ -58,22 +50,7 @@ Parts: TypeAlias = Sequence[Sequence[Specs]]
 
 
 class Lanes:
-    """What an `Engine` plans and remembers: a lane for each bucket, closed when what it is made of changes.
-
-    Attributes:
-        algorithm: The algorithm in use.
-        memory: What it remembers.
-        known_specs: All parameters that are known, by name, in the order of the model.
-        nonfinite_steps: Steps that were not finite, as far as the host knows.
-        differing: Parameters whose local slots may differ between members: changed since they were averaged.
-        unclaimed: What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape.
-        device: Of the last bucket.
-        shortfalls: Why slower kernels than those made for the device have served steps.
-        num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
-        places: Which process of this machine averages what; None if each averages whole buckets with all.
-        may_remember: Whether some process of this machine may have something in memory.
-        between: With whom this process averages: all, or those of its place on the other machines.
-    """
+    """What an `Engine` plans and remembers: a lane for each bucket, closed if what it is made of changes."""
 
     def __init__(
         self,
@@ -86,17 +63,21 @@ class Lanes:
         machines: Machines | None,
     ) -> None:
         self.transport, self.traffic, self.settings = transport, traffic, settings
+        # Which process of this machine averages what; None if each averages whole buckets with all.
         self.places = None if machines is None else Places(machines.inside)
+        # With whom this process averages: all, or those of its place on the other machines.
         self.between = transport if machines is None else machines.between
-        self.known_specs = {spec.name: spec for spec in specs}
+        self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
         self.memory = Memory()
-        self.nonfinite_steps = 0
-        self.differing: set[str] = set()
-        self.device = torch.device("cpu")
-        self.shortfalls: dict[str, None] = {}
-        self.may_remember = self.has_agreed = False
-        self.num_parts = max(1, len(parts))
+        self.nonfinite_steps = 0  # as far as the host knows
+        self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
+        self.device = torch.device("cpu")  # of the last bucket
+        self.shortfalls: dict[str, None] = {}  # why slower kernels than the device's have served steps
+        self.may_remember = False  # whether some process of this machine may have something in memory
+        self.has_agreed = False
+        self.num_parts = max(1, len(parts))  # that are averaged in steps of their own
+        # What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape.
         self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there

@@ -90,7 +90,7 @@ class Division:
                 self._give(spec, [spec.numel * (place == owner) for place in range(len(self._loads))])
 
     def _least_loaded(self) -> list[int]:
-        return sorted(range(len(self._loads)), key=lambda place: (self._loads[place], place))
+        return sorted(range(len(self._loads)), key=self._loads.__getitem__)
 
     def _give(self, spec: ParameterSpec, counts: Sequence[int]) -> None:
         # The last unit of a parameter may be shorter.
@@ -145,7 +145,7 @@ class BucketParts:
     def inside_bytes(self) -> int:
         """Bytes that this process sends to others of its machine in a step."""
         own, others = self.lengths[self._place], len(self.lengths) - 1
-        return (sum(self.lengths) - own + others * own) * self.specs[0].dtype.itemsize
+        return (sum(self.lengths) + (others - 1) * own) * self.specs[0].dtype.itemsize
 
     def by_place(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a bucket in the order of places: itself, if it has that order."""
@@ -246,23 +246,20 @@ class Places:
                     del tensors[label]
 
     def _move(
-        self,
-        moved: Mapping[str, ParameterSpec],
-        ranges: Mapping[str, Ranges],
-        memory: Memory,
-        device: torch.device,
+        self, moved: dict[str, ParameterSpec], ranges: dict[str, Ranges], memory: Memory, on: torch.device
     ) -> None:
+        elementwise = {slot: tensors for slot, tensors in memory.slots.items() if slot.is_elementwise}
         own = [
             (slot.name, slot.is_local, name)
-            for slot, tensors in memory.slots.items()
-            for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
+            for slot, tensors in elementwise.items()
+            for name in moved.keys() & tensors.keys()
         ]
-        # Another process may remember something of what this one does not.
+        # A process may remember something of what another one does not.
         everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
         for kind, is_local, name in sorted({tuple(each) for said in everyone for each in json.loads(said)}):
             tensors = memory[slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))]
-            whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=device)
+            whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=on)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
             self.inside.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()

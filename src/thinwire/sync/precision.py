@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class _FullProducts:
                 self._restored.close()
 
     def _set(self) -> None:
-        if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before torch 2.9
+        if _precision is None:  # before torch 2.9
             self._restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
             torch.set_float32_matmul_precision("highest")
             return
@@ -72,6 +73,10 @@ class _FullProducts:
 
 _products = _FullProducts()
 
+# Of a backend ("generic" for all) and an operation of it ("all" for all).
+_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+
 
 def _own_precision(backend: str) -> str:
     """Return what is set for a backend's products themselves, "none" if they follow a wider setting."""
@@ -81,12 +86,4 @@ def _own_precision(backend: str) -> str:
         for wider in ("generic", backend):
             restored.callback(_set_precision, wider, "all", _precision(wider, "all"))
             _set_precision(wider, "all", "none")
-        return _precision(backend, "matmul")
-
-
-def _precision(backend: str, operation: str) -> str:
-    return torch._C._get_fp32_precision_getter(backend, operation)
-
-
-def _set_precision(backend: str, operation: str, precision: str) -> None:
-    torch._C._set_fp32_precision_setter(backend, operation, precision)
+        return str(_precision(backend, "matmul"))

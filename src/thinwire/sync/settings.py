@@ -50,16 +50,15 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
 
     def scale_on(device: torch.device) -> torch.Tensor:
         scale = grad_scaler()  # in each step: it may follow a schedule of the user's
-        words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
-        # Both would pass as numbers: float("2") is one, and so is True.
-        if isinstance(scale, str | bool):
-            raise ConfigError(words)
         try:
-            in_fp32 = torch.tensor(float(scale), dtype=torch.float32)
+            # Text and truth would pass as numbers: float("2") is one, and so is True.
+            number = math.nan if isinstance(scale, str | bool) else float(scale)
+            in_fp32 = torch.tensor(number, dtype=torch.float32)
+            if not 0 < in_fp32.item() < math.inf:
+                raise ValueError(number)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(words) from error
-        if not 0 < in_fp32.item() < math.inf:
-            raise ConfigError(words)
+            what = "the function given as grad_scaler must return a number above 0 within fp32"
+            raise ConfigError(f"{what}, got {scale!r}") from error
         return sent_to(device, in_fp32)
 
     return scale_on
@@ -77,17 +76,14 @@ class Settings:
     typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.may_be_unused and not true_or_false("host_check", self.host_check):
-            raise ConfigError(
-                "host_check=False does not go with find_unused_parameters=True: which parameters nobody used "
-                "is the host's to find out; leave out one of them"
-            )
-        if checked_on_nonfinite(self.on_nonfinite) == "raise" and not self.host_check:
-            raise ConfigError(
-                'host_check=False does not go with on_nonfinite="raise": the host can\'t raise what it does '
-                "not learn; leave out one of them"
-            )
         object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
+        is_raised, other = checked_on_nonfinite(self.on_nonfinite) == "raise", ""
+        if self.may_be_unused:
+            other = "find_unused_parameters=True: which parameters nobody used is the host's to find out"
+        elif is_raised:
+            other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
+        if other and not self.host_check:
+            raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
     @classmethod
     def of(

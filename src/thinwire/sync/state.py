@@ -21,6 +21,7 @@ from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, sh
 STATE_VERSION = 4
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots", "checksum"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # what errors advise
 
 # Averaged in one message, unless a single tensor is larger.
 MEAN_BYTES = 64 << 20
@@ -38,11 +39,7 @@ class LoadedState(NamedTuple):
 
 
 def average_local(
-    memory: Memory,
-    specs: Iterable[ParameterSpec],
-    device: torch.device,
-    transport: Transport,
-    purpose: str,
+    memory: Memory, specs: Iterable[ParameterSpec], device: torch.device, transport: Transport, purpose: str
 ) -> None:
     """Replace what differs between processes by its mean; some may have none of a parameter. Collective.
 
@@ -59,29 +56,21 @@ def average_local(
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
-        for some in _messages([spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]):
-            flat = torch.cat([_own(tensors, spec, device) for spec in some])
-            transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
-            # Off the device, where a second residual of the whole model may have no room.
-            parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
-            means += zip(some, parts, strict=True)
+        held = [spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]
+        for dtype, of_one_type in groupby(held, lambda spec: spec.memory_dtype):
+            for some in in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel):
+                zero = torch.zeros((), dtype=dtype, device=device)
+                flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in some])
+                transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
+                # Off the device, where a second residual of the whole model may have no room.
+                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
+                means += zip(some, parts, strict=True)
         # Only when all have come: where one fails, memory is as it was.
         for spec, mean in means:
             if spec.name in tensors:
                 tensors[spec.name].copy_(mean)
             else:
                 tensors[spec.name] = mean.to(device, copy=True)
-
-
-def _own(tensors: Mapping[str, torch.Tensor], spec: ParameterSpec, device: torch.device) -> torch.Tensor:
-    own = tensors.get(spec.name)
-    return torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device) if own is None else own
-
-
-def _messages(specs: Iterable[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
-    """Yield parameters whose tensors of one slot, of one type, travel in one message."""
-    for dtype, of_one_type in groupby(specs, lambda spec: spec.memory_dtype):
-        yield from in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel)
 
 
 def packed_state(
@@ -96,9 +85,8 @@ def packed_state(
     """Return the state of `memory`, as copies on the CPU.
 
     Names and what they are of stand in tuples of pairs: `torch.distributed.checkpoint` takes mappings apart.
+    It fills in only the keys that are there when it loads, so a fresh run has those of every algorithm.
     """
-    # `torch.distributed.checkpoint` fills in only the keys that are there when it loads: so a fresh run must
-    # have those of every algorithm, whatever it runs itself.
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
     slots = [slot for slot in named.values() if slot.is_saved]
     state: dict[str, Any] = {
@@ -164,11 +152,9 @@ def checked_state(
     assert isinstance(state, Mapping)
     # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
     # is made before it is in order.
-    tensors = {
-        slot: _pairs(state, slot.name, "floating tensors of 16, 32 or 64 bits", _is_number_tensor)
-        for slot in _slots(state, {**SLOTS, **{slot.name: slot for slot in slots}})
-    }
-    shapes = {name: tuple(shape) for name, shape in _pairs(state, "parameters", "shapes", _is_shape).items()}
+    known = {**SLOTS, **{slot.name: slot for slot in slots}}
+    tensors = {slot: _pairs(state, slot.name, *NUMBERS) for slot in _slots(state, known)}
+    shapes = {name: tuple(sizes) for name, sizes in _pairs(state, "parameters", *SHAPES).items()}
     for key in ("algorithm", "checksum"):
         if not isinstance(state[key], str | None):
             raise StateError(f"{key} must be text, got {shown_kind(state[key])}")
@@ -191,47 +177,48 @@ def checked_state(
 def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
     """Return what the tensors of a state are of."""
     slots = []
-    for name, (is_local, is_elementwise) in _pairs(state, "slots", "two flags", _are_two_flags).items():
+    for name, (is_local, is_elementwise) in _pairs(state, "slots", *FLAGS).items():
         # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
-        if known.get(name, slot) != slot:
-            raise StateError(
-                f"the state has a {name} of another kind than this Thinwire's; load an earlier state"
-            )
         slots.append(known.get(name, slot))
+        if slots[-1] != slot:
+            raise StateError(f"the state has a {name} of a different kind than this Thinwire's; {EARLIER}")
     if sorted(slot.name for slot in slots) != sorted(state.keys() - KEYS):
         raise StateError(f"expected a state made by state_dict(), got {shown_kind(state)}")
     return slots
 
 
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(type(each) is kind for each in value)
+
+
+# What a state has under a key: as errors say it, and what tells whether a value is it.
+Expected = tuple[str, Callable[[Any], bool]]
+NUMBERS: Expected = (
+    "floating tensors of 16, 32 or 64 bits",
+    lambda value: isinstance(value, torch.Tensor) and value.dtype in DTYPES,
+)
+SHAPES: Expected = "shapes", lambda value: _is_list_of(int, value) and min(value, default=0) >= 0
+FLAGS: Expected = "two flags", lambda value: _is_list_of(bool, value) and len(value) == 2
+
+
 def _pairs(state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
     """Return the values under a key by name, if they are what is expected."""
-    pairs = state[key]
+    pairs, wrong = state[key], ""
     if not isinstance(pairs, list | tuple):
         raise StateError(f"{key} must be a tuple of pairs of a name and a value, got {shown_kind(pairs)}")
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise StateError(f"{key} must hold pairs of a name and a value, got {shown_kind(pair)}")
-        if not fits(pair[1]):
-            got = f"{pair[0]!r}: {shown_kind(pair[1])}"
-            raise StateError(f"{key} must pair names with {expected}, got {got}")
+            wrong = f"must hold pairs of a name and a value, got {shown_kind(pair)}"
+        elif not fits(pair[1]):
+            wrong = f"must pair names with {expected}, got {pair[0]!r}: {shown_kind(pair[1])}"
+        if wrong:
+            raise StateError(f"{key} {wrong}")
     found = dict(pairs)
     # A mapping could not have a name twice; pairs can, and the last would win unseen.
     if len(found) < len(pairs):
-        raise StateError(f"{key} has a name twice; the state is damaged, load an earlier one")
+        raise StateError(f"{key} has a name twice; the state is damaged, {EARLIER}")
     return found
-
-
-def _are_two_flags(value: object) -> bool:
-    return isinstance(value, list | tuple) and list(map(type, value)) == [bool, bool]
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(type(size) is int and size >= 0 for size in value)
-
-
-def _is_number_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in DTYPES
 
 
 def _check_inside(loaded: LoadedState) -> None:
@@ -239,25 +226,18 @@ def _check_inside(loaded: LoadedState) -> None:
     for slot, tensors in loaded.slots.items():
         for label, tensor in tensors.items():
             # A checksum says that a file is as it was written, not that it makes sense.
-            if slot.is_elementwise and loaded.shapes.get(label) != tuple(tensor.shape):
+            listed, is_listed = loaded.shapes.get(label, "nothing"), loaded.shapes.keys() >= names_in(label)
+            if not is_listed or (slot.is_elementwise and listed != tensor.shape):
                 raise StateError(
                     f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of "
-                    f"parameters says {loaded.shapes.get(label, 'nothing')}; load an earlier state"
-                )
-            if not loaded.shapes.keys() >= names_in(label):
-                raise StateError(
-                    f"the state has a {slot.name} of {label}, which is not in its list of parameters"
+                    f"parameters says {listed}; {EARLIER}"
                 )
             if slot.check is not None and SHARD_MARK not in label:  # of a shard, whose shape is not listed
                 slot.check(label, tensor, loaded.shapes)
 
 
 def check_model(
-    loaded: LoadedState,
-    specs: Mapping[str, ParameterSpec],
-    *,
-    strict: bool = True,
-    by_position: bool = False,
+    loaded: LoadedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True, by_position: bool = False
 ) -> None:
     """Refuse the state of another model."""
     here = {name: spec.shape for name, spec in specs.items()}
@@ -265,16 +245,11 @@ def check_model(
     # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        raise StateError(
-            f"the state is of a model with {_some(unknown)} where this one trains {_some(missing)}; "
-            f"load the state of the same model{remedy}"
-        )
+        words = f"the state is of a model with {_some(unknown)} where this one trains {_some(missing)}"
+        raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, shape in here.items():
-        if loaded.shapes.get(name, shape) != shape:
-            raise StateError(
-                f"{name} has shape {loaded.shapes[name]} in the state and {shape} in the model; "
-                "load the state of the same model"
-            )
+        if (saved := loaded.shapes.get(name, shape)) != shape:
+            raise StateError(f"{name} has shape {saved} in the state and {shape} in the model; {SAME_MODEL}")
     for slot, tensors in loaded.slots.items():
         _check_range(slot.name, tensors, specs)
 
@@ -290,7 +265,7 @@ def _check_range(key: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[s
         if largest > torch.finfo(specs[first].memory_dtype).max:
             raise StateError(
                 f"{key} of {label} has {largest:.3g}, which is beyond {specs[first].memory_dtype}, in which "
-                "this model's is kept; load an earlier state, or one of a model of this type"
+                f"this model's is kept; {EARLIER}, or one of a model of this type"
             )
 
 
@@ -314,10 +289,8 @@ def in_memory_order(
     # Both may come to light only here: of a front that learns its parameters bucket by bucket.
     _check_range(slot.name, {spec.name: tensor}, {spec.name: spec})
     if tuple(tensor.shape) != spec.shape:
-        raise StateError(
-            f"the state's {slot.name} of {spec.name} has shape {tuple(tensor.shape)}, the model's "
-            f"parameter has {spec.shape}; load the state of the same model"
-        )
+        shapes = f"shape {tuple(tensor.shape)}, the model's parameter {spec.shape}"
+        raise StateError(f"the state's {slot.name} of {spec.name} has {shapes}; {SAME_MODEL}")
     strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.memory_dtype, device=device)
     return strided.copy_(tensor).as_strided((spec.numel,), (1,))
 

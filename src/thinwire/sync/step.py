@@ -12,6 +12,7 @@ from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
+from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lanes import Lane, Lanes
@@ -32,13 +33,7 @@ class _Divided(NamedTuple):
 
 
 class Step:
-    """What is in flight. `Engine.begin` makes one; several may be open side by side, over lanes of their own.
-
-    Attributes:
-        is_open: Whether it is neither finished nor abandoned.
-        num_parameters: In the buckets that were started so far.
-        gradient_bytes: Of the gradients that were started so far.
-    """
+    """What is in flight. `Engine.begin` makes one; several may be open side by side, over different lanes."""
 
     def __init__(
         self,
@@ -50,8 +45,8 @@ class Step:
         *,
         pipelined: bool = False,
     ) -> None:
-        self.is_open = True
-        self.num_parameters = self.gradient_bytes = 0
+        self.is_open = True  # neither finished nor abandoned
+        self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
         self._engine, self._wire, self._clock, self._ended = engine, wire, clock, ended
         self._number, self._name = number, f"step {number}"
         self._pipelined = pipelined and engine.algorithm.pipelines_buckets
@@ -99,7 +94,7 @@ class Step:
         if isinstance(lane, Lane) and lane.is_in_flight:
             # It would begin with the memory that the other step is about to write, and one of both be lost.
             raise StepError(
-                f"the bucket of {specs[0].name} is in flight in another step; finish or abandon that first"
+                f"the bucket of {specs[0].name} is in flight in an earlier step; finish or abandon that first"
             )
         self._clock.device = self._engine.device = flat.device
         with self._at_work(are_ready=True):
@@ -160,8 +155,7 @@ class Step:
         """
         if self._loss_scale is None:
             return None
-        # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
-        # device.
+        # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
         if device not in self._scales:
             self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
@@ -186,10 +180,11 @@ class Step:
 
     def _advance(self) -> bool:
         if not self._has_all:
-            self._take_no_more()
+            self._send_held()
+            self._has_all = True
         return self._exchange.advance()
 
-    def _take_no_more(self) -> None:
+    def _send_held(self) -> None:
         """Send all that waited until all buckets are there."""
         engine = self._engine
         if not self._lanes and not self._held:
@@ -208,15 +203,12 @@ class Step:
         if self._used:
             # One message for all buckets, which travels with their second.
             self._exchange.close_with(keep_unapplied(self._buckets, self._used, engine.memory))
-        self._has_all = True
 
     def finish(self) -> bool:
-        """Block until every gradient is the mean.
+        """Block until every gradient is the mean; return whether the step was committed, as far as is known.
 
-        Returns:
-            Whether the step was committed. False if it was not healthy (a mean was not finite): memory is as
-            it was, and all gradients are NaN, so that a `GradScaler` skips the step, or zeros
-            (`on_nonfinite`). Without `host_check` it is not known: True.
+        If a mean was not finite, it was not: memory is as it was, and all gradients are NaN, so that a
+        `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
         self._check_open()
         on_cpu, is_under_way = self._engine.device.type == "cpu", True
@@ -266,15 +258,20 @@ class Step:
             is_healthy = true_for_all(is_healthy, settings.together, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
-            self._commit_unseen(is_healthy, fill)
             engine.count_unseen(is_healthy)
-            return True
+            # On the CPU it makes nobody wait to ask.
+            if accelerators.pays_per_launch(is_healthy.device):
+                self._commit_unseen(is_healthy, fill)
+                return True
         with traffic.waiting():
             committed = bool(is_healthy)  # waits for an accelerator
-            if remembering is not None and not engine.algorithm.remembers:
+            if settings.host_check and remembering is not None and not engine.algorithm.remembers:
                 engine.may_remember = bool(remembering)
-        self._commit_if(committed, fill)
-        return committed
+        if committed:
+            self._exchange.commit(self._exchange.tasks)
+        for bucket in () if committed else self._buckets:
+            bucket.flat.fill_(fill)
+        return committed or not settings.host_check
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
@@ -300,18 +297,8 @@ class Step:
         traffic.counted_bytes += uncounted
         return said[0] == 0, said[2]
 
-    def _commit_if(self, is_healthy: bool, fill: float) -> None:
-        if is_healthy:
-            self._exchange.commit(self._exchange.tasks)
-            return
-        for bucket in self._buckets:
-            bucket.flat.fill_(fill)
-
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
-        """Let the device decide; on the CPU it makes nobody wait to ask it."""
-        if not accelerators.pays_per_launch(is_healthy.device):
-            self._commit_if(bool(is_healthy), fill)
-            return
+        """Let the device decide."""
         by_themselves, memory = [], self._engine.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
         for task, lane, bucket in zip(self._exchange.tasks, self._lanes, self._buckets, strict=True):
@@ -361,7 +348,7 @@ class Step:
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise StepError("this step has ended; begin another one")
+            raise StepError("this step has ended; begin a new one")
 
 
 # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
@@ -394,9 +381,16 @@ def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], mem
     ]
     for (bucket, (spec, gradient)), used_share in zip(parts, used.tolist(), strict=True):
         if used_share == 0 and gradient.any():
-            unapplied = gradient.to(spec.memory_dtype)
-            unapplied = unapplied if bucket.loss_scale is None else unapplied / bucket.loss_scale
-            error = memory[ERROR].get(spec.name)
-            # All of the mean on every member: so the mean residual grows by just what is not applied.
-            memory[ERROR][spec.name] = unapplied.clone() if error is None else error.add_(unapplied)
+            give_back(memory, spec, gradient, bucket.loss_scale)
             gradient.zero_()  # what is kept for later must not be applied now as well
+
+
+def give_back(memory: Memory, spec: ParameterSpec, mean: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Add a mean that is not applied to the residual, in units of the unscaled loss.
+
+    All of it on every member: so the mean residual grows by just what is not applied.
+    """
+    unapplied, error = mean.to(spec.memory_dtype, copy=True), memory[ERROR].get(spec.name)
+    if scale is not None:
+        unapplied /= scale
+    memory[ERROR][spec.name] = unapplied if error is None else error.add_(unapplied)

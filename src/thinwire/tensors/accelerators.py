@@ -32,6 +32,12 @@ def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     return made.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a device has done what was handed to it; its calls return long before that."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 @cache
 def has_float64(device: torch.device) -> bool:
     """Return whether a device computes in float64: Apple's do not, nor do some of Intel's."""

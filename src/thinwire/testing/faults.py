@@ -58,7 +58,7 @@ def fail_at(
         process: Its rank in the group (of simulated workers, its number).
         step: Of the `GradientSync`, from 0, those that were not finite and those before a resume included.
         kind: "non-finite" puts an infinity into the message, as an overflow in the gradients does. "slow"
-            waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or for ever. "kill" ends
+            waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or forever. "kill" ends
             it at once (SIGKILL). "raise" raises `InjectedError`.
         after_messages: How many messages of the step it sends before. 0 is in the backward pass before
             anything is sent; the number of buckets, between the first round and the second.
@@ -133,7 +133,7 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
 
     Args:
         target: A `GradientSync`, or what has one (a `PowerSGDState` after its first step, an integration's
-            strategy, handler or callback once training has begun). Of `LocalSGD`, a step is an averaging with
+            strategy, handler or callback after training began). For `LocalSGD`, a step is an averaging with
             its algorithm; the steps of its warm-up and within a subgroup are not reached.
         schedule: Of all processes.
 
@@ -193,7 +193,7 @@ class _FaultyTransport(Wrapped):
             if fault.kind == "non-finite" and not message.tensor.is_floating_point():
                 raise ConfigError(
                     f"message {fault.after_messages} of step {fault.step} is of {message.tensor.dtype}, "
-                    "which is always finite; schedule the fault after another number of messages"
+                    "which is always finite; schedule the fault after a different number of messages"
                 )
             self.struck.append(fault)
             _suffer(fault, message.tensor)

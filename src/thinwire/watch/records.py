@@ -110,7 +110,7 @@ class Point(NamedTuple):
 
 @dataclass
 class Run:
-    """A run's records, by kind and in order. Where training went back, steps made twice are here once.
+    """A run's records, by kind and in order. Steps that were repeated after a resume are here once.
 
     Attributes:
         path: The file.
@@ -154,7 +154,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Memory: about three times the file.
 
     Raises:
-        ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of another format.
+        ConfigError: It can't be read, or its first line is not a `Watch`'s, or it has a different format.
     """
     path = Path(path)
     run, shown = Run(path, printable(path.stem)), printable(path)
@@ -168,10 +168,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     # Every start is listed: training may have been resumed with a different version.
     for version in (each["format"] for each in records if each["kind"] == "run"):
         if version != FORMAT:
-            raise ConfigError(
-                f"{shown} has format {version}, this Thinwire reads format {FORMAT}; read it with the "
-                "Thinwire that wrote it"
-            )
+            found = f"{shown} has format {version}, this Thinwire reads format {FORMAT}"
+            raise ConfigError(f"{found}; read it with the Thinwire that wrote it")
     before_seconds = 0.0
     lists: dict[str, list[Any]] = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in without_undone(records):
@@ -190,24 +188,19 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-class Growing:
-    """The file of a watch that may still be going on; there need not be one yet."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position = 0
-
-    def new_records(self) -> list[Record]:
-        """Return what was written since the last call, less what is no record."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            # What follows the last newline is still being written; it is read once it is complete.
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._position += len(complete) + len(newline)
+def follow(path: Path) -> Iterator[list[Record]]:
+    """Yield what was written to a watch's file since the last time; there need not be a file yet."""
+    position = 0
+    while True:
+        complete = b""
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(position)
+                # What follows the last newline is still being written; it is read once it is complete.
+                complete, newline, _ = file.read().rpartition(b"\n")
+            position += len(complete) + len(newline)
         records = map(record_of, complete.decode("utf-8", "replace").splitlines())
-        return [record for record in records if record is not None]
+        yield [record for record in records if record is not None]
 
 
 def checked_record(line: str) -> Record:
@@ -248,11 +241,10 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
             try:
                 if read_bytes > MAX_BYTES:
                     raise ValueError(f"it is beyond {MAX_BYTES:,} bytes: give Watch a larger every_steps")
+                if len(line) == MAX_LINE_BYTES:
+                    raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes")
                 if not line.endswith(b"\n"):
-                    is_long = len(line) == MAX_LINE_BYTES
-                    raise ValueError(
-                        f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_long else "it is cut off"
-                    )
+                    raise ValueError("it is cut off")
                 record = checked_record(line.decode("utf-8", "replace"))
                 if number == 1 and record["kind"] != "run":
                     raise ValueError("the first line must be of kind run")

@@ -65,11 +65,11 @@ class GrowthAlarm:
 class Watch:
     """Records what every step does, on this process; a context manager around the training loop.
 
-    Nothing is sent to other processes, so watching one of them is usual, and on several each needs a
-    file of its own. What a step sends is the same on all; times and errors are this process's own.
+    Nothing is sent to other processes, so usually one of them is watched; on several, give each a
+    different file. What a step sends is the same on all; times and errors are this process's own.
 
     Args:
-        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of another front or integration.
+        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of a front or integration.
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
         name: What the run is called in a report; None for the file's name.
         every_steps: Steps from one record to the next; a record sums up what they did.
@@ -79,8 +79,8 @@ class Watch:
     Cost: per step, about 0.1 ms; per look at the norms, one norm for each compressed parameter (a pass over
     the error memory) and one host synchronisation.
 
-    A disk that is full, or another error of the writer, ends the watching with a warning, not the training.
-    Where the host does not learn which steps were not finite (`host_check=False`), nor do the records.
+    A full disk, or a different error of the writer, ends the watching with a warning, not the training.
+    If the host does not learn which steps were not finite (`host_check=False`), the records do not say it.
 
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
@@ -112,16 +112,20 @@ class Watch:
     ) -> None:
         handle = handle_of(sync)
         if handle is None:
-            raise ConfigError(
-                f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
-            )
+            needed = "what attach() returned, or the sync of a front"
+            raise ConfigError(f"Watch needs {needed}, got {type(sync).__name__}")
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
         # The engine has the plan and the errors; the handle counts steps as its user does: a LocalSGD counts
         # the optimizer's, of which few average anything.
         self._engine, self._watched = engine_of(sync), handle
-        # After the other checks: a watch that is refused leaves no file behind.
-        self._writer: Writer | None = _checked(writer)
+        if isinstance(writer, str | os.PathLike):
+            # After the other checks: a watch that is refused leaves no file behind.
+            writer = JSONLWriter(writer)
+        elif not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
+            do = "of a logger's function, make a thinwire.watch.MetricsWriter"
+            raise ConfigError(f"writer must be a path, or have write and close, got {writer!r}; {do}")
+        self._writer: Writer | None = writer
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, object] = (None, None)
         self._routes: dict[str, Route] = {}  # as last written, of each label
@@ -169,7 +173,7 @@ class Watch:
         """
         for name, value in values.items():
             if name in RESERVED:
-                raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
+                raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
             # True is hardly meant as a number; a tensor would make the host wait unseen.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
@@ -251,18 +255,6 @@ class Watch:
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
             self._writer = None
-
-
-def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
-    """Return a writer; for a path, one of lines of JSON."""
-    if isinstance(writer, str | os.PathLike):
-        return JSONLWriter(writer)
-    if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
-        raise ConfigError(
-            f"writer must be a path, or have write and close, got {writer!r}; of a logger's function, make a "
-            "thinwire.watch.MetricsWriter"
-        )
-    return writer
 
 
 def _residual_in_steps(stats: Stats) -> float:

@@ -54,9 +54,7 @@ class JSONLWriter:
                 # Before anything is cut off. Bounded: another program's file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
-                    raise ConfigError(
-                        f"{path} is there, and is no file of a thinwire.Watch; give another path"
-                    )
+                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give another path")
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
                     raise ConfigError(f"{found}; give a different path")
@@ -93,9 +91,8 @@ class MetricsWriter:
 
     def __init__(self, log: Callable[[Any, int], object]) -> None:
         if not callable(log):
-            raise ConfigError(
-                f"log must be a function such as trainer.logger.log_metrics or accelerator.log, got {log!r}"
-            )
+            such = "trainer.logger.log_metrics or accelerator.log"
+            raise ConfigError(f"log must be a function such as {such}, got {log!r}")
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:

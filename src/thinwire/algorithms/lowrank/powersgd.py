@@ -49,7 +49,7 @@ class PowerSGD(LowRank):
     """Send two low-rank factors of every gradient matrix instead of the matrix.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019, arXiv 1905.13727), algorithms 1 and 2,
-    with one change: a process's error is what remains of its own gradient, M − P̂ P̂ᵀ M, not of the mean.
+    with one change: a process's error is what remains of its gradient, M − P̂ P̂ᵀ M, not of the mean.
 
     Gradients of any floating type: factors are computed, and the error kept, in fp32 (of fp64 gradients
     in fp64, by PyTorch's products). Vectors, scalars and matrices that would shrink too little travel

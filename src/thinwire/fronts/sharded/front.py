@@ -33,7 +33,7 @@ from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
-from thinwire.sync.step import Step
+from thinwire.sync.step import Step, give_back
 from thinwire.tensors.accelerators import sent_to
 
 
@@ -47,7 +47,7 @@ def attach_sharded(
     sharded = ShardedModel(model)
     group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)
-    refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
+    refuse_attached(pieces, "switch its algorithm with sync.use(…); sync is what attach returned")
     trained = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
@@ -119,6 +119,7 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
 
 NOT_AVERAGED = "gradients would not be averaged over the replicas"
 REENTRANT = "inside of a reentrant activation checkpoint: use use_reentrant=False"
+RESTART = "restart all processes from a checkpoint"
 
 
 @dataclass(eq=False)
@@ -127,13 +128,10 @@ class _Bucket:
 
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
+    device: torch.device
     lane: Lane | None = None  # None before the first step
     flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
-
-    @property
-    def device(self) -> torch.device:
-        return local_of(self.pieces[0].parameter).device
 
     def gradients(self) -> torch.Tensor:
         """Return copies of the gradients, one after the other, zeros for those that this replica lacks."""
@@ -169,7 +167,7 @@ class ShardedFront:
         self._num_early = 0
         device = self._buckets[0].device
         self._handles: list[RemovableHandle] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # beside the backward pass
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.forget_pass()
@@ -203,16 +201,14 @@ class ShardedFront:
         if self._is_due:
             raise StepError(
                 f"{NOT_AVERAGED} in the last backward pass: an exception has ended it (if on all processes, "
-                f"call abandon() first), or a part of the model is {REENTRANT}, and restart all from a "
-                "checkpoint"
+                f"call abandon() first), or a part of the model is {REENTRANT}, and {RESTART}"
             )
         # FSDP2 takes no more modules once it has made its first pass.
         if not self._has_order and not sharded.is_all_of(model):
             raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
         if sharded.is_finalized_by_hand:
-            raise StepError(
-                f"{NOT_AVERAGED} without an end of the pass; set_manual_backward_finalization(False)"
-            )
+            remedy = "set_manual_backward_finalization(False)"
+            raise StepError(f"{NOT_AVERAGED} without an end of the pass; {remedy}")
         # Behind the check above: a root that was sharded later has made parts of those that were roots.
         if sharded.is_inside_another:
             raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
@@ -247,15 +243,13 @@ class ShardedFront:
         current = torch._C._current_graph_task_id()
         if current != self._queued_in:
             self._queued_in = current
-            Variable._execution_engine.queue_callback(self._pass_ended)
+            Variable._execution_engine.queue_callback(self.average)
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
-            raise StepError(
-                f"the gradient of {bucket.specs[0].name} has come again after it was sent: the pass went "
-                "through forward passes of earlier steps too; call backward() once a step, and restart from "
-                "a checkpoint"
-            )
+            words = f"the gradient of {bucket.specs[0].name} has come again after it was sent: the pass went"
+            remedy = f"call backward() once a step, and {RESTART}"
+            raise StepError(f"{words} through forward passes of earlier steps too; {remedy}")
         self._arrived.add(id(parameter))
         # A module that is called several times has its gradients in parts. In the first pass all count, since
         # it is only seen there when the last one comes.
@@ -288,23 +282,20 @@ class ShardedFront:
         # Whoever takes a gradient before it is averaged has stepped with that of one replica.
         for piece in bucket.pieces:
             if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
-                raise StepError(
-                    f"the gradient of {piece.name} was set to None before it was averaged (by an optimizer "
-                    "inside of the backward pass?); step after backward(), and restart all from a checkpoint"
-                )
+                words = f"the gradient of {piece.name} was set to None before it was averaged"
+                by = "by an optimizer inside of the backward pass?"
+                raise StepError(f"{words} ({by}); step after backward(), and {RESTART}")
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
         bucket.flat = bucket.gradients()
         self._step.start(cast(Lane, bucket.lane), bucket.flat)
         self._num_started += 1
 
-    def _pass_ended(self) -> None:
-        # A pass inside of a pass: the outer one has gradients to come.
-        if torch._C._current_autograd_node() is None:
-            self.average()
-
     def average(self) -> None:
         """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
+        # A pass inside of a pass: the outer one has gradients to come.
+        if torch._C._current_autograd_node() is not None:
+            return
         engine = self.engine
         try:
             with engine.clock.inside(engine.traffic), self._aside():
@@ -401,25 +392,15 @@ class ShardedFront:
             for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
                 parameter, mean_here = piece.parameter, mean.view(spec.shape)
                 if not next(is_used):
-                    self._keep_unapplied(spec, mean, committed=committed)
+                    if committed and mean.any():
+                        scale = cast(Step, self._step).loss_scale_on(mean.device)
+                        give_back(self.engine.memory, spec, mean, scale)
                 elif parameter.grad is None:
                     # A clone: a view would keep the bucket's memory as long as the gradient lives.
                     parameter.grad = sharded_like(parameter, mean_here.clone())
                 else:
                     # In place: it may be a part of what FSDP2 has reduced as one.
                     local_of(parameter.grad).copy_(mean_here)
-
-    def _keep_unapplied(self, spec: ParameterSpec, mean: torch.Tensor, *, committed: bool) -> None:
-        """Put what was sent of a residual, and is not applied, back to it: on all replicas alike."""
-        if not committed or not mean.any():
-            return
-        scale = cast(Step, self._step).loss_scale_on(mean.device)
-        unapplied = mean.to(spec.memory_dtype, copy=True)
-        if scale is not None:
-            # Memory is in units of the unscaled loss.
-            unapplied /= scale
-        error = self.engine.take_error(spec.name)
-        self.engine.put_error(spec.name, unapplied if error is None else error.add_(unapplied))
 
 
 def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
@@ -429,4 +410,6 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
         if piece.parameter.requires_grad:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
-    return [_Bucket(tuple(each), tuple(specs_of(each))) for each in reversed(grouped.values())]
+    return [
+        _Bucket(each, tuple(specs_of(each)), device) for (_, device, _), each in reversed(grouped.items())
+    ]

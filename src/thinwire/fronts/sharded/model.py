@@ -68,8 +68,12 @@ class ShardedModel:
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = _states_of(model)
         self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
+        self.groups: list[Any] = []
         try:
-            self.groups = [group for state in self._states for group in _groups_of(state)]
+            for state in self._states:
+                # torch before 2.12 has one for each module, or none.
+                groups = getattr(state, "_fsdp_param_groups", None)
+                self.groups += filter(None, [state._fsdp_param_group]) if groups is None else groups
             dims = [(g.mesh_info.shard_mesh_dim, g.mesh_info.replicate_mesh_dim) for g in self.groups]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
             _ = self.waits_for_more, list(self.parameters)
@@ -173,14 +177,6 @@ def _states_of(model: torch.nn.Module) -> list[Any]:
     return list(states.values())
 
 
-def _groups_of(state: Any) -> list[Any]:
-    # torch before 2.12 has one for each module.
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
-
-
 def reshard(model: torch.nn.Module) -> None:
     """Let parameters be shards: after a forward pass without a backward one some may be whole."""
     for module in model.modules():
@@ -207,10 +203,8 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 
 def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
     if bucket is None:
-        raise AttachError(
-            f"{name} is trained, but no fully_shard holds it; call fully_shard(model) on the whole model "
-            "after its parts, or freeze it"
-        )
+        remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
+        raise AttachError(f"{name} is trained, but no fully_shard holds it; {remedy}")
     if not isinstance(parameter, DTensor):
         words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
         raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")

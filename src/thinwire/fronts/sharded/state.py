@@ -59,9 +59,8 @@ class ShardedSync(GradientSync):
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of this shard, once all shards have made the same steps."""
-        engine = self._engine
-        steps = {"steps": str(engine.steps)}
-        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, engine.state_dict)
+        steps = {"steps": str(self.steps)}
+        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
@@ -73,9 +72,8 @@ class ShardedSync(GradientSync):
             name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
             for name, piece in self.pieces.items()
         }
-        return _cut(
-            self._engine.check_state_dict(state, strict=strict, specs=specs), self.pieces, self.shards
-        )
+        loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
+        return _cut(loaded, self.pieces, self.shards)
 
     def distributed_state(self) -> Stateful:
         """As `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
@@ -100,7 +98,7 @@ class _InShards:
             kept = dict(own[slot])
             for name, piece in sync.pieces.items():
                 zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
-                tensors[_key(slot, name)] = sharded_like(piece.parameter, kept.get(name, zeros))
+                tensors[f"{slot} of {name}"] = sharded_like(piece.parameter, kept.get(name, zeros))
         return {
             "rest": with_checksum(rest),
             "kept": tuple((slot, tuple(sorted(dict(own[slot])))) for slot in elementwise),
@@ -112,14 +110,10 @@ class _InShards:
         loaded = self._sync.own_part(state_dict["rest"])
         slots, tensors = {slot.name: slot for slot in loaded.slots}, dict(loaded.slots)
         for slot, names in state_dict["kept"]:
-            held = {n: local_of(state_dict["tensors"][_key(slot, n)]).cpu().clone() for n in names}
+            held = {n: local_of(state_dict["tensors"][f"{slot} of {n}"]).cpu().clone() for n in names}
             check_finite(slot, held)
             tensors[slots[slot]] = held
         self._engine.load(loaded._replace(slots=tensors))
-
-
-def _key(slot: str, name: str) -> str:
-    return f"{slot} of {name}"
 
 
 def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
@@ -161,18 +155,13 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
         if slot.is_elementwise:
             slots[slot] = {name: cut[name](each).clone() for name, each in tensors.items() if name in cut}
             continue
-        slots[slot] = _of_shard(tensors, mark)
+        of_this = {k.removesuffix(mark): each for k, each in tensors.items() if k.endswith(mark)}
         # What is of no shard was checked with the state as a whole.
         if slot.check is not None:
-            for label in [label for label in slots[slot] if label + mark in tensors]:
-                slot.check(label, slots[slot][label], shapes)
+            for label, tensor in of_this.items():
+                slot.check(label, tensor, shapes)
+        slots[slot] = {k: each for k, each in tensors.items() if SHARD_MARK not in k} | of_this
     return loaded._replace(shapes=shapes, slots=slots)
-
-
-def _of_shard(kept: Mapping[str, torch.Tensor], mark: str) -> dict[str, torch.Tensor]:
-    """Return what is of no shard, and what is of the one with this mark, without it."""
-    of_none = {label: each for label, each in kept.items() if SHARD_MARK not in label}
-    return {**of_none, **{k.removesuffix(mark): each for k, each in kept.items() if k.endswith(mark)}}
 
 
 def _marked(label: str, shard: int, num_shards: int) -> str:

@@ -8,11 +8,10 @@ import logging
 import math
 import random
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,6 +22,7 @@ from thinwire.errors import AgreementError, CommunicationError, LeftError, State
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
+from thinwire.localsgd.members.machine import BrokenMemberError, all_can
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
@@ -32,35 +32,20 @@ PAUSE_SECONDS = 0.5
 
 
 class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds.
+    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds."""
 
-    Attributes:
-        member: Drawn when it joined.
-        lineage: Of the committed averagings that its model comes from.
-        doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
-        step: Steps so far.
-        min_members: That it needs for an averaging.
-        weight: What its part weighs.
-        weight_behind_doubt: What it weighs if what it is in doubt of was committed.
-        error_norm: Norm of its residual.
-        is_finite: Whether what it would put in is.
-        is_leaving: Whether it leaves after this averaging.
-        is_new: Whether it starts from the others' state.
-        is_saving: Whether it saves behind this averaging.
-    """
-
-    member: int
-    lineage: int
-    doubt: int
-    step: int
-    min_members: int
-    weight: float
-    weight_behind_doubt: float
-    error_norm: float
-    is_finite: bool
-    is_leaving: bool
-    is_new: bool
-    is_saving: bool = False
+    member: int  # drawn when it joined
+    lineage: int  # of the committed averagings that its model comes from
+    doubt: int  # the lineage after an averaging that it could commit if others have; 0 if there is none
+    step: int  # so far
+    min_members: int  # that it needs for an averaging
+    weight: float  # of its part
+    weight_behind_doubt: float  # of its part if what it is in doubt of was committed
+    error_norm: float  # of its residual
+    is_finite: bool  # what it would put in
+    is_leaving: bool  # after this averaging
+    is_new: bool  # it starts from the others' state
+    is_saving: bool = False  # behind this averaging
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
@@ -126,39 +111,31 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
         stats.joins += len(members - {each.member for each in before})
 
 
-class Front(ABC):
+class Front(Protocol):
     """What is averaged of a member: a model's changes, or its gradients."""
 
     @property
-    @abstractmethod
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    @abstractmethod
     def _weight(self, turns_ahead: int = 0) -> float:
         """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
 
-    @abstractmethod
     def _is_finite(self, turns_ahead: int = 0) -> bool:
         """Return whether what this member would put in is finite."""
 
-    @abstractmethod
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
 
-    @abstractmethod
     def _state(self) -> Mapping[str, Any]:
         """Return what a newcomer starts from: tensors and plain values."""
 
-    @abstractmethod
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Start from such a state. All is checked before anything is changed."""
 
-    @abstractmethod
     def _start(self, scale: float, step: int) -> Flight[Any]:
         """Send the first messages of an averaging. Collective."""
 
-    @abstractmethod
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
@@ -187,6 +164,9 @@ class _TooFewError(_TryAgainError):
     """Others are waited for."""
 
 
+RETRIED = (CommunicationError, _TryAgainError)
+
+
 class Elastic:
     """Lets a front average with whoever is there, as often as it takes; keeps track of the members.
 
@@ -211,7 +191,7 @@ class Elastic:
         self.is_leaving = self.has_left = False
         self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
-        self._member = _drawn()
+        self._member = self._drawn()
         self._present: tuple[Presence, ...] = ()  # at the last committed averaging
         # Over whose mean this member's residual counts; 0 for those who resume together.
         self._error_members = 1
@@ -236,14 +216,14 @@ class Elastic:
     def start(self) -> None:
         """Meet, and send the first messages of an averaging. Collective."""
         if self.has_left:
-            raise LeftError("this member has left the group; start the process again to join anew")
+            raise LeftError("this member has left the group; start the process again to rejoin")
         self._repeated(self._start)
 
     def finish(self) -> None:
         """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
         self._repeated(self._finish)
         # As the others have read it: asked to leave since then, a member has handed over nothing yet.
-        if self._present[self._group.transport.rank].is_leaving:
+        if self._present[self._group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
@@ -279,7 +259,10 @@ class Elastic:
             try:
                 attempt()
                 return
-            except (CommunicationError, _TryAgainError) as error:
+            except BrokenMemberError:
+                self.leave()  # at once: the others should not wait for a member that ends
+                raise
+            except RETRIED as error:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
                 give_up_at = min(give_up_at, now + self._group.wait_seconds)
@@ -291,7 +274,7 @@ class Elastic:
                     said, waits = str(error), isinstance(error, _TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
-                if now >= give_up_at:
+                if self._group.decided(now >= give_up_at):
                     raise CommunicationError(
                         f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
                         f"{error}. Nothing was averaged; see whether the lighthouse and at least "
@@ -308,9 +291,14 @@ class Elastic:
         total = sum(each.weight for each in present)
         flight = None
         if total:
-            own = present[group.transport.rank].weight
-            flight = self._front._start(own * len(present) / total, max(each.step for each in present))
+            own = present[group.control.rank].weight
+            step = max(each.step for each in present)
+            flight = self._all_can(lambda: self._front._start(own * len(present) / total, step))
         self._open = _Averaging(flight, lineage, present)
+
+    def _all_can(self, action: Callable[[], Any]) -> Any:
+        """Do what all processes of this member must be able to do; if one can't, all raise."""
+        return all_can(self._group, action, RETRIED)
 
     def _finish(self) -> None:
         if self._open is None:
@@ -320,10 +308,10 @@ class Elastic:
         try:
             if opened.flight is not None:
                 with self._engine.clock.inside(self._engine.traffic):
-                    opened.flight.send()
+                    self._all_can(opened.flight.send)
             purpose = "whether all have received everything"
             try:
-                gather_numbers([1.0], self._group.transport, purpose)
+                gather_numbers([1.0], self._group.control, purpose)
             except CommunicationError:
                 # Not abandoned: another member may have got this message, and committed.
                 self._doubt = opened
@@ -340,7 +328,7 @@ class Elastic:
         # Those who leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(each.is_leaving for each in opened.present)
         if not is_anyone_leaving and any(each.is_saving for each in opened.present):
-            self._saved = self._engine.state_dict()
+            self._saved = self._all_can(self._engine.state_dict)
 
     def _met(self) -> tuple[Presence, ...]:
         """Return who takes part in the next averaging, all of one lineage and configured alike."""
@@ -355,23 +343,23 @@ class Elastic:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
         is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
-        own = Presence(
-            member=self._member,
-            lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
-            doubt=0 if self._doubt is None else self._doubt.lineage,
-            step=0 if is_new else front.steps,
-            min_members=group.min_members,
-            weight=0.0 if is_new else front._weight(),
-            weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
-            error_norm=self._engine.error_norm(),
-            is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
-            is_leaving=self.is_leaving,
-            is_new=is_new,
-            is_saving=self._is_saving,
+        own = self._of_all_processes(
+            Presence(
+                member=self._member,
+                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+                doubt=0 if self._doubt is None else self._doubt.lineage,
+                step=0 if is_new else front.steps,
+                min_members=group.min_members,
+                weight=0.0 if is_new else front._weight(),
+                weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
+                error_norm=self._engine.error_norm(),
+                is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
+                is_leaving=self.is_leaving,
+                is_new=is_new,
+                is_saving=self._is_saving,
+            )
         )
-        rows = gather_numbers(
-            [float(each) for each in own], group.transport, "who takes part in an averaging"
-        )
+        rows = gather_numbers([float(each) for each in own], group.control, "who takes part in an averaging")
         present = tuple(map(Presence.of, rows))
         # In this order, and by the rows alone: all refuse at the same place, and nobody sends to one that has
         # gone back to meet.
@@ -382,13 +370,41 @@ class Elastic:
             # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
             # fails: the next change of members starts from this number.
             self._agree(present)
+            self._join(present)
             self._adopt()
             # Those who resume from one state have its mean each; who joins them has nothing.
             before = self._error_members or sum(not each.is_new for each in present)
-            self._engine.regroup(group.transport.size / before)
-            self._error_members = group.transport.size
+            self._engine.regroup(group.control.size / before)
+            self._error_members = group.control.size
             self._agreed_changes = group.num_changes
         return present
+
+    def _of_all_processes(self, own: Presence) -> Presence:
+        """Return what this member says: the work and health of all processes, else the first one's word."""
+        if self._group.inside.size == 1:
+            return own
+        purpose = "what the processes of a member say of themselves"
+        rows = gather_numbers([float(each) for each in own], self._group.inside, purpose)
+        everyone = list(map(Presence.of, rows))
+        norms = [each.error_norm for each in everyone]
+        return everyone[0]._replace(
+            weight=sum(each.weight for each in everyone),
+            weight_behind_doubt=sum(each.weight_behind_doubt for each in everyone),
+            error_norm=math.hypot(*norms) if self._group.has_parts else norms[0],
+            is_finite=all(each.is_finite for each in everyone),
+            is_leaving=any(each.is_leaving for each in everyone),
+            is_saving=any(each.is_saving for each in everyone),
+        )
+
+    def _join(self, present: Sequence[Presence]) -> None:
+        """Let the other processes of this member have what its first one has: the others, and their state."""
+        group, are_new = self._group, [each.is_new for each in present]
+        if group.has_parts and all(are_new):
+            # Whoever has sent the first processes its state has gone, and the other parts with it.
+            group.received = None
+            group.start_over()
+            raise _TryAgainError("nobody is left who holds all parts of the model")
+        self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:
         """Return what a newcomer starts from."""
@@ -415,7 +431,7 @@ class Elastic:
             self._group.received = None
             self._resolve_doubt(was_committed=True)
             return
-        self._member = _drawn()  # to the others, it is a new one
+        self._member = self._drawn()  # to the others, it is a new one
 
     def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
         """Return the members with their true lineage; those of another one than most must start anew."""
@@ -432,7 +448,7 @@ class Elastic:
             for each in present
         )
         if any(each.lineage != kept for each in present):
-            if present[self._group.transport.rank].lineage != kept:
+            if present[self._group.control.rank].lineage != kept:
                 self._group.received = None
                 self._group.start_over()
             raise _TryAgainError(
@@ -459,7 +475,7 @@ class Elastic:
         )
         self._refuse([each.min_members != usual for each in present], "have other min_members", error)
         if len(present) < own:
-            if self.is_leaving:
+            if present[self._group.control.rank].is_leaving:
                 self.leave()
                 raise LeftError(
                     f"this member has left the group, in which too few were left ({len(present)} of "
@@ -479,7 +495,7 @@ class Elastic:
 
     def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
         """Let some members leave with an error, and the others try again without them."""
-        if are_refused[self._group.transport.rank]:
+        if are_refused[self._group.control.rank]:
             # Before it is raised: the others meet again at once, and should not wait for this member.
             self.leave()
             raise error
@@ -490,8 +506,8 @@ class Elastic:
     def _agree(self, present: Sequence[Presence]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
         group = self._group
-        described, purpose = self._front._described(), "joining a group"
-        data = gather_bytes(json.dumps(described).encode(), group.transport, purpose)
+        described, purpose = self._described(), "joining a group"
+        data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(each, sort_keys=True) for each in everyone]
         before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
@@ -505,6 +521,21 @@ class Elastic:
             refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
         self._refuse([text != usual for text in texts], "are configured otherwise", refused)
 
+    def _described(self) -> Description:
+        """Return what must be the same on all members, of all processes of this one."""
+        own, inside = self._front._described(), self._group.inside
+        if inside.size == 1:
+            return own
+        kind = "each with a part of the model" if self._group.has_parts else "each with the whole model"
+        everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
+        described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
+        for rank, data in enumerate(everyone):
+            of_one = json.loads(data).items()
+            described |= {
+                f"{key} (process {rank})": said for key, said in of_one if described.get(key) != said
+            }
+        return described
+
     def _adopt(self) -> None:
         received = self._group.received
         if received is None:
@@ -517,7 +548,7 @@ class Elastic:
             self.stats.lost_error += lost
         self._front._adopt(received)
         self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
-        self._error_members = self._group.transport.size
+        self._error_members = self._group.control.size
         self._present = ()
         self._group.received = None
 
@@ -557,7 +588,6 @@ class Elastic:
                 for name, part in zip(names, arrived, strict=True):
                     errors[name].add_(part, alpha=1 / len(stayers))
 
-
-def _drawn() -> int:
-    """Return a number that no other member has; whatever seeds the user's script sets."""
-    return random.SystemRandom().getrandbits(NUMBER_BITS) | 1
+    def _drawn(self) -> int:
+        """Return a number that no other member has; whatever seeds the user's script sets."""
+        return int(self._group.decided(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import Machines, ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.channel import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.fronts.common import averaging_model
 from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
-from thinwire.localsgd.fragment import Averaged, Fragment, Fragments
+from thinwire.localsgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.localsgd.loop import driven_gradients
 from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import settings_digest
 from thinwire.localsgd.schedule import Level, Schedule
-from thinwire.localsgd.settings import Warmup
-from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 
 logger = logging.getLogger(__name__)
@@ -32,21 +30,13 @@ MAX_LISTED = 8
 
 
 class Answer(NamedTuple):
-    """What a process says of itself.
-
-    Attributes:
-        step: Attempted steps.
-        is_finite: Whether what it has to average is.
-        contributes: Whether it had input since the last averaging.
-        has_changed: Whether its parameters have changed since the last averaging without a step that counts.
-        outer: Digest of the outer optimizer's settings, which a schedule changes; below 2**32.
-    """
+    """What a process says of itself."""
 
     step: int
-    is_finite: bool
-    contributes: bool
-    has_changed: bool
-    outer: int
+    is_finite: bool  # what it has to average
+    contributes: bool  # it had input since the last averaging
+    has_changed: bool  # its parameters have changed since then, without a step that counts
+    outer: int  # digest of the outer optimizer's settings, which a schedule changes; below 2**32
 
 
 class Consensus:
@@ -115,82 +105,67 @@ def _listed(values: Sequence[object]) -> str:
 
 
 class Fixed:
-    """The members of a group that does not change; each is a process, or the processes of an FSDP2 replica.
+    """The members of a group that does not change: processes, subgroups of them, or FSDP2 replicas.
 
-    What is collective raises on all processes alike: `StepError` where they are at different steps or one has
-    parameters that are not finite, `CommunicationError` where a collective failed.
-
-    Attributes:
-        engine: Averages changes over the group.
-        warmup: Averages what the warm-up does.
-        fragments: Of the model; none before entry.
-        outer: Steps them; None for the mean itself.
-        flights: In the order of their start.
-        step: Attempted steps.
-        own_pending_steps: This process's own since the last averaging.
-        divides_by_contributors: Whether to divide by those alone that had input since then.
+    What is collective raises on all processes alike: `StepError` if they are at different steps or one has
+    parameters that are not finite, `CommunicationError` if a collective failed.
     """
 
     def __init__(
         self,
-        group: Transport,
         model: AveragedModel,
         schedule: Schedule,
         algorithm: Algorithm,
-        warmup: Warmup,
-        averaged: Sequence[Averaged],
-        parts: Sequence[Sequence[tuple[ParameterSpec, ...]]],
-        machines: Machines | None = None,
+        group: Transport,
+        within: Transport | None = None,
     ) -> None:
-        self.fragments = Fragments()
+        self.fragments = Fragments()  # none before entry
         self.outer: torch.optim.Optimizer | None = None
-        self.flights: list[Flight[Fragment]] = []
-        self.step = self.own_pending_steps = 0
-        self.divides_by_contributors = False
+        self.flights: list[Flight[Fragment]] = []  # in the order of their start
+        self.step = 0  # attempted steps
+        self.own_pending_steps = 0  # of this process since the last averaging
+        self.divides_by_contributors = False  # those alone that had input since then
+        # Members that train on their own.
+        self.num_members = group.size // (1 if within is None else within.size)
         self._model, self._schedule = model, schedule
-        specs, shards = [each.spec for each in averaged], model.replica.shards
+        averaged, shards = model.tensors(), model.replica.shards
+        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.num_fragments)
+        # The processes of a subgroup have the same changes, so each sends a part of them.
+        machines, why_flat = None, ""
+        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+            machines, why_flat = machines_of_subgroups(group, within)
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
         settings = Settings(together=shards)
         self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+        if why_flat:
+            self.engine.shortfalls[why_flat] = None
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
         counts["machines"] = machines
-        settings = Settings(on_nonfinite=warmup.on_nonfinite, together=shards)
-        self._exact = Engine(EXACT, group, specs, settings, **counts)
+        settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
+        self._exact = self.warmup = Engine(EXACT, group, specs, settings, **counts)
         # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
         # averages when the warm-up ends.
-        self.warmup = self._exact
-        if warmup.algorithm is not None:
-            self.warmup = Engine(warmup.algorithm, group, specs, settings, **counts)
+        if schedule.warmup.algorithm is not None:
+            self.warmup = Engine(schedule.warmup.algorithm, group, specs, settings, **counts)
+        self._within = None if within is None else Engine(EXACT, within, specs, settings)
         # The processes of a machine have the same changes, so they need not ask each other.
         self._together = self.engine.settings.together if self.engine.places is None else None
         # And not read yet, in the order in which they were asked.
         self._asked: list[Consensus] = []
 
-    @property
-    def num_members(self) -> int:
-        """Members that train on their own: processes of the group, or its subgroups."""
-        return self.engine.transport.size
-
-    @property
-    def has_warmup(self) -> bool:
-        """Whether the warm-up has an engine with memory of its own."""
-        return self.warmup is not self._exact
-
     def gradients(self, owner: object) -> AbstractContextManager[None]:
         """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
         if self._model.ddp is None:
             return averaging_model(owner, self._model.module, self.engine.transport)
-        return driven_gradients(
-            self._model.ddp, self._gradient_engines(), lambda: self._schedule.gradients_in(self.step)
-        )
-
-    def _gradient_engines(self) -> dict[Level, Engine]:
-        return {"group": self.warmup}
+        engines: dict[Level, Engine] = {"group": self.warmup}
+        if self._within is not None:
+            engines["subgroup"] = self._within
+        return driven_gradients(self._model.ddp, engines, lambda: self._schedule.gradients_in(self.step))
 
     def end_warmup(self) -> None:
         """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
-        if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup_steps - 1:
+        if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup.steps - 1:
             self.warmup.use(EXACT)
 
     @property
@@ -234,7 +209,7 @@ class Fixed:
             logger.warning(
                 "parameters have changed since the last averaging without a step of the optimizer that was "
                 "given; they are averaged now, and were not in between. If another optimizer trains them, or "
-                "it was made anew, pass the one that steps last"
+                "it was made again, pass the one that steps last"
             )
         asked = self._ask(changes, has_changed=has_changed)
         answers = self._read(asked)
@@ -290,16 +265,13 @@ class Fixed:
             fragment.sent_after = self.step
         self.own_pending_steps = 0
 
-    # What is in flight.
-
     def _advance(self, flight: Flight[Fragment], *, is_sent_again: bool) -> None:
         """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
 
         Whatever may be sent, a question goes before it. So a process that has left the common course, and
         asks before it averages what is left, meets a question of the others, and all learn of it.
         """
-        # What is delayed is sent one fragment at a time.
-        (fragment,) = flight.changes
+        (fragment,) = flight.changes  # what is delayed is sent one fragment at a time
         age = self.step - fragment.sent_after
         # A fragment is sent again before it has landed only after resuming with other settings.
         if age >= self._schedule.delay_steps or is_sent_again:
@@ -319,13 +291,31 @@ class Fixed:
             # Without a step since it was sent there is nothing of one's own to keep.
             fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
-    # What members ask each other.
-
     def _average_within(self, sent: Sequence[Fragment]) -> None:
-        """Average inside of a member what is not sent now; here a member is one process."""
+        """Average inside of each subgroup, exactly, what is not sent now."""
+        if self._within is None or not self._schedule.meets_in_subgroups:
+            return
+        changes: Changes = {each: each.changes() for each in self.fragments}
+        self._agree_within(changes)
+        # What the group averages at once needs no mean of the subgroup before.
+        within = {each: flats for each, flats in changes.items() if each not in sent}
+        if within:
+            Flight(within, self._within).land()
+            for fragment, means in within.items():
+                fragment.write(means)
 
     def _agree_within(self, changes: Changes) -> None:
-        """Check inside of a member that its processes may average."""
+        """Check consistency inside a subgroup, so that all members raise together. Collective; blocks.
+
+        The subgroup is asked first each time, so that members at different steps meet there, and not in
+        different groups. If they disagree, they ask the group at once, where the others, the next time that
+        they ask it, refuse with them.
+        """
+        if self._within is None or not self._schedule.meets_in_subgroups:
+            return
+        own = self._answer(changes)
+        if not do_agree(Consensus(own, self._within.transport).answers()):
+            Consensus(own, self.engine.transport).checked()
 
     def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
@@ -346,50 +336,3 @@ class Fixed:
             # In the order of asking, the same everywhere: so all refuse at the same question.
             answers = self._asked.pop(0).checked()
         return answers
-
-
-class Subgroups(Fixed):
-    """Fixed members that are subgroups of processes, which average inside at every step, exactly."""
-
-    def __init__(self, within: Transport, group: Transport, **settings: Any) -> None:
-        # The processes of a subgroup have the same changes, so each sends a part of them.
-        machines, why_flat = None, ""
-        if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
-            machines, why_flat = machines_of_subgroups(group, within)
-        super().__init__(group, **settings, machines=machines)
-        if why_flat:
-            self.engine.shortfalls[why_flat] = None
-        self._within = Engine(EXACT, within, self.engine.specs, self._exact.settings)
-
-    @property
-    def num_members(self) -> int:
-        """As `Fixed.num_members`."""
-        return super().num_members // self._within.transport.size
-
-    def _gradient_engines(self) -> dict[Level, Engine]:
-        return {**super()._gradient_engines(), "subgroup": self._within}
-
-    def _average_within(self, sent: Sequence[Fragment]) -> None:
-        if not self._schedule.meets_in_subgroups:
-            return
-        changes: Changes = {each: each.changes() for each in self.fragments}
-        self._agree_within(changes)
-        # What the group averages at once needs no mean of the subgroup before.
-        within = {each: flats for each, flats in changes.items() if each not in sent}
-        if within:
-            Flight(within, self._within).land()
-            for fragment, means in within.items():
-                fragment.write(means)
-
-    def _agree_within(self, changes: Changes) -> None:
-        """Check consistency before averaging, so that all members raise together. Collective; blocks.
-
-        The subgroup is asked first each time, so that members at different steps meet there, and not in
-        different groups. If they disagree, they ask the group at once, where the others, the next time that
-        they ask it, refuse with them.
-        """
-        own = self._answer(changes)
-        if self._schedule.meets_in_subgroups and not do_agree(
-            Consensus(own, self._within.transport).answers()
-        ):
-            Consensus(own, self.engine.transport).checked()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from thinwire.channel import InProcessTransport
+from thinwire.channel import InProcessTransport, Transport
 from thinwire.channel.in_process import Awaited, wait_for
 from thinwire.channel.metered import Wrapped
 from thinwire.checks import number, true_or_false, whole_count
@@ -21,10 +20,10 @@ class Group(ABC):
     """One member's end of a group whose members come and go between averagings.
 
     An averaging is a transaction: `meet`, messages over `transport`, `conclude`. One that is not committed is
-    repeated, with whoever is there then.
+    repeated, with all who are there then.
 
     Args:
-        min_members: An averaging needs at least so many; fewer wait for others.
+        min_members: An averaging needs at least this many; fewer wait for others.
         wait_seconds: How long a member waits, for enough others and for an averaging that succeeds.
         weigh_by: What a member's change weighs in `LocalSGD` and `DiLoCo`: "steps" that it made, or "work",
             as given to `count_work`.
@@ -34,7 +33,10 @@ class Group(ABC):
 
     Attributes:
         transport: Over the members of the last quorum; always the same object. Before the first, this member
-            is alone.
+            is alone. Where each process of a member has a part of the model, over those of the same place.
+        control: Carries what members say of themselves; of several processes, the first one's word.
+        inside: Joins the processes of this member.
+        has_parts: Whether each process of a member has a part of the model, and not all have the whole one.
         quorum_id: Of the last quorum, the same on all its members.
         num_changes: How often this member was joined to others so far: whenever the members have changed, or
             an averaging has failed.
@@ -42,7 +44,7 @@ class Group(ABC):
             where they are.
         kind: What finds the members, the same on all of them.
         leaves_on_sigterm: Whether SIGTERM on the main thread lets this member leave after its next averaging.
-        is_leaving: Returns whether this member has been asked to leave: nobody is waited for any more.
+        is_leaving: Returns whether this member has been asked to leave: it waits for no one any more.
         provide: Returns what a newcomer starts from. It is called inside `meet`, on any thread.
 
     Raises:
@@ -66,19 +68,42 @@ class Group(ABC):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         self.weigh_by, self.send_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
         self.transport = Wrapped(InProcessTransport.group(1)[0])
+        self.inside: Transport = InProcessTransport.group(1)[0]
+        self.has_parts = False
         self.quorum_id = -1
         self.num_changes = 0
         self.received: Mapping[str, Any] | None = None
         self.is_leaving: Callable[[], bool] = bool
         self.provide: Callable[[], Mapping[str, Any]] = dict
 
+    @property
+    def control(self) -> Transport:
+        """As above: where a member is one process, `transport`."""
+        return self.transport
+
+    def decided(self, value: float) -> float:
+        """Return what the first process of this member brings, on all of them: as of a clock. Collective."""
+        return value
+
+    def join(self, are_new: Sequence[bool]) -> None:
+        """Let all processes of this member have what its first one has: the others, and `received`.
+
+        Args:
+            are_new: By member of the quorum, whether it starts from what the others hold.
+        """
+        assert self.inside.size == 1, "a member of several processes has a MachineGroup"
+
+    def break_off(self) -> None:
+        """Let this process's messages fail, and so those of the others."""
+        self.conclude(False)
+
     @abstractmethod
     def meet(self) -> None:
         """Wait until it is decided who takes part in the next averaging; `transport` joins them.
 
         Raises:
-            CommunicationError: They were found, and then could not be joined, or nobody was found in time.
-            LeftError: Nobody can be found, and this member is asked to leave.
+            CommunicationError: They were found, and then could not be joined, or no one was found in time.
+            LeftError: No one can be found, and this member is asked to leave.
         """
 
     @abstractmethod
@@ -87,17 +112,17 @@ class Group(ABC):
 
     @abstractmethod
     def start_over(self, commits: int = 0) -> None:
-        """Stand where so many averagings have led; at 0, the next `meet` brings what the others hold."""
+        """Go to the state after this many averagings; at 0, the next `meet` brings what the others hold."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Go; nobody waits for this member any more."""
+        """Leave; no one waits for this member any more."""
 
 
 class InProcessLighthouse:
     """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
 
-    A quorum is formed once all who are there ask for one. Where everybody waits and nobody can go on, those
+    A quorum is formed once all who are there ask for one. If all wait and no one can go on, those
     who have not asked count as gone, like processes whose heartbeat stops.
 
     Args:
@@ -109,9 +134,7 @@ class InProcessLighthouse:
     def __init__(self, min_members: int = 1, wait_seconds: float = 5.0, **options: Any) -> None:
         self.min_members, self.wait_seconds, self.options = min_members, wait_seconds, options
         self.quorum_id = 0
-        self.members: list[
-            InProcessGroup
-        ] = []  # that ever were; of a quorum those who joined first come first
+        self.members: list[InProcessGroup] = []  # that ever were, in the order in which they joined
         self.there: list[InProcessGroup] = []
         self.asking: list[InProcessGroup] = []
 
@@ -123,30 +146,21 @@ class InProcessLighthouse:
         self.asking.sort(key=self.members.index)
         furthest = max(member.commits for member in self.asking)
         source = next(member for member in self.asking if member.commits == furthest)
-        behind = [
-            member
-            for member in self.asking
-            if member is not source and (member.commits < furthest or furthest == 0)
-        ]
-        state = packed(source.provide()) if behind else None
+        others = [member for member in self.asking if member is not source]
+        behind = [member for member in others if member.commits < furthest or furthest == 0]
+        state = packed(source.provide() if behind else None)
         members = InProcessTransport.group(len(self.asking))
         for member, transport in zip(self.asking, members, strict=True):
             member.transport.transport, member.quorum_id = transport, self.quorum_id
             member.num_changes += 1
         for member in behind:
-            assert state is not None
             member.received, member.commits = unpacked(state), furthest
         self.there, self.asking = list(self.asking), []
 
 
-@dataclass
 class _Quorum(Awaited):
-    lighthouse: InProcessLighthouse
-    member: InProcessGroup
-    before: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.before = self.member.quorum_id
+    def __init__(self, lighthouse: InProcessLighthouse, member: InProcessGroup) -> None:
+        self.lighthouse, self.member, self.before = lighthouse, member, member.quorum_id
 
     @property
     def is_complete(self) -> bool:

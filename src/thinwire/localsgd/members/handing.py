@@ -11,7 +11,7 @@ import torch
 
 from thinwire.channel import Transport
 from thinwire.channel.collectives import in_messages
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.errors import StateError
 
 
@@ -66,9 +66,7 @@ MAX_BYTES = 1 << 44
 PURPOSE = "handing a newcomer what it starts from"
 
 
-def send_state(
-    state: Mapping[str, Any] | None, transport: ReconfigurableTransport, newcomers: Sequence[int]
-) -> None:
+def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
     """Send a state to members that call `receive_state`, one after the other."""
     data = packed(state)
     for newcomer in newcomers:
@@ -90,7 +88,7 @@ def broadcast_residual(
     return arrived
 
 
-def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
+def receive_state(transport: GroupTransport, source: int) -> Any:
     """Return what a member sends by `send_state`."""
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()

@@ -19,9 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from thinwire.channel.process_group import ReconfigurableTransport
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
+from thinwire.channel.process_group import GroupTransport
 from thinwire.checks import number
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
@@ -50,13 +52,15 @@ class TorchftGroup(Group):
 
     The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
     with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
-    accept, and from whom, stands in `docs/elastic.md`: all of it belongs into a private network.
+    accept, and from whom, stands in `docs/elastic-faults.md`: all of it belongs into a private network.
+
+    After `init_process_group` the processes of that group are one member, and each makes this. Collective.
 
     Args:
         lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
             `TORCHFT_LIGHTHOUSE`.
-        min_members: An averaging needs at least so many; None for the environment's `THINWIRE_MIN_MEMBERS`,
-            or else 1. The lighthouse has a number of its own, below which it forms no quorum.
+        min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
+            or else 1. The lighthouse has a separate number, below which it forms no quorum.
         timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
             that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
@@ -98,6 +102,7 @@ class TorchftGroup(Group):
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
         torchft = torchft_module("torchft")
+        self.inside = _processes_of_member(self.wait_seconds + float(timeout_seconds))
         self.kind = f"torchft {_checked_version()}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
@@ -105,6 +110,12 @@ class TorchftGroup(Group):
         self._group = _Configured(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
         _check_launcher()
+        self._manager: Any = None
+        if self.inside.rank == 0:
+            self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
+
+    def _open(self, torchft: Any, host: str, name: str) -> None:
+        """Start what meets the other members."""
         # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -123,16 +134,16 @@ class TorchftGroup(Group):
                 world_size=1,
                 store_addr=host,
                 store_port=self._store.port,
-                lighthouse_addr=lighthouse,
-                replica_id=f"{host}-{os.getpid()}" if name is None else name,
+                lighthouse_addr=self._lighthouse,
+                replica_id=name,
                 hostname=host,
                 heartbeat_interval=HEARTBEAT,
                 checkpoint_transport=_StateTransport(self._group, self.min_members),
             )
         except RuntimeError as error:
             raise CommunicationError(
-                f"there is no lighthouse at {lighthouse}: {error}. Start torchft_lighthouse there, or see "
-                "whether this machine reaches it"
+                f"there is no lighthouse at {self._lighthouse}: {error}. Start torchft_lighthouse there, or "
+                "see whether this machine reaches it"
             ) from error
         missing = [name for name in PRIVATE if not hasattr(self._manager, name)]
         if missing:
@@ -141,7 +152,7 @@ class TorchftGroup(Group):
                 f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
-        self._line = _Line(lighthouse)
+        self._line = _Line(self._lighthouse)
         self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
     def meet(self) -> None:
@@ -164,7 +175,7 @@ class TorchftGroup(Group):
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
                 f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
-                f"received: {cause or 'the group was broken off and not joined anew'}; it is tried again"
+                f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.transport.transport = self._group.transport()
@@ -192,7 +203,7 @@ class TorchftGroup(Group):
                 if self.is_leaving():
                     raise LeftError(
                         f"this member has left the group without handing over what it had not transmitted: "
-                        f"the lighthouse {self._lighthouse} does not answer ({error}), and nobody can be met"
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
                     ) from error
                 logger.warning(
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
@@ -220,8 +231,45 @@ class TorchftGroup(Group):
         """As `Group.start_over`."""
         self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
+    def break_off(self) -> None:
+        """As `Group.break_off`."""
+        self._group.abort()
+
+    @property
+    def address(self) -> str:
+        """Where the members of the last quorum have found each other in a store."""
+        return self._group.address
+
+    def join_place(
+        self, address: str, rank: int, size: int, are_new: Sequence[bool]
+    ) -> Mapping[str, Any] | None:
+        """Meet the processes of the same place in other members; return what this one starts from, if new.
+
+        Args:
+            address: In a store, of this place alone.
+            rank: Of this member.
+            size: Members of the quorum.
+            are_new: By member, whether it starts from what the others hold; one of them is not.
+        """
+        try:
+            self._group.inner.configure(address, "", rank, size)
+        except Exception as error:  # torchft raises what it likes
+            raise CommunicationError(
+                f"the processes of this place in other members could not be joined: {error}"
+            ) from error
+        self._group.rank, self._group.size = rank, size
+        self.transport.transport = transport = self._group.transport()
+        source = are_new.index(False)
+        newcomers = [member for member, is_new in enumerate(are_new) if is_new]
+        if rank == source:
+            send_state(self.provide(), transport, newcomers)
+        return receive_state(transport, source) if are_new[rank] else None
+
     def leave(self) -> None:
         """As `Group.leave`."""
+        if self._manager is None:
+            self._group.abort()
+            return
         # The manager first: once its heartbeat has stopped nobody counts on this member when its messages
         # break off. With the group end Gloo's threads: left to the interpreter's end, one that still holds a
         # Python object could abort the process.
@@ -251,7 +299,7 @@ class _Line:
         try:
             self._socket = socket.create_connection(self._address, REACH_SECONDS)
         except ConnectionRefusedError as error:
-            raise _LighthouseGoneError("nobody listens at its address") from error
+            raise _LighthouseGoneError("nothing listens at its address") from error
         except OSError:
             return  # nothing is known: its machine or the network is gone, or only slow
         self._socket.setblocking(False)
@@ -324,6 +372,7 @@ class _Configured:
         self.rank = self.size = 0
         self.quorum_id = -1
         self.num_configured = 0
+        self.address = ""
         # Of the quorum last heard of, the same for all of its members.
         self.members: list[str] = []
         self.max_step = 0
@@ -337,12 +386,13 @@ class _Configured:
         self.num_configured += 1
         # A place of its own in the store: see `_Client`.
         place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
-        self.inner.configure(f"{store_addr}/{place}", replica_id, rank, world_size, quorum_id, *others)
+        self.address = f"{store_addr}/{place}"
+        self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
         self.rank, self.size = rank, world_size
 
-    def transport(self) -> ReconfigurableTransport:
+    def transport(self) -> GroupTransport:
         """Return what carries tensors in this configuration."""
-        return ReconfigurableTransport(self.inner, self.rank, self.size)
+        return GroupTransport(self.inner, self.rank, self.size)
 
     def errored(self) -> Any:
         """Return what has broken it, as torchft's manager asks."""
@@ -393,6 +443,17 @@ class _StateTransport:
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: there is no server."""
+
+
+def _processes_of_member(timeout_seconds: float) -> Transport:
+    """Return what joins the processes of this member: all of torch's default group, or this one alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return InProcessTransport.group(1)[0]
+    # A group of their own: the others wait in it for the first one, which may wait long for other members.
+    has_nccl = "nccl" in dist.get_backend_config()
+    backend = "cpu:gloo,cuda:nccl" if has_nccl else None
+    group = dist.new_group(timeout=timedelta(seconds=timeout_seconds), backend=backend)
+    return ProcessGroupTransport(group)
 
 
 def _checked_version() -> str:

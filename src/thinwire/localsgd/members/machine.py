@@ -1,0 +1,251 @@
+"""A member of several processes: the first one meets the other members, and speaks for all of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from thinwire.channel import Message, Transport, Work, gather_bytes, gather_numbers
+from thinwire.channel.metered import Wrapped
+from thinwire.errors import CommunicationError, LeftError, StateError
+from thinwire.localsgd.members.group import Group
+from thinwire.localsgd.members.handing import packed, unpacked
+
+PURPOSE = "the processes of a member telling each other"
+TOLD = (CommunicationError, LeftError, StateError)  # what the first process tells the others, who raise it
+
+
+class BrokenMemberError(CommunicationError):
+    """The processes of a member have lost each other: it ends, and no averaging is tried again."""
+
+
+class MachineGroup(Group):
+    """One process's end, where a member is several.
+
+    What members say of themselves, and their verdict on an averaging, is said and heard by the first process
+    of each. What is averaged travels in one of two ways. If all processes of a member hold the whole model
+    (DDP), the first one sends and receives it, too. If each holds a part, it averages that with the processes
+    of its place in the other members.
+
+    Args:
+        group: As given to this process: of the first process what meets the others.
+        has_parts: Whether each process holds a part of the model.
+    """
+
+    def __init__(self, group: Any, *, has_parts: bool) -> None:
+        settings = {"weigh_by": group.weigh_by, "send_optimizer": group.send_optimizer}
+        super().__init__(group.min_members, group.wait_seconds, **settings)
+        self.inside, self.has_parts, self.kind = _Inside(group.inside), has_parts, group.kind
+        self._group, self._is_first = group, self.inside.rank == 0
+        self._spoken = _Spoken(group.transport if self._is_first else None, self.inside)
+        self.transport = group.transport if has_parts else Wrapped(self._spoken)
+        self._address = ""  # where the processes of one place find each other
+        group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set after this
+        group.provide = lambda: self.provide()  # noqa: PLW0108
+
+    @property
+    def control(self) -> Transport:
+        """As `Group.control`."""
+        return self._spoken
+
+    def decided(self, value: float) -> float:
+        """As `Group.decided`."""
+        return gather_numbers([value], self.inside, PURPOSE)[0][0]
+
+    def meet(self) -> None:
+        """As `Group.meet`."""
+        told: dict[str, Any] = {}
+        if self._is_first:
+            try:
+                told = self._met()
+            except TOLD as error:
+                told = {"error": [TOLD.index(type(error)), str(error)]}
+        told = self._said(told)
+        if "error" in told:
+            kind, words = told["error"]
+            raise TOLD[kind](words)
+        self._spoken.rank, self._spoken.size = told["rank"], told["size"]
+        self.quorum_id, self.num_changes, self._address = told["quorum"], told["changes"], told["address"]
+        if told["received"] is None:
+            self.received = None
+        elif not self._is_first:
+            self.received = told["received"]  # until `join` brings the rest
+
+    def _met(self) -> dict[str, Any]:
+        group = self._group
+        group.meet()
+        if group.received is not None:
+            self.received, group.received = group.received, None
+        return {
+            "rank": group.transport.rank,
+            "size": group.transport.size,
+            "quorum": group.quorum_id,
+            "changes": group.num_changes,
+            "address": group.address,
+            "received": None if self.received is None else _outline(self.received),
+        }
+
+    def join(self, are_new: Sequence[bool]) -> None:
+        """As `Group.join`."""
+        if self.has_parts:
+            self._join_place(are_new)
+        elif self.received is not None:
+            self._hear_state()
+
+    def _join_place(self, are_new: Sequence[bool]) -> None:
+        """Meet the processes of this place, and start from what they hold; the first one has done so."""
+        if self._is_first:
+            return
+        spoken, place = self._spoken, self.inside.rank
+        received = self._group.join_place(f"{self._address}/{place}", spoken.rank, spoken.size, are_new)
+        if self.received is not None:
+            self.received = received
+
+    def _hear_state(self) -> None:
+        """Let the first process tell the others of this member what all start from."""
+        data = packed(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
+        length = int(self.decided(len(data)))
+        if not self._is_first:
+            data = torch.empty(length, dtype=torch.uint8)
+        data = data.to(self.inside.control_device)
+        self.inside.broadcast(data, 0, PURPOSE).wait()
+        if not self._is_first:
+            self.received = unpacked(data.cpu())
+
+    def _said(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return what the first process says."""
+        said: dict[str, Any] = json.loads(gather_bytes(json.dumps(value).encode(), self.inside, PURPOSE)[0])
+        return said
+
+    def break_off(self) -> None:
+        """As `Group.break_off`."""
+        self._group.break_off()
+
+    def conclude(self, committed: bool) -> None:
+        """As `Group.conclude`."""
+        if self._is_first:
+            self._group.conclude(committed)
+        elif not committed:
+            self._group.break_off()
+
+    def start_over(self, commits: int = 0) -> None:
+        """As `Group.start_over`."""
+        if self._is_first:
+            self._group.start_over(commits)
+
+    def leave(self) -> None:
+        """As `Group.leave`."""
+        self._group.leave()
+
+
+def all_can(group: Group, action: Callable[[], Any], retried: tuple[type[Exception], ...]) -> Any:
+    """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
+    if group.inside.size == 1:
+        return action()
+    result = failure = None
+    try:
+        result = action()
+    except BrokenMemberError:
+        raise
+    except retried as error:
+        # Before the others of this member know: those of this place wait for this process's messages.
+        group.break_off()
+        failure = error
+    words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
+    if failure is not None:
+        raise failure
+    for rank, said in enumerate(words):
+        if said:
+            raise CommunicationError(f"process {rank} of this member: {said.decode()}")
+    return result
+
+
+class _Spoken(Transport):
+    """The members' group to each process of one member: its first process sends and receives for all.
+
+    Every result, and every failure, is the first one's on all of them.
+    """
+
+    def __init__(self, first: Transport | None, inside: Transport) -> None:
+        self.rank, self.size = 0, 1
+        self._first, self._inside = first, inside
+
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        work = failure = None
+        if self._first is not None:
+            try:
+                work = self._first.start(message)
+            except CommunicationError as error:
+                failure = error  # raised when it is waited for, on all alike
+        return _Heard(message, work, failure, self._inside)
+
+
+class _Heard:
+    """A message of the first process, whose result the others hear."""
+
+    def __init__(
+        self, message: Message, work: Work | None, failure: CommunicationError | None, inside: Transport
+    ) -> None:
+        self._message, self._work, self._failure, self._inside = message, work, failure, inside
+        self._is_done = False
+
+    def wait(self) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._hear()
+        if self._failure is not None:
+            raise self._failure
+
+    def _hear(self) -> None:
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except CommunicationError as error:
+                self._failure = error
+        inside = self._inside
+        words = gather_bytes(str(self._failure or "").encode(), inside, PURPOSE)[0].decode()
+        if words:
+            self._failure = self._failure or CommunicationError(f"process 0 of this member: {words}")
+            return
+        inside.broadcast(self._message.output, 0, PURPOSE).wait()
+
+
+class _Inside(Wrapped):
+    """Joins the processes of a member; if that breaks, the member ends."""
+
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        with _ending():
+            return _InsideWork(super().start(message))
+
+
+class _InsideWork:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        with _ending():
+            self._work.wait()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    try:
+        yield
+    except CommunicationError as error:
+        raise BrokenMemberError(
+            f"a process of this member has ended, or stands still, and so this one ends: {error}"
+        ) from error
+
+
+def _outline(received: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be known of a state before it is there."""
+    try:
+        return {"step": received["step"], "members": {"lineage": received["members"]["lineage"]}}
+    except (KeyError, TypeError):
+        return {}  # which all refuse alike

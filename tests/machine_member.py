@@ -1,0 +1,92 @@
+"""A script for `thinwire run --processes-per-member`: one process of an elastic member, which tells of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic.worker import checksum, new_model
+from thinwire.algorithms import Quantize
+from thinwire.elastic import DiLoCo, Steps, TorchftGroup
+
+EVERY_STEPS = 4
+
+
+def main(path: str, settings: dict[str, Any]) -> None:
+    """Train up to so many steps of the group, and append to a file what happens."""
+    torch.set_num_threads(1)
+    out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
+    member, rank = int(os.environ["THINWIRE_MEMBER"]), int(os.environ.get("RANK", "0"))
+    settings |= settings.pop("of_member", {}).get(str(member), {})
+
+    def tell(**said: Any) -> None:
+        who = {"pid": os.getpid(), "member": member, "rank": rank, "time": time.time()}
+        out.write(json.dumps({**who, **said}) + "\n")
+
+    try:
+        train(tell, member, rank, **settings)
+    except Exception as error:
+        tell(event="raised", error=type(error).__name__, message=str(error))
+        raise
+
+
+def train(
+    tell: Any,
+    member: int,
+    rank: int,
+    *,
+    steps: int,
+    inside: str = "ddp",
+    width: int = 16,
+    dtype: str = "float32",
+    averages_gradients: bool = False,
+    step_seconds: float = 0.01,
+) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    group = TorchftGroup(timeout_seconds=5, wait_seconds=60, name=f"member{member}", hostname="127.0.0.1")
+    # Each process its own at first: DDP takes the first one's.
+    model: nn.Module = new_model(10 * member + rank, width, has_buffers=not averages_gradients)
+    model.to(getattr(torch, dtype))
+    if inside == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    algorithm = Quantize(bits=4, block=16, error_feedback=True)
+    local: Any
+    if averages_gradients:
+        local = Steps(model, optimizer, algorithm, group=group)
+    else:
+        local = DiLoCo(model, optimizer, every_steps=EVERY_STEPS, group=group, algorithm=algorithm)
+    target = torch.linspace(-1, 1, 32 * 4, dtype=getattr(torch, dtype)).view(32, 4)
+    with local:
+        tell(event="joined", step=local.steps, checksum=checksum(model))
+        while local.steps < steps:
+            draws = torch.Generator().manual_seed(1000 * member + 500 * rank + local.steps)
+            inputs = torch.randn(64, 32, generator=draws).to(target.dtype)
+            loss = (model(inputs) - (inputs @ target).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            time.sleep(step_seconds)
+            local.step() if averages_gradients else optimizer.step()
+            if local.steps % EVERY_STEPS == 0:
+                told = vars(local.membership()) | {"loss": loss.item()}
+                tell(event="averaged", step=local.steps, checksum=checksum(local.module), **told)
+    tell(event="left" if local.steps < steps else "done", **vars(local.membership()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
