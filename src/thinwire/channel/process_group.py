@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,6 +46,8 @@ MAX_DIRECT_SUM_BYTES = 1 << 22
 # by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
 TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
+# Of each group of torch's, as Gloo counts its collectives: members may send by different transports of one group.
+_NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 
 
@@ -58,7 +62,7 @@ class GroupTransport(Transport):
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._num_direct = 0
+        self._numbers: Iterator[int] = count()  # of messages: a changed group begins again
 
     def backend_for(self, device: torch.device) -> str:
         """Return the name of the backend that carries a device's tensors."""
@@ -125,8 +129,7 @@ class GroupTransport(Transport):
         finish: Callable[[], object] = lambda: None,
     ) -> Works:
         """Send a row to each of the other members, and receive the rows of bytes that they send."""
-        tag = TAGS[collective] + self._num_direct % NUM_TAGS
-        self._num_direct += 1
+        tag = TAGS[collective] + next(self._numbers) % NUM_TAGS
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         # All are asked for before anything is sent, or the question would wait behind what this member sends.
         works = [self.group.recv([received[each]], each, tag) for each in others]
@@ -175,6 +178,7 @@ class ProcessGroupTransport(GroupTransport):
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         checked = checked_group(group)
         super().__init__(checked, checked.rank(), checked.size())
+        self._numbers = _NUMBERS.setdefault(checked, count())
         self.gradient_device = device
 
     @property
