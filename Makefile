@@ -111,7 +111,6 @@ soak: .venv/.installed
 # Real members and a real lighthouse; takes an hour or two. Cutting the link needs root or user namespaces. A soak
 # in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
-	cd tests && ../$(BIN)/python -m elastic.soak_in_turns
 	cd tests && ../$(BIN)/python -m elastic.loss_in_turns
 	cd tests && ../$(BIN)/python elastic_faults.py
 	cd tests && ../$(BIN)/python elastic_faults.py --peer

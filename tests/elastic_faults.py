@@ -68,18 +68,14 @@ def cut_off(job: Job, members: int) -> str:
 def slowed(job: Job, members: int) -> str:
     """A member stands still again and again, each time for less than the timeout; the others wait for it."""
     for _ in range(3):
-        os.kill(job.processes[-1].pid, signal.SIGSTOP)
-        time.sleep(1.5)
-        os.kill(job.processes[-1].pid, signal.SIGCONT)
+        job.stop(members - 1, 1.5)
         time.sleep(0.5)
     return ""
 
 
 def dark(job: Job, members: int) -> str:
     """The lighthouse dies, and comes back after three seconds."""
-    job.darken()
-    time.sleep(3)
-    job.light()
+    job.darken_for(3)
     return ""
 
 

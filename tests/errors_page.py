@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -22,59 +22,65 @@ sections above explain the most frequent ones.
 | error | message |
 |---|---|
 """
+TREES = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
+NODES = [node for tree in TREES for node in ast.walk(tree)]
+FUNCTIONS = {node.name: node for node in NODES if isinstance(node, ast.FunctionDef)}
 ERRORS = {
     node.name for node in ast.parse((SOURCE / "errors.py").read_text()).body if isinstance(node, ast.ClassDef)
 }
-Functions = dict[str, ast.FunctionDef]
+UNKNOWN, MOST = "…", 8  # ways that a part of a message may read
 
 
-def messages(node: ast.expr | None, inside: ast.AST, functions: Functions) -> set[str]:
+def assigned(inside: Iterable[ast.AST], name: str) -> list[ast.expr]:
+    """What a name is given, at any place."""
+    found: list[ast.expr] = []
+    for node in inside:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if value is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
+            found.append(value)
+    return found
+
+
+CONSTANTS = [node for tree in TREES for node in tree.body]
+
+
+def messages(node: ast.expr | None, inside: ast.AST) -> set[str]:
     """What an expression may say; "…" for what is not known before it runs."""
-    found = {"…"}
+    found = {UNKNOWN}
     match node:
         case ast.Constant(value=str(text)):
             found = {text}
         case ast.JoinedStr(values=parts):
-            several = [messages(part, inside, functions) for part in parts]
-            found = {"".join(chosen) for chosen in product(*several)}
+            found = joined(parts, inside)
+        case ast.FormattedValue(value=ast.Name() | ast.IfExp() as value):
+            found = {each if re.search(r"\w{2} \w", each) else UNKNOWN for each in messages(value, inside)}
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            both = product(messages(left, inside, functions), messages(right, inside, functions))
-            found = {one + other for one, other in both}
+            found = joined([left, right], inside)
         case ast.IfExp(body=body, orelse=orelse):
-            found = messages(body, inside, functions) | messages(orelse, inside, functions)
+            found = messages(body, inside) | messages(orelse, inside)
         case ast.Name(id=name):
-            found = any_of(assigned_to(name, inside), functions)
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in functions.keys() - dir(
+            given = assigned(ast.walk(inside), name) or assigned(CONSTANTS, name)
+            found = set().union(*(messages(each, ast.Pass()) for each in given))
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)) if name in FUNCTIONS.keys() - dir(
             str
         ):
-            returns = [n for n in ast.walk(functions[name]) if isinstance(n, ast.Return)]
-            found = any_of([each.value for each in returns], functions)
-    return found
+            returned = [each.value for each in ast.walk(FUNCTIONS[name]) if isinstance(each, ast.Return)]
+            found = set().union(*(messages(each, ast.Pass()) for each in returned))
+    return found if 0 < len(found) <= MOST else {UNKNOWN}
 
 
-def any_of(expressions: Sequence[ast.expr | None], functions: Functions) -> set[str]:
-    return set().union(*(messages(each, ast.Pass(), functions) for each in expressions)) or {"…"}
-
-
-def assigned_to(name: str, inside: ast.AST) -> list[ast.expr]:
-    assignments = [node for node in ast.walk(inside) if isinstance(node, ast.Assign)]
-    return [
-        each.value
-        for each in assignments
-        if any(isinstance(target, ast.Name) and target.id == name for target in each.targets)
-    ]
+def joined(parts: list[ast.expr], inside: ast.AST) -> set[str]:
+    return {"".join(chosen) for chosen in product(*(messages(part, inside) for part in parts))}
 
 
 def raised() -> Iterator[tuple[str, str]]:
     """Every error that is made in the package, with what it may say."""
-    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    for function in (node for node in nodes if isinstance(node, ast.FunctionDef)):
+    for function in (node for node in NODES if isinstance(node, ast.FunctionDef)):
         for call in ast.walk(function):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ERRORS:
-                for said in messages(call.args[0] if call.args else None, function, functions):
-                    yield call.func.id, re.sub(r"(…\W{0,2})+…", "…", " ".join(said.split()))
+                for said in messages(call.args[0] if call.args else None, function):
+                    yield call.func.id, re.sub(r"(…\W{0,2})+…", UNKNOWN, " ".join(said.split()))
 
 
 def table() -> str:

@@ -17,11 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.worker import checksum, new_model
+from elastic.learner import checksum
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
 
 EVERY_STEPS = 4
+
+
+def new_model(seed: int, width: int, *, has_buffers: bool) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norm = nn.BatchNorm1d(width) if has_buffers else nn.Identity()
+    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), norm, nn.Linear(width, 4))
 
 
 def main(path: str, settings: dict[str, Any]) -> None:

@@ -42,27 +42,16 @@ LOSSES: tuple[Kind, ...] = ("kill", "raise", "stall")  # those that need a resta
 
 @dataclass(frozen=True)
 class Told:
-    """What a process tells when it ends, if it can.
+    """What a process tells when it ends, if it can; norms are relative to the sum of true means."""
 
-    Attributes:
-        error: The kind of error that ended it, "" at the end of training.
-        struck: Faults it has had.
-        step: Steps of the job, lost and repeated ones once.
-        skipped: Of them, those that overflowed.
-        checksum: Of its parameters.
-        gap: Of the identity, relative to the sum of true means.
-        owed: Norm of what is still owed, relative to the same.
-        ratio: Compression ratio.
-    """
-
-    error: str
+    error: str  # the kind that ended it, "" at the end of training
     struck: list[Fault]
-    step: int
-    skipped: int
-    checksum: str
-    gap: float
-    owed: float
-    ratio: float
+    step: int  # of the job, lost and repeated ones once
+    skipped: int  # of these steps, those that overflowed
+    checksum: str  # of its parameters
+    gap: float  # by which the identity is missed
+    owed: float  # the norm of what is still owed
+    ratio: float  # the compression ratio
 
 
 class ByteModel(nn.Module):
@@ -78,87 +67,76 @@ class ByteModel(nn.Module):
         return cast(Tensor, self.head(self.recur(self.embed(tokens))[0]))
 
 
-def schedule(seed: int, *, processes: int, steps: int, num_faults: int, num_losses: int) -> list[Fault]:
-    """Faults that pass, and one loss of a process for each incarnation but the last."""
-    passing = random_faults(seed, num_faults=num_faults, processes=processes, steps=steps)
-    draw = random.Random(seed + 1)
-    lost_at = sorted(draw.sample(range(steps // 20, steps), num_losses))
-    losses = [
-        fail_at(
-            draw.randrange(processes),
-            step,
-            LOSSES[restart % len(LOSSES)],
-            after_messages=draw.randrange(3),
-            seconds=3 * TIMEOUT_SECONDS if LOSSES[restart % len(LOSSES)] == "stall" else None,
-            restart=restart,
+@dataclass(frozen=True)
+class Soak:
+    """A job, and how many faults strike it."""
+
+    seed: int
+    steps: int
+    num_faults: int
+    num_losses: int
+    processes: int = 4
+    save_every: int = 20
+    log: bool = False
+
+    def schedule(self) -> list[Fault]:
+        """Faults that pass, and one loss of a process for each incarnation but the last."""
+        passing = random_faults(
+            self.seed, num_faults=self.num_faults, processes=self.processes, steps=self.steps
         )
-        for restart, step in enumerate(lost_at)
-    ]
-    return passing + losses
+        draw = random.Random(self.seed + 1)
+        losses = []
+        lost_at = sorted(draw.sample(range(self.steps // 20, self.steps), self.num_losses))
+        for restart, step in enumerate(lost_at):
+            struck, kind = draw.randrange(self.processes), LOSSES[restart % len(LOSSES)]
+            seconds = 3 * TIMEOUT_SECONDS if kind == "stall" else None
+            after = {"after_messages": draw.randrange(3)}
+            losses.append(fail_at(struck, step, kind, **after, seconds=seconds, restart=restart))
+        return passing + losses
+
+    def run(self) -> tuple[list[Told], Counter[str], int]:
+        """Run the job to its end; the last words of all processes, the faults that struck, the restarts."""
+        given, struck = self.schedule(), Counter[str]()
+        with tempfile.TemporaryDirectory() as folder:
+            for restart in range(self.num_losses + 1):
+                ended = crash.run(
+                    incarnation,
+                    self,
+                    Path(folder, "checkpoint.pt"),
+                    restart,
+                    processes=self.processes,
+                    timeout_seconds=TIMEOUT_SECONDS,
+                    limit_seconds=max(60.0, self.steps),
+                )
+                told = [each.told for each in ended]
+                alive = [each for each in told if isinstance(each, Told)]
+                killed = [fault for fault in given if (fault.kind, fault.restart) == ("kill", restart)]
+                assert len(alive) == self.processes - len(killed), told
+                struck.update(fault.kind for each in alive for fault in each.struck)
+                struck.update(fault.kind for fault in killed)
+                if self.log:
+                    print(f"restart {restart}: ended at step {alive[0].step}, {alive[0].error}", flush=True)
+                if not alive[0].error:
+                    return alive, struck, restart
+        raise AssertionError(f"the job did not end: {told}")
 
 
-def soak(
-    seed: int,
-    *,
-    processes: int,
-    steps: int,
-    save_every: int,
-    num_faults: int,
-    num_losses: int,
-    log: bool = False,
-) -> tuple[list[Told], Counter[str], int]:
-    """Run the job to its end; the last words of all processes, the faults that struck, and the restarts."""
-    given = schedule(seed, processes=processes, steps=steps, num_faults=num_faults, num_losses=num_losses)
-    struck: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for restart in range(num_losses + 1):
-            ended = crash.run(
-                incarnation,
-                Path(folder, "checkpoint.pt"),
-                restart,
-                steps,
-                save_every,
-                given,
-                log,
-                processes=processes,
-                timeout_seconds=TIMEOUT_SECONDS,
-                limit_seconds=max(60.0, steps),
-            )
-            told = [each.told for each in ended]
-            alive = [each for each in told if isinstance(each, Told)]
-            killed = [fault for fault in given if (fault.kind, fault.restart) == ("kill", restart)]
-            assert len(alive) == processes - len(killed), told
-            struck.update(fault.kind for each in alive for fault in each.struck)
-            struck.update(fault.kind for fault in killed)
-            if log:
-                print(f"restart {restart}: ended at step {alive[0].step}, {alive[0].error}", flush=True)
-            if not alive[0].error:
-                return alive, struck, restart
-    raise AssertionError(f"the job did not end: {told}")
-
-
-def incarnation(
-    setting: crash.Setting,
-    checkpoint: Path,
-    restart: int,
-    steps: int,
-    save_every: int,
-    given: Sequence[Fault],
-    log: bool,
-) -> Told:
+def incarnation(setting: crash.Setting, soak: Soak, checkpoint: Path, restart: int) -> Told:
     os.environ[RESTART_COUNT] = str(restart)
     setting.join_group()
-    job = Job(checkpoint, save_every)
+    job = Job(checkpoint, soak.save_every)
     error, begun, first = "", time.monotonic(), job.sync.steps
     shown = begun
-    with faults(job.sync, given) as struck:
+    with faults(job.sync, soak.schedule()) as struck:
         try:
-            while job.sync.steps < steps:
+            while job.sync.steps < soak.steps:
                 job.step()
                 now, done = time.monotonic(), job.sync.steps
-                if log and setting.process_rank == 0 and now > shown + SAY_EVERY_SECONDS:
-                    shown, left = now, (now - begun) / (done - first) * (steps - done)
-                    print(f"step {done} of {steps}, about {left:.0f} s left", file=sys.stderr, flush=True)
+                if soak.log and setting.process_rank == 0 and now > shown + SAY_EVERY_SECONDS:
+                    shown, left = now, (now - begun) / (done - first) * (soak.steps - done)
+                    print(
+                        f"step {done} of {soak.steps}, about {left:.0f} s left", file=sys.stderr, flush=True
+                    )
         except (CommunicationError, InjectedError) as raised:
             error = type(raised).__name__
     told = job.told() if not error else ("", 0.0, 0.0)
@@ -251,21 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2_000)
     parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--losses", type=int, default=6)
+    parser.add_argument("--faults", type=int, default=200, dest="num_faults")
+    parser.add_argument("--losses", type=int, default=6, dest="num_losses")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start = time.monotonic()
     with said_if_interrupted("nothing is kept: a soak can't be resumed"):
-        told, struck, restarts = soak(
-            options.seed,
-            processes=options.processes,
-            steps=options.steps,
-            save_every=20,
-            num_faults=options.faults,
-            num_losses=options.losses,
-            log=True,
-        )
+        told, struck, restarts = Soak(**vars(options), log=True).run()
     same = len({each.checksum for each in told}) == 1
     gap = max(each.gap for each in told)
     print(f"{told[0].step} steps, {told[0].skipped} skipped, {restarts} restarts, faults {dict(struck)}")

@@ -154,18 +154,31 @@ def trained_state() -> dict[str, Any]:
     return simulation.state_dicts()[0]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_written_and_read_it_is_the_same(name: str, tmp_path: Path) -> None:
-    state = trained_state()
-    save(state, tmp_path / name)
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-    assert_same_state(load(str(tmp_path / name)), state)
-    resumed(load(tmp_path / name), POWER, 3)
+@pytest.fixture(params=FORMATS)
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where a state is saved, of either format, in a folder of its own."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    return folder / str(request.param)
 
 
-def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(tmp_path: Path) -> None:
-    path, state = tmp_path / "sync.pt", trained_state()
-    save(state, path)
+@pytest.fixture
+def state(path: Path) -> dict[str, Any]:
+    """What is saved there."""
+    trained = trained_state()
+    save(trained, path)
+    return trained
+
+
+def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> None:
+    assert os.listdir(path.parent) == [path.name]
+    assert_same_state(load(str(path)), state)
+    resumed(load(path), POWER, 3)
+
+
+def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(
+    path: Path, state: dict[str, Any]
+) -> None:
     with pytest.raises(StateError, match="damaged"):
         save(state | {"step": 99}, path)
     with pytest.raises(StateError, match="made by state_dict"):
@@ -189,13 +202,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         save({"sync": {}, "last_average": {}}, tmp_path / "local.pt")
 
 
-@pytest.mark.parametrize("name", FORMATS)
 def test_a_save_within_another_to_the_same_path(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What two processes may do to each other, at its worst moment."""
-    first, path = trained_state(), tmp_path / name
-    second = resumed(first, POWER, 1).state_dicts()[0]
+    second = resumed(state, POWER, 1).state_dicts()[0]
     flush_to_disk, loaded = os.fsync, []
 
     def meanwhile(number: int) -> None:
@@ -205,24 +216,22 @@ def test_a_save_within_another_to_the_same_path(
         flush_to_disk(number)
 
     monkeypatch.setattr(os, "fsync", meanwhile)
-    save(first, path)
-    assert_same_state(loaded[0], second)
-    assert_same_state(load(path), first)
-    assert os.listdir(tmp_path) == [name]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state, path, replaced = trained_state(), tmp_path / name, []
     save(state, path)
-    save(resumed(state, AllReduce(), 1).state_dicts()[0], tmp_path / f"other {name}")
+    assert_same_state(loaded[0], second)
+    assert_same_state(load(path), state)
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
+    path: Path, state: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaced, other = [], path.with_name(f"other {path.name}")
+    save(resumed(state, AllReduce(), 1).state_dicts()[0], other)
     open_file = Path.open
 
     def then_replaced(self: Path, *options: Any) -> Any:
         file = open_file(self, *options)
-        replaced.append((tmp_path / f"other {name}").replace(path))
+        replaced.append(other.replace(path))
         return file
 
     monkeypatch.setattr(Path, "open", then_replaced)
@@ -230,50 +239,47 @@ def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
     assert replaced == [path]
 
 
-@pytest.mark.parametrize("name", FORMATS)
 def test_parts_of_others_are_let_be_and_links_are_not_written_through(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "0" * 2 * num_bytes)
-    other, left = tmp_path / "other", tmp_path / f"{name}.part"
+    other, left = tmp_path / "other", path.with_name(f"{path.name}.part")
     other.write_text("not ours")
     left.symlink_to(other)
-    save(trained_state(), tmp_path / name)
-    foreseen = tmp_path / f"{name}.{'0' * 16}.part"
+    save(trained_state(), path)
+    foreseen = path.with_name(f"{path.name}.{'0' * 16}.part")
     foreseen.symlink_to(other)
     with pytest.raises(CheckpointError, match="File exists"):
-        save(trained_state(), tmp_path / name)
+        save(trained_state(), path)
     assert other.read_text() == "not ours"
     assert left.is_symlink()
     assert foreseen.is_symlink()
-    load(tmp_path / name)
+    load(path)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_mode_is_as_the_umask_has_it(name: str, tmp_path: Path) -> None:
+def test_the_mode_is_as_the_umask_has_it(path: Path) -> None:
     before = os.umask(0o027)
     try:
-        save(trained_state(), tmp_path / name)
+        save(trained_state(), path)
     finally:
         os.umask(before)
-    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(name: str, tmp_path: Path) -> None:
-    state, path = trained_state(), tmp_path / name
-    save(state, path)
+def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(path: Path, state: dict[str, Any]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(CheckpointError, match=f"{name} can't be written: File too large; .* make room"):
+        with pytest.raises(
+            CheckpointError, match=f"{path.name} can't be written: File too large; .* make room"
+        ):
             save(state, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with pytest.raises(CheckpointError, match=r"nowhere/.* can't be written: No such file or directory"):
-        save(state, tmp_path / "nowhere" / name)
+        save(state, path.parent / "nowhere" / path.name)
     assert_same_state(load(path), state)
-    assert os.listdir(tmp_path) == [name]
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_safetensors_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

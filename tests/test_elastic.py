@@ -24,19 +24,12 @@ LIMIT_SECONDS = 180.0
 def agent(
     store: Path, log: Path, launch: list[str], *, address: str, last_call_seconds: int
 ) -> AbstractContextManager[Running]:
-    """One machine's torchrun: two processes, in a job of one or two machines.
+    """One machine's torchrun: two processes, in a job of one or two machines, which it ranks by `address`.
 
     They meet by a file: what torchrun finds there, it loads as a pickle, and a store that many machines can
     reach would listen on all addresses. By default torchrun gives every restart the same store, in which Gloo
-    finds addresses of dead processes.
-
-    Args:
-        store: The file.
-        log: What it and its processes print.
-        launch: The script and its arguments.
-        address: Of the machine; torchrun ranks machines by it.
-        last_call_seconds: If it is the first to come, how long it waits for the other. It is taken for lost
-            10 seconds after its last sign of life, so that a busy computer is not.
+    finds addresses of dead processes. The first to come waits for the other for `last_call_seconds`. One is
+    taken for lost 10 seconds after its last sign of life, so that a busy computer is not.
     """
     command = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
     command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", f"--local-addr={address}"]

@@ -265,7 +265,10 @@ def test_packets_are_late_and_lost_and_keep_their_order(
 @real
 @pytest.mark.alone
 def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
-    with Network(2, Link("10mbit", latency="60ms")) as network:
+    network = Network(2, Link("10mbit", latency="60ms"))
+    with network:
+        pass  # it can be opened again
+    with network:
         network.check_link()
         network.links[0] = Link("10mbit", latency="90ms")
         with pytest.raises(CommunicationError, match="but 90ms and 10mbit were asked for: this computer is"):
@@ -315,18 +318,14 @@ def test_training_over_gloo_sends_what_is_counted_once(processes_per_machine: in
 
 
 @real
-def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
-    code = "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(7)"
+@pytest.mark.parametrize(("end", "exit_code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_first_failure_is_the_labs_as_a_shell_tells_it_and_ends_the_others(
+    end: str, exit_code: int
+) -> None:
+    code = f"import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); {end}"
     start = time.monotonic()
-    done = run_lab("--machines=3", "--grace-seconds=0.2", code=code)
-    assert done.returncode == 7
+    assert run_lab("--machines=3", "--grace-seconds=0.2", code=code).returncode == exit_code
     assert time.monotonic() - start < 60
-
-
-@real
-def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
-    code = "import os; os.kill(os.getpid(), 9 if os.environ['RANK'] == '0' else 0)"
-    assert run_lab("--machines=2", code=code).returncode == 137
 
 
 @real

@@ -87,8 +87,11 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "_goes_on", late(kind._goes_on))
 
 
-def test_all_that_end_well(tmp_path: Path) -> None:
-    job = ran("", tmp_path)
+def test_all_end_well_and_nobody_else_can_open_what_they_meet_by(tmp_path: Path) -> None:
+    look = 'print(pathlib.Path(os.environ["THINWIRE_STORE"]).parent.stat().st_mode & 0o777, file=sys.stderr)'
+    with (tmp_path / "errors").open("wb") as errors:
+        job = ran(look, tmp_path, _errors=errors)
+    assert (tmp_path / "errors").read_text().split() == [str(0o700)] * 3
     assert (job.failure, job.exit_code) == (None, 0)
     for _, store, size, interface in told(tmp_path).values():
         assert (size, interface) == ("3", launch.loopback_interface())
@@ -122,13 +125,6 @@ def test_one_that_is_killed_is_the_cause_of_the_others_errors(tmp_path: Path) ->
     """Even if all have failed when somebody looks."""
     job = ran(f"if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{FAIL}", tmp_path)
     assert (job.failure, job.exit_code) == ("process 2 was ended by signal 9", 137)
-
-
-def test_nobody_else_can_open_what_the_processes_meet_by(tmp_path: Path) -> None:
-    look = 'print(pathlib.Path(os.environ["THINWIRE_STORE"]).parent.stat().st_mode & 0o777, file=sys.stderr)'
-    with (tmp_path / "errors").open("wb") as errors:
-        ran(look, tmp_path, _errors=errors)
-    assert (tmp_path / "errors").read_text().split() == [str(0o700)] * 3
 
 
 @pytest.mark.parametrize("is_urgent", [False, True], ids=["in time", "at a further signal"])
@@ -199,10 +195,9 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", launch.STORE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     run_here(None)
-    with pytest.raises(ConfigError, match="sharded must be a whole number of at least 1, got 0"):
-        run_here(0, "--sharded")
-    with pytest.raises(ConfigError, match="processes must be a whole number of at least 1, got 0"):
-        run_here(0)
+    for name in ("sharded", "processes"):
+        with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1, got 0"):
+            run_here(0, f"--{name}")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"this is a process of one \(RANK is set\): leave it out"):
         run_here(2)

@@ -7,13 +7,13 @@ import signal
 import pytest
 
 from by_hand import said_if_interrupted
-from soak import schedule, soak
+from soak import Soak
 
 
 @pytest.mark.timeout(200)
 def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_lost() -> None:
     # Of a seed by which every process has faults, and each loss comes some steps after a save.
-    told, struck, restarts = soak(2947, processes=4, steps=20, save_every=5, num_faults=12, num_losses=3)
+    told, struck, restarts = Soak(2947, steps=20, num_faults=12, num_losses=3, save_every=5).run()
     assert len(told) == 4
     assert restarts == 3
     assert set(struck) == {"non-finite", "slow", "stall", "kill", "raise"}
@@ -27,9 +27,8 @@ def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_l
 
 
 def test_the_schedule_is_its_seeds() -> None:
-    first = schedule(1, processes=4, steps=100, num_faults=20, num_losses=3)
-    assert first == schedule(1, processes=4, steps=100, num_faults=20, num_losses=3)
-    assert first != schedule(2, processes=4, steps=100, num_faults=20, num_losses=3)
+    first, again, other = (Soak(seed, 100, num_faults=20, num_losses=3).schedule() for seed in (1, 1, 2))
+    assert first == again != other
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pool
 from thinwire.errors import ThinwireError
 
 
@@ -80,15 +81,12 @@ def raised_by(action: Callable[..., object]) -> tuple[str, str]:
 
 def gathered(tensor: Tensor) -> Tensor:
     """The tensors of all processes, stacked: to look, not part of what is tested."""
-    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor.contiguous())
-    return torch.stack(everyone)
+    return torch.stack(pool.gathered(tensor))
 
 
 def agreed(model: nn.Module) -> bool:
     """Whether all processes hold the same parameters to the bit."""
-    everyone = gathered(flat(model))
-    return bool((everyone == everyone[0]).all())
+    return pool.are_alike([flat(model)])
 
 
 def halves(model: nn.Module) -> tuple[bool, bool]:

@@ -274,7 +274,10 @@ class PowerSGD(AlgorithmAggregator):
     _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
 
     def __init__(self, params: Iterable[torch.Tensor], config: Config, **options: Unpack[Options]) -> None:
-        super().__init__(params, _algorithm_of(config), **options)
+        if not isinstance(config, Config):
+            raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {shown(config)}")
+        algorithm = EpfmlPowerSGD(**translated(config._asdict()), alternating=True)
+        super().__init__(params, algorithm, **options)
         self.config = config
 
 
@@ -307,16 +310,23 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
     front = aggregator._front_for(parameters)
     if not isinstance(aggregator, AllReduce):
-        _check_same(parameters, front.parameters)
+        here = set(map(id, parameters))
         # In the aggregator's order, by which its state knows them.
         parameters = front.parameters
-    _check_scaled(optimizer, aggregator.grad_scaler)
+        there = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        if here != there:
+            raise ConfigError(
+                f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the "
+                f"aggregator {len(there - here)} that are not the optimizer's; make an aggregator for each "
+                "optimizer, of all its parameters"
+            )
+    scaler = _enabled_scaler(optimizer, aggregator)
     means, committed = front.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
     # A scaler is asked whatever has become of the step: it lowers its scale by the means that are not finite.
-    if aggregator.grad_scaler is not None and aggregator.grad_scaler.is_enabled():
-        aggregator.grad_scaler.step(optimizer)
+    if scaler is not None:
+        scaler.step(optimizer)
     elif committed:
         optimizer.step()
     # The means are used up: left there, the next backward pass would add to them.
@@ -340,26 +350,15 @@ def _step_keeping_error(
     return True
 
 
-def _check_same(optimizers: list[torch.Tensor], aggregators: list[torch.Tensor]) -> None:
-    here = {id(parameter) for parameter in optimizers}
-    there = {id(parameter) for parameter in aggregators if parameter.requires_grad}
-    if here != there:
-        raise ConfigError(
-            f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the aggregator "
-            f"{len(there - here)} that are not the optimizer's; make an aggregator for each optimizer, of "
-            "all its parameters"
-        )
-
-
-def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
-    if grad_scaler is None or not grad_scaler.is_enabled():
-        return
+def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: _Synchronised) -> GradScaler | None:
+    scaler = aggregator.grad_scaler
+    if scaler is None or not scaler.is_enabled():
+        return None
     # The scaler has no public word for it.
-    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
-        raise StepError(
-            "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not "
-            "averaged yet; leave it out"
-        )
+    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
+        raise StepError(f"{words} averaged yet; leave it out")
+    return scaler
 
 
 def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
@@ -379,9 +378,3 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
         if elements * dtype.itemsize * self.min_compression_ratio >= uncompressed_bytes:
             return self.uncompressed_route(spec, dtype)
         return self.compressed_route([spec], shape, min(self.matrix_rank, *shape))
-
-
-def _algorithm_of(config: object) -> EpfmlPowerSGD:
-    if not isinstance(config, Config):
-        raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {shown(config)}")
-    return EpfmlPowerSGD(**translated(config._asdict()), alternating=True)

@@ -63,7 +63,7 @@ def keep(command: Sequence[str]) -> int:
         prctl(PR_SET_PDEATHSIG, END_ALL)
         if not _launcher_is_there():
             raise AllMustEndError
-        # Should this process be killed outright, it can end nobody.
+        # Should this process be killed outright, it can end no one.
         end_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         process = subprocess.Popen(command, preexec_fn=end_with_this)  # noqa: PLW1509 - there is one thread
         # Whatever else ends on the way is waited for as well: it may have become a child of this process.

@@ -134,13 +134,13 @@ class Process:
 
     def send(self, number: int) -> None:
         """Send a signal, if it still runs; SIGKILL ends it for certain."""
-        # Once it has ended, its number may be another process's.
+        # Once it has ended, its number may be a different process's.
         if self.exit_code is not None:
             return
         if not self._is_kept:
             os.kill(self._process.pid, number)
         elif number == signal.SIGKILL:
-            # At SIGKILL its keeper could end nobody.
+            # At SIGKILL its keeper could end no one.
             os.kill(self._process.pid, END_ALL)
         else:
             os.killpg(self._process.pid, number)
@@ -153,7 +153,7 @@ class ProcessesOfMember:
     """
 
     def __init__(self, start: Callable[[Mapping[str, str]], Process], size: int) -> None:
-        # A free port that nobody can take meanwhile: the listener becomes the store's. It is closed with it.
+        # A free port that no one can take meanwhile: the listener becomes the store's. It is closed with it.
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
@@ -286,7 +286,7 @@ class Job:
         if failed and self.failure is None:
             first, self.failure = self._first_of(failed)
             self._failed_code = codes[first] or 0
-            # Not at once: the others find out by themselves, and their own words tell more than a signal's.
+            # Wait first: the others find out by themselves, and their own words tell more than a signal's.
             self._deadline = time.monotonic() + self._grace_seconds
         return None in codes and self.output_error is None and time.monotonic() < self._deadline
 
@@ -328,7 +328,7 @@ class LocalJob(Job):
         self._command, self._errors, self._interface = list(command), errors, loopback_interface()
 
     def _prepare(self, opened: ExitStack) -> None:
-        # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
+        # Its mode is 0700: anyone who could write to the file could tell the processes to connect elsewhere.
         self._folder = Path(opened.enter_context(TemporaryDirectory(prefix="thinwire-job-")))
 
     def _started(self, process_rank: int) -> Process:
@@ -349,7 +349,7 @@ class LocalJob(Job):
         return self._folder / f"error-{process_rank}.json"
 
     def _first_of(self, failed: list[int]) -> tuple[int, str]:
-        # By the age of what each wrote on its way out. A process that wrote nothing was killed, and is first:
+        # In the order in which each wrote at its end. A process that wrote nothing was killed, and is first:
         # the others' errors are for want of it.
         paths = {each: self._error_path(each) for each in failed}
         ages = {each: path.stat().st_mtime_ns if path.exists() else 0 for each, path in paths.items()}

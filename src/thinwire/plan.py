@@ -106,7 +106,7 @@ class Route:
     """How a gradient travels.
 
     Attributes:
-        names: The parameters that travel together; several only where a whole bucket is compressed as one.
+        names: The parameters that travel together; several only if a whole bucket is compressed as one.
         gradient_bytes: Bytes a process would send per step without Thinwire.
         message_bytes: Bytes of its messages per step, all rounds together, once past any warm-up; counted as
             of an all-reduce, see `Stats`.
@@ -133,7 +133,7 @@ class Plan:
     """Which parameter travels how. Printing it gives a table.
 
     Attributes:
-        routes: One for each parameter (or bucket, where the algorithm compresses a bucket as one).
+        routes: One for each parameter (or bucket, if the algorithm compresses a bucket as one).
         processes: Of a machine whose processes share its messages; 1 if each process sends its own.
     """
 

@@ -161,7 +161,7 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
             "It may lose 2.0 %: compare losses.",
         ]
     )
-    assert "rank 1; rank 4. Of those that win enough, rank 4 is expected to lose the least; of equal" in told
+    assert "rank 1; rank 4. Among those that win enough, rank 4 is expected to lose the least; of" in told
     assert "use(rank 4)" in told
     # Less is better everywhere: half the time is 50, not 2.00.
     assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in [

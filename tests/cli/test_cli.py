@@ -18,7 +18,7 @@ from rich.console import Console
 
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
-from thinwire.cli import Settings, build_app, main
+from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
@@ -36,7 +36,8 @@ SURFACE = {
     "--grace-seconds --report",
     "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
     "report": "RUNS --output",
-    "run": "SCRIPT ARGUMENTS --min --max --lighthouse --host --port --max-restarts --grace-seconds",
+    "run": "SCRIPT ARGUMENTS --min --max --processes-per-member --lighthouse --host --port --max-restarts "
+    "--grace-seconds",
 }
 
 
@@ -55,7 +56,7 @@ def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> object:
 
 def commands() -> dict[str, Any]:
     """By name; "" is what they all have in common."""
-    group: Any = typer.main.get_command(build_app(Settings()))
+    group: Any = typer.main.get_command(build_app(bool))
     return {"": group, **group.commands}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms import ddp_comm_hooks as stock
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from hooks.test_hooks import new_model
 from launcher import run_python
 from pool import in_each_process
 from thinwire import ddp_comm_hooks, hooks
@@ -113,25 +112,14 @@ def test_torchs_built_in_types_register_ours() -> None:
         ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, model)
 
 
-def new_model() -> DistributedDataParallel:
-    torch.manual_seed(7)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01)
-
-
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "torch's own types": (
-        lambda: ddp_comm_hooks.register_ddp_comm_hook(stock.DDPCommHookType.NOOP, nn.Linear(2, 2)),  # type: ignore[arg-type]
-        "thinwire.ddp_comm_hooks.DDPCommHookType",
-    ),
-    "no model": (
-        lambda: ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, nn.Linear(2, 2)),
-        "got Linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_refused_at_once(name: str) -> None:
-    call, message = BAD[name]
-    with pytest.raises(thinwire.ThinwireError, match=message):
-        call()
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (stock.DDPCommHookType.NOOP, "thinwire.ddp_comm_hooks.DDPCommHookType"),
+        (ddp_comm_hooks.DDPCommHookType.NOOP, "got Linear"),
+    ],
+    ids=["torch's own type", "no model"],
+)
+def test_mistakes_are_refused_at_once(kind: Any, words: str) -> None:
+    with pytest.raises(thinwire.ThinwireError, match=words):
+        ddp_comm_hooks.register_ddp_comm_hook(kind, nn.Linear(2, 2))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+import torch
 from hypothesis import strategies as st
 
+from thinwire.algorithms import Quantize
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Message, Work, run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.metered import Wrapped
@@ -16,6 +20,14 @@ from thinwire.errors import CommunicationError
 from thinwire.localsgd.member import Member
 
 Front = TypeVar("Front", bound=Member)
+
+FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
+VOTE = "whether all have received everything"
+
+
+def alone(lighthouse: InProcessLighthouse | None = None) -> InProcessGroup:
+    """A group of one member, by default without anything that it waits for."""
+    return InProcessGroup(lighthouse or InProcessLighthouse())
 
 
 class Reached:
@@ -86,21 +98,25 @@ class InTurns(ABC, Generic[Front]):
 
     def __init__(
         self,
-        lighthouse: InProcessLighthouse,
         joins_at: list[int],
-        ends: dict[int, tuple[int, str]] | None,
-        faults: dict[int, tuple[Any, ...]] | None,
+        *,
+        lighthouse: InProcessLighthouse | None = None,
+        ends: dict[int, tuple[int, str]] | None = None,
+        faults: dict[int, tuple[Any, ...]] | None = None,
     ) -> None:
-        self.lighthouse, self.joins_at = lighthouse, joins_at
+        self.lighthouse, self.joins_at = lighthouse or InProcessLighthouse(1, 60.0), joins_at
         self.ends, self.faults = ends or {}, faults or {}
         self.fronts: dict[int, Front] = {}
         self.errors: dict[int, BaseException] = {}
-        self.groups = {member: InProcessGroup(lighthouse) for member, step in enumerate(joins_at) if not step}
+        self.models: dict[tuple[int, int], torch.Tensor] = {}  # what `train` notes, by step and member
+        self.groups = {
+            member: InProcessGroup(self.lighthouse) for member, step in enumerate(joins_at) if not step
+        }
         self.results = run_members(len(joins_at), self._live)
 
-    def _live(self, member: int) -> str:
+    def _live(self, member: int) -> Any:
         if self.joins_at[member]:
-            wait_for(Reached(self.fronts.values, self.joins_at[member]))
+            self.wait_until(self.joins_at[member])
             self.groups[member] = InProcessGroup(self.lighthouse)
         if member in self.faults:
             self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
@@ -113,8 +129,41 @@ class InTurns(ABC, Generic[Front]):
             return type(error).__name__
 
     @abstractmethod
-    def train(self, member: int) -> str:
+    def train(self, member: int) -> Any:
         """Train with a front of its own, put into `fronts`; how that ended."""
+
+    def end(self, how: str, member: int) -> None:
+        """Let a member leave, or kill it."""
+        if how == "leave":
+            self.fronts[member].leave()
+        else:
+            self.groups[member].leave = lambda: None  # type: ignore[method-assign]
+            raise Killed
+
+    def wait_until(self, steps: int) -> None:
+        """Wait until a member has made so many steps."""
+        reached = Reached(self.fronts.values, steps)
+        while not reached.is_complete:
+            with suppress(CommunicationError):  # all wait for one that has been struck, and go on without it
+                wait_for(reached)
+
+    def check_equal(self, *, since: int = 0) -> None:
+        """Check that all who have noted a model after the same step have noted the same."""
+        for step in {step for step, _ in self.models if step >= since}:
+            held = [model for (at, _), model in self.models.items() if at == step]
+            assert all(torch.equal(each, held[0]) for each in held), f"step {step}"
+
+    def owed(self, member: int) -> torch.Tensor:
+        """Return a member's residual, in the order of its parameters."""
+        front = self.fronts[member]
+        errors, named = front._engine.memory[ERROR], front.module.named_parameters()
+        return torch.cat([errors.get(name, torch.zeros_like(each)).flatten() for name, each in named])
+
+    def lasts(self, member: int) -> torch.Tensor:
+        """Return a member's last averages, in the order of its parameters."""
+        front: Any = self.fronts[member]
+        lasts = {each.name: last for each, last in front._fragments.lasts}
+        return torch.cat([lasts[name].flatten() for name, _ in front.module.named_parameters()])
 
 
 @st.composite

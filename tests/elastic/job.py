@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
-from elastic import learner, worker
+from elastic import learner
 from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0
@@ -25,8 +26,8 @@ class Job:
     """Members that meet at one lighthouse, and what they have told so far.
 
     With a lab's network, the lighthouse is on its first host, and member n on the host n + 1; of more
-    members than hosts in turn. Members are a `worker`'s; or, with their settings, a `learner`'s, and their
-    lighthouse is a process of its own, which dies as one.
+    members than hosts in turn. With settings for all `learners`, the lighthouse is a process of its own,
+    which dies as one.
     """
 
     def __init__(
@@ -85,16 +86,36 @@ class Job:
         command = self._network.command_in(self._host_of(member), "ip", "link", "set", "eth0", state)
         subprocess.run(command, check=True)
 
+    def cut(self, member: int, seconds: float) -> None:
+        """Cut a member's link for so long."""
+        self.set_link(member, "down")
+        time.sleep(seconds)
+        self.set_link(member, "up")
+
+    def stop(self, member: int, seconds: float) -> None:
+        """Let a member stand still for so long."""
+        os.kill(self.processes[member].pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(self.processes[member].pid, signal.SIGCONT)
+
+    def darken_for(self, seconds: float) -> None:
+        """End the lighthouse, and start it again."""
+        self.darken()
+        time.sleep(seconds)
+        self.light()
+
     def start(self, member: int, **options: Any) -> forked.Process:
         namespaces = []
         if self._network is not None:
             host = self._host_of(member)
             namespaces = self._namespaces(host)
             options = {"hostname": self._network.address(host), **options}
-        body = _member
-        if self._learners is not None:
-            body, options = _learner, {**self._learners, **options}
-        process = forked.process(body, str(self._path), self.address, member, options, namespaces=namespaces)
+        # By default no two begin with the same model.
+        usual = {"seed": member, "has_buffers": "averages_gradients" not in options}
+        options = {**(usual if self._learners is None else self._learners), **options}
+        process = forked.process(
+            _member, str(self._path), self.address, member, options, namespaces=namespaces
+        )
         process.start()
         self.processes.append(process)
         return process
@@ -159,13 +180,5 @@ def _lit(bind: str, least: int) -> None:
 
 def _member(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
     if "hostname" in options:
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    worker.train(
-        path, lighthouse, member, **{"steps": 100_000, "timeout_seconds": TIMEOUT_SECONDS, **options}
-    )
-
-
-def _learner(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
-    if options.get("hostname", "127.0.0.1") != "127.0.0.1":
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     learner.learn(path, lighthouse, member, **{"timeout_seconds": TIMEOUT_SECONDS, **options})

@@ -1,4 +1,4 @@
-"""A member of a real elastic group that learns to predict bytes: Thinwire's DiLoCo, or torchft's own.
+"""A member of a real elastic group that learns to predict bytes: by Thinwire, or by torchft's own DiLoCo.
 
 It tells of every averaging, a line each, and at the end of its held-out loss. SIGUSR1 lets it die in the
 middle of its next all-to-all (torchft's: all-reduce), SIGUSR2 when it next serves a newcomer.
@@ -6,6 +6,7 @@ middle of its next all-to-all (torchft's: all-reduce), SIGUSR2 when it next serv
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -19,15 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from elastic.worker import Deadly, checksum
+from thinwire import checkpoint
 from thinwire.algorithms import Quantize
+from thinwire.channel import Message, Work
+from thinwire.channel.metered import Wrapped
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
-from thinwire.elastic import DiLoCo, Group, TorchftGroup
+from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
 from thinwire.localsgd.members import torchft_group
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3
 USUAL = 4  # members: torchft's outer learning rate is chosen for so many
 WAIT_SECONDS = 120.0
+FEW_BITS = Quantize(bits=4, error_feedback=True)
 MOMENTS = {
     "all-to-all": "round 1",
     "all-gather": "round 2",
@@ -36,11 +40,16 @@ MOMENTS = {
 }
 
 
-def new_model(seed: int) -> nn.Module:
+def new_model(seed: int, width: int, has_buffers: bool) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, 64), nn.Tanh(), nn.Linear(64, 256)
-    )
+    middle = [nn.Tanh(), *([nn.BatchNorm1d(width)] if has_buffers else [])]
+    first = [nn.Embedding(256, 16), nn.Flatten(), nn.Linear(16 * CONTEXT, width)]
+    return nn.Sequential(*first, *middle, nn.Linear(width, 256))
+
+
+def checksum(model: nn.Module) -> str:
+    held = [each.detach().float().reshape(-1) for each in model.state_dict().values()]
+    return hashlib.sha256(torch.cat(held).numpy().tobytes()).hexdigest()[:16]
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -57,6 +66,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Deadly(Wrapped):
+    """Kills this process when it sends a message whose purpose has some words in it, the nth time."""
+
+    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
+        super().__init__(inner.transport)
+        self.words, self.place = words, place
+
+    def start(self, message: Message) -> Work:
+        self.place -= self.words in message.purpose
+        work = super().start(message)
+        if self.place == 0 and self.words in message.purpose:
+            die()
+        return work
+
+
 class Learner:
     """What both kinds of members have in common.
 
@@ -64,15 +88,24 @@ class Learner:
     """
 
     def __init__(
-        self, path: str, member: int, *, steps: int, seed: int, dies_at: tuple[str, int] | None
+        self,
+        path: str,
+        member: int,
+        *,
+        steps: int,
+        seed: int,
+        dies_at: tuple[str, int] | None = None,
+        width: int = 64,
+        has_buffers: bool = False,
     ) -> None:
         torch.set_num_threads(1)
         self.out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
         self.member, self.num_steps, self.dies_at = member, steps, dies_at
+        self.file = Path(path).with_name(f"member{member}.pt")
         self.text = load_text(max_train_bytes=2_000_000, max_heldout_bytes=200_000)
-        self.model = new_model(seed)  # all alike, so that it does not matter whose they start from
+        self.model = new_model(seed, width, has_buffers)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
-        self.draws = torch.Generator().manual_seed(1_000_000 * seed + member)
+        self.first_draw = 1_000_000_000 * seed + 1_000_000 * member
         self.serves_deadly = False
         self.die_in_all_to_all: Callable[[], None] = die
 
@@ -80,15 +113,17 @@ class Learner:
         said = {"pid": os.getpid(), "member": self.member, "time": time.time(), **said}
         self.out.write(json.dumps(said) + "\n")
 
-    def learn(self, steps_done: int) -> None:
-        """Take a step of the inner optimizer, whose rate falls to zero at the end."""
+    def learn(self, steps_done: int, step: Callable[[], object] | None = None) -> None:
+        """Take a step of the inner optimizer, or that `step`; the rate falls to zero at the end."""
         # Of the group's steps: who joins late has the others' rate.
         self.optimizer.param_groups[0]["lr"] = LR * max(0.0, 1 - steps_done / self.num_steps)
         self.optimizer.zero_grad()
-        drawn = sample_batch(self.text.train, batch_size=BATCH, context_length=CONTEXT, generator=self.draws)
+        # Of the member and the step alone: a run that resumes draws the same.
+        draws = torch.Generator().manual_seed(self.first_draw + steps_done)
+        drawn = sample_batch(self.text.train, batch_size=BATCH, context_length=CONTEXT, generator=draws)
         loss = loss_of(self.model, *drawn)
         torch.autograd.backward(loss)
-        self.optimizer.step()
+        (step or self.optimizer.step)()
 
     def serve(self) -> None:
         """Die, if it is to."""
@@ -104,16 +139,20 @@ def learn(
     peer: bool = False,
     steps: int = 1_000_000,
     seed: int = 0,
-    step_seconds: float = 0.0,
+    step_seconds: float = 0.01,
     dies_at: tuple[str, int] | None = None,
+    width: int = 64,
+    has_buffers: bool = False,
     min_members: int = 1,
     timeout_seconds: float = 4.0,
     hostname: str = "127.0.0.1",
+    **options: Any,
 ) -> None:
-    """Learn with the others at a lighthouse; `peer`: with torchft's DiLoCo."""
-    learner = Learner(path, member, steps=steps, seed=seed, dies_at=dies_at)
+    """Learn with the others at a lighthouse; `peer`: with torchft's DiLoCo; `options`: of the member."""
+    made = {"steps": steps, "seed": seed, "dies_at": dies_at, "width": width, "has_buffers": has_buffers}
+    learner = Learner(path, member, **made)  # type: ignore[arg-type]
     # Ordered as their numbers: the first of those who are furthest serves newcomers.
-    settings = {"name": f"member{member:03}", "min_members": min_members, "hostname": hostname}
+    settings = {"name": f"member{member:03}", "min_members": min_members, "hostname": hostname, **options}
     signal.signal(signal.SIGUSR1, lambda *_: learner.die_in_all_to_all())
     signal.signal(signal.SIGUSR2, lambda *_: setattr(learner, "serves_deadly", True))
     # Imported here: it builds on this module.
@@ -123,25 +162,16 @@ def learn(
             while step(step_seconds):
                 pass
     except Exception as error:
-        learner.tell(event="raised", error=type(error).__name__, message=str(error)[:300])
+        learner.tell(event="raised", error=type(error).__name__, message=str(error)[:1000])
         raise
 
 
-def diloco(learner: Learner, group: Group) -> DiLoCo:
-    return DiLoCo(
-        learner.model,
-        learner.optimizer,
-        every_steps=EVERY,
-        group=group,
-        algorithm=Quantize(bits=4, error_feedback=True),
-    )
+def diloco(learner: Learner, group: Group) -> DiLoCo | Steps:
+    return DiLoCo(learner.model, learner.optimizer, every_steps=EVERY, group=group, algorithm=FEW_BITS)
 
 
-@contextmanager
-def thinwire_member(
-    learner: Learner, lighthouse: str, timeout_seconds: float, **settings: Any
-) -> Iterator[Callable[[float], bool]]:
-    group = TorchftGroup(lighthouse, timeout_seconds=timeout_seconds, wait_seconds=WAIT_SECONDS, **settings)
+def made_deadly(learner: Learner, group: TorchftGroup) -> None:
+    """Let the process die where `dies_at` says, and where a signal says later."""
     moment, place = learner.dies_at or ("", 0)
     deadly = group.transport = Deadly(group.transport, MOMENTS.get(moment, "no such message"), place)
 
@@ -158,8 +188,30 @@ def thinwire_member(
         send_state(*args)
 
     torchft_group.send_state = serve  # type: ignore[assignment, attr-defined]
-    local = diloco(learner, group)
-    was_averaged = -1
+
+
+@contextmanager
+def thinwire_member(
+    learner: Learner,
+    lighthouse: str,
+    timeout_seconds: float,
+    *,
+    averages_gradients: bool = False,
+    saves_at: int = -1,
+    resumes: bool = False,
+    **settings: Any,
+) -> Iterator[Callable[[float], bool]]:
+    """Yield what takes a step: one of `diloco`'s, or one that averages gradients.
+
+    After step `saves_at` it saves to a file, from which one that `resumes` goes on.
+    """
+    group = TorchftGroup(lighthouse, timeout_seconds=timeout_seconds, wait_seconds=WAIT_SECONDS, **settings)
+    made_deadly(learner, group)
+    file, local, was_averaged = learner.file, diloco(learner, group), -1
+    if averages_gradients:
+        local = Steps(learner.model, learner.optimizer, FEW_BITS, group=group)
+    if resumes:
+        local.load_state_dict(checkpoint.load(file))
 
     def tell(event: str) -> None:
         nonlocal was_averaged
@@ -170,7 +222,9 @@ def thinwire_member(
     def step(pause_seconds: float) -> bool:
         if local.steps >= learner.num_steps:
             return False
-        learner.learn(local.steps)
+        learner.learn(local.steps, local.step if isinstance(local, Steps) else None)
+        if local.steps == saves_at:
+            checkpoint.save(local.state_dict(), file)
         time.sleep(pause_seconds)
         if local.steps % EVERY == 0 and local.steps > was_averaged:
             tell("averaged")
@@ -180,7 +234,8 @@ def thinwire_member(
         tell("joined")
         yield step
     if local.steps < learner.num_steps:
-        learner.tell(event="left")
+        threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        learner.tell(event="left", threads=threads)
     else:
         loss, stats = heldout_loss(learner.model, learner.text), local.stats()
         learner.tell(

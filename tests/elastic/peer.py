@@ -12,8 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, die, heldout_loss
-from elastic.worker import checksum
+from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, checksum, die, heldout_loss
 from thinwire import Nesterov, Quantize
 from thinwire.localsgd.outer import new_outer
 

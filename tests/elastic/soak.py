@@ -59,9 +59,6 @@ class Soak:
             self.job.start(self.num_started)
             self.num_started += 1
 
-    def process(self, member: int) -> Any:
-        return self.job.processes[member]
-
     @property
     def averaged(self) -> int:
         return max((line["step"] // EVERY for line in self.job.told(event="averaged")), default=0)
@@ -78,11 +75,11 @@ class Soak:
         # The end in peace: who is struck there has no averaging left to come back in.
         while self.averaged < self.averagings - 40:
             self.wait_for(min(self.averaged + self.draw.randint(6, 18), self.averagings - 40))
-            self.alive = [member for member in self.alive if self.process(member).is_alive()]
+            self.alive = [member for member in self.alive if self.job.processes[member].is_alive()]
             self.strike()
         self.wait_for(self.averagings)
         for member in self.alive:
-            self.process(member).join(LONGEST_GAP_SECONDS)
+            self.job.processes[member].join(LONGEST_GAP_SECONDS)
 
     def wait_for(self, averaging: int) -> None:
         last, since = self.averaged, time.monotonic()
@@ -138,23 +135,17 @@ class Soak:
     def last(self, kind: str, struck: int) -> None:
         """Let a fault last that ends by itself."""
         if kind == "dark":
-            self.job.darken()
-            time.sleep(self.draw.uniform(0.5, 4))
-            self.job.light()
+            self.job.darken_for(self.draw.uniform(0.5, 4))
         elif kind == "cut":
-            self.job.set_link(struck, "down")
-            time.sleep(self.draw.uniform(1, 8))
-            self.job.set_link(struck, "up")
+            self.job.cut(struck, self.draw.uniform(1, 8))
         else:
             times, shortest, longest = (3, 0.5, 1.5) if kind == "slowed" else (1, 1.0, 8.0)
             for _ in range(times):
-                os.kill(self.process(struck).pid, signal.SIGSTOP)
-                time.sleep(self.draw.uniform(shortest, longest))
-                os.kill(self.process(struck).pid, signal.SIGCONT)
+                self.job.stop(struck, self.draw.uniform(shortest, longest))
                 time.sleep(0.2)
 
     def end(self, member: int, number: int) -> None:
-        os.kill(self.process(member).pid, number)
+        os.kill(self.job.processes[member].pid, number)
         self.alive.remove(member)
 
     def result(self) -> dict[str, Any]:

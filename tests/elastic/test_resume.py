@@ -15,22 +15,34 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import thinwire
-from elastic.in_turns import InTurns, Killed, Turn
+from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone
 from thinwire import Nesterov, Streaming, Warmup, checkpoint
-from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.channel.in_process import wait_for
-from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps
+from thinwire.elastic import DiLoCo, LocalSGD, Steps
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.localsgd import elastic
-
-FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
-VOTE = "whether all have received everything"
+from training import flat
 
 
-def flat(model: nn.Module) -> torch.Tensor:
-    return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
+def member_of(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def draw_gradients(model: nn.Module, step: int, member: int) -> None:
+    """Of the step and the member alone: a run that resumes draws the same."""
+    draws = torch.Generator().manual_seed(100 * step + member)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=draws)
+
+
+def in_order(tensors: Any) -> torch.Tensor:
+    """What a state has by parameter, in the order of a model."""
+    named, parameters = dict(tensors), member_of(0)[0].named_parameters()
+    return torch.cat([named.get(name, torch.zeros_like(each)).flatten() for name, each in parameters])
 
 
 class Run(InTurns[Any]):
@@ -47,32 +59,24 @@ class Run(InTurns[Any]):
         steps: int = 12,
         saves_at: int = -1,
         states: dict[int, Any] | None = None,
-        ends: dict[int, tuple[int, str]] | None = None,
-        faults: dict[int, tuple[Any, ...]] | None = None,
         joins_at: list[int] | None = None,
+        **struck: Any,
     ) -> None:
         self.kind, self.steps, self.saves_at, self.states = kind, steps, saves_at, states or {}
         self.saved: dict[int, Any] = {}
-        self.models: dict[tuple[int, int], torch.Tensor] = {}
-        super().__init__(InProcessLighthouse(1, 60.0), joins_at or [0] * members, ends, faults)
+        super().__init__(joins_at or [0] * members, **struck)
 
     def train(self, member: int) -> str:
-        torch.manual_seed(member)
-        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = member_of(member)
         front = self.fronts[member] = self.kind(model, optimizer, group=self.groups[member])
         if member in self.states:
             front.load_state_dict(self.states[member])
-        end = self.ends.get(member, (-1, ""))
+        end_step, end = self.ends.get(member, (-1, ""))
         with front:
             while front.steps < self.steps:
-                if front.steps == end[0]:
-                    self.groups[member].leave = lambda: None  # type: ignore[method-assign]
-                    raise Killed
-                # Of the step and the member alone: a run that resumes draws the same.
-                draws = torch.Generator().manual_seed(100 * front.steps + member)
-                for parameter in model.parameters():
-                    parameter.grad = torch.randn(parameter.shape, generator=draws)
+                if front.steps == end_step:
+                    self.end(end, member)
+                draw_gradients(model, front.steps, member)
                 front.step() if isinstance(front, Steps) else optimizer.step()
                 if front.steps == self.saves_at:
                     self.saved[member] = front.state_dict()
@@ -82,10 +86,6 @@ class Run(InTurns[Any]):
                 front.average()
                 self.models[front.steps, member] = flat(model)
         return "done"
-
-    def residual(self, member: int) -> torch.Tensor:
-        errors = self.fronts[member]._engine.memory[ERROR]
-        return torch.cat([errors[name].flatten() for name in sorted(errors)])
 
 
 local = partial(partial, LocalSGD, every_steps=3, algorithm=FEW_BITS)
@@ -111,7 +111,7 @@ def test_a_run_that_resumes_is_the_run_that_went_on_to_the_bit(kind: str) -> Non
     after = {at: model for at, model in whole.models.items() if at[0] > 7}
     assert after.keys() == resumed.models.keys()
     assert all(torch.equal(model, resumed.models[at]) for at, model in after.items())
-    assert all(torch.equal(whole.residual(member), resumed.residual(member)) for member in range(3))
+    assert all(torch.equal(whole.owed(member), resumed.owed(member)) for member in range(3))
     assert resumed.fronts[0].membership().lost_error == 0
     if kind != "delay":
         assert torch.equal(resumed.models[12, 0], resumed.models[12, 2])
@@ -132,14 +132,12 @@ def test_any_number_of_members_resume_from_one_file_and_nothing_that_was_owed_is
     loaded = {member: states[member % 2] for member in range(1, members)} or {0: states[0]}
     resumed = Run(members, KINDS[kind], steps=whole.saved[1]["step"], states=loaded)
     assert resumed.results == ["done"] * members, resumed.errors
-    owed = dict(whole.saved[1]["sync"]["error"])
-    expected = torch.cat([owed[name].flatten() for name in sorted(owed)])
+    expected = in_order(whole.saved[1]["sync"]["error"])
     assert expected.norm() > 0
-    mean = torch.stack([resumed.residual(member) for member in range(members)]).mean(0)
+    mean = torch.stack([resumed.owed(member) for member in range(members)]).mean(0)
     torch.testing.assert_close(mean, expected)
     models = [flat(front.module) for front in resumed.fronts.values()]
-    names = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).state_dict()
-    saved = torch.cat([whole.saved[1]["last_average"][name].flatten() for name in names])
+    saved = in_order(whole.saved[1]["last_average"])
     assert all(torch.equal(model, saved) for model in models)
     assert resumed.fronts[members - 1].membership().lost_error == 0
 
@@ -203,9 +201,9 @@ def test_who_does_not_save_takes_part_and_goes_on() -> None:
 
 def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     state = Run(2, KINDS["local"], saves_at=6).saved[0]
-    model, group = nn.Linear(32, 16), InProcessGroup(InProcessLighthouse())
+    model = nn.Linear(32, 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    front = LocalSGD(model, optimizer, every_steps=2, group=group)
+    front = LocalSGD(model, optimizer, every_steps=2, group=alone())
     for broken, told in (
         ({**state, "step": -1, "checksum": None}, "step must be"),
         ({**state, "step": 7}, "damaged"),
@@ -218,7 +216,7 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
         front.state_dict()
     with pytest.raises(StateError, match=r"differ in \['0.bias'"):
         front.load_state_dict(state)
-    entered = LocalSGD(model, optimizer, every_steps=2, group=InProcessGroup(InProcessLighthouse()))
+    entered = LocalSGD(model, optimizer, every_steps=2, group=alone())
     with entered, pytest.raises(StepError, match="before the context"):
         entered.load_state_dict(state)
     others = Run(3, KINDS["diloco"], states={0: {**state, "step": 7}}, steps=8)
@@ -230,9 +228,7 @@ def of_fixed_members(state: dict[str, Any] | None, **settings: Any) -> tuple[Any
     group = InProcessTransport.group(2)
 
     def train(rank: int) -> tuple[Any, torch.Tensor]:
-        torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = member_of(rank)
         local = thinwire.LocalSGD(model, optimizer, replicas=group[rank], algorithm=FEW_BITS, **settings)
         if state is not None:
             local.load_state_dict(state)
@@ -249,15 +245,13 @@ def of_fixed_members(state: dict[str, Any] | None, **settings: Any) -> tuple[Any
 def test_fixed_members_resume_what_elastic_ones_have_saved_and_the_other_way_round() -> None:
     state = Run(2, KINDS["local"], saves_at=6).saved[0]
     _, start = of_fixed_members(state, every_steps=3)
-    names = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16)).state_dict()
-    assert torch.equal(start, torch.cat([state["last_average"][name].flatten() for name in names]))
+    assert torch.equal(start, in_order(state["last_average"]))
     saved, model = of_fixed_members(None, every_steps=3)
     run = Run(2, KINDS["local"], states={0: saved, 1: saved}, steps=saved["step"])
     assert run.results == ["done"] * 2, run.errors
     assert torch.equal(flat(run.fronts[1].module), model)
-    owed = dict(saved["sync"]["error"])
-    expected = torch.cat([owed[name].flatten() for name in sorted(owed)])
-    torch.testing.assert_close((run.residual(0) + run.residual(1)) / 2, expected)
+    mean = (run.owed(0) + run.owed(1)) / 2
+    torch.testing.assert_close(mean, in_order(saved["sync"]["error"]))
     delayed, _ = of_fixed_members(None, every_steps=3, streaming=Streaming(delay_steps=2))
     refused = Run(1, KINDS["local"], states={0: delayed})
     assert "save after average()" in str(refused.errors[0])
@@ -285,15 +279,11 @@ def test_members_that_stay_do_what_a_fixed_group_does_to_the_bit(name: str) -> N
     group = InProcessTransport.group(3)
 
     def train(rank: int) -> dict[int, torch.Tensor]:
-        torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = member_of(rank)
         models = {}
         with thinwire.LocalSGD(model, optimizer, replicas=group[rank], **settings) as local:
             for step in range(13):
-                draws = torch.Generator().manual_seed(100 * step + rank)
-                for parameter in model.parameters():
-                    parameter.grad = torch.randn(parameter.shape, generator=draws)
+                draw_gradients(model, step, rank)
                 optimizer.step()
                 models[local.steps] = flat(model)
         return models
@@ -309,18 +299,14 @@ def test_what_was_in_flight_when_a_message_failed_is_averaged_when_it_is_due(wor
     kind = local(streaming=Streaming(delay_steps=1, local_weight=0.0), algorithm=AllReduce())
     run = Run(3, kind, faults={member: (words, 2 if words == VOTE else 1)}, steps=12)
     assert run.results == ["done"] * 3, run.errors
-    lasts = [[last for _, last in run.fronts[each]._fragments.lasts] for each in range(3)]
-    assert all(map(torch.equal, lasts[0], lasts[1]))
-    assert all(map(torch.equal, lasts[0], lasts[2]))
+    assert all(torch.equal(run.lasts(0), run.lasts(each)) for each in (1, 2))
 
 
 def test_members_that_die_and_join_while_changes_are_in_flight() -> None:
     kind = diloco(streaming=Streaming(delay_steps=2))
     run = Run(0, kind, joins_at=[0, 0, 0, 5], ends={1: (5, "kill")}, steps=16)
     assert run.results == ["done", "killed", "done", "done"], run.errors
-    lasts = [[last for _, last in run.fronts[each]._fragments.lasts] for each in (0, 2, 3)]
-    assert all(map(torch.equal, lasts[0], lasts[1]))
-    assert all(map(torch.equal, lasts[0], lasts[2]))
+    assert all(torch.equal(run.lasts(0), run.lasts(each)) for each in (2, 3))
     assert run.fronts[0].membership().losses == 1
 
 
@@ -333,16 +319,6 @@ def test_a_member_that_joins_in_the_warm_up_or_behind_it_uses_what_the_others_do
         assert run.fronts[2]._engine.algorithm == PowerSGD(matrix_rank=2)
 
 
-def test_what_a_warm_up_does_not_have_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = InProcessGroup(InProcessLighthouse())
-    with pytest.raises(ConfigError, match="gradients that a DDP model averages"):
-        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=Warmup(2, on_nonfinite="zero"))
-    with pytest.raises(ConfigError, match=r"warmup must be a thinwire\.Warmup"):
-        LocalSGD(model, optimizer, every_steps=2, group=group, warmup=3)  # type: ignore[arg-type]
-
-
 class Unequal(InTurns[Any]):
     """Members whose steps take so many seconds each; each has a clock."""
 
@@ -350,7 +326,7 @@ class Unequal(InTurns[Any]):
         self.step_seconds, self.kind, self.until = step_seconds, kind, until
         self.clocks, self.waited = [0.0] * len(step_seconds), [0.0] * len(step_seconds)
         self.running = 0
-        super().__init__(InProcessLighthouse(1, 60.0), [0] * len(step_seconds), None, None)
+        super().__init__([0] * len(step_seconds))
 
     def train(self, member: int) -> str:
         torch.manual_seed(0)
@@ -395,17 +371,28 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
     assert by_steps.waited[0] / by_steps.until > 0.4
 
 
-def test_what_the_clock_does_not_go_with_is_refused() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given: dict[str, Any] = {"group": InProcessGroup(InProcessLighthouse())}
-    for settings, told in (
-        ({}, "every_steps or every_seconds"),
-        ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
-        ({"every_seconds": 0.0}, "above 0"),
-        ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            LocalSGD(model, optimizer, **given, **settings)
-    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, **given))
-    assert "every_steps=30" in str(DiLoCo(model, optimizer, **given))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"every_steps": 2, "warmup": Warmup(2, on_nonfinite="zero")}, "gradients that a DDP model averages"),
+    ({"every_steps": 2, "warmup": 3}, r"warmup must be a thinwire\.Warmup"),
+    (
+        {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=2)},
+        r"less than every_steps / fragments .* got 2 with 4 / 2",
+    ),
+    ({}, "every_steps or every_seconds"),
+    ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),
+    ({"every_seconds": 0.0}, "above 0"),
+    ({"every_seconds": 9.0, "streaming": Streaming(delay_steps=2)}, "use fragments"),
+]
+
+
+@pytest.mark.parametrize(("settings", "told"), REFUSED)
+def test_settings_that_do_not_go_are_refused(settings: dict[str, Any], told: str) -> None:
+    model, optimizer = member_of(0)
+    with pytest.raises(ConfigError, match=told):
+        LocalSGD(model, optimizer, group=alone(), **settings)
+
+
+def test_a_clock_stands_in_the_name_and_a_default_in_its_place() -> None:
+    model, optimizer = member_of(0)
+    assert "every_seconds=2" in str(DiLoCo(model, optimizer, every_seconds=2.0, group=alone()))
+    assert "every_steps=30" in str(DiLoCo(model, optimizer, group=alone()))

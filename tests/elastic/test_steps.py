@@ -11,23 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import InTurns, Killed, Turn, clean_lives
-from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
-from thinwire.algorithms.error_feedback import ERROR
+from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives
+from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, TopK
 from thinwire.channel.in_process import wait_for
-from thinwire.elastic import InProcessGroup, InProcessLighthouse, Steps
+from thinwire.elastic import Steps
 from thinwire.errors import AgreementError, ConfigError, LeftError, StepError
 
-VOTE = "whether all have received everything"
-FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
 LR = 0.1
 
 
 class Run(InTurns[Steps]):
-    """Members that average random gradients at every step; an end is "leave", or else it is killed.
+    """Members that average random gradients at every step, and note all numbers of theirs after it.
 
-    `held` has, by step and member, its parameters and all of its optimizer's numbers after it; `put_in`, by
-    step and member, its gradient.
+    These are the parameters, in their order, and the optimizer's. `put_in`: by step and member, its gradient.
     """
 
     def __init__(
@@ -36,7 +32,7 @@ class Run(InTurns[Steps]):
         *,
         steps: int = 6,
         ends: dict[int, tuple[int, str]] | None = None,
-        faults: dict[int, tuple[str, int]] | None = None,
+        faults: dict[int, tuple[Any, ...]] | None = None,
         algorithms: dict[int, Algorithm] | None = None,
         adam: bool = True,
         works: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
@@ -45,9 +41,8 @@ class Run(InTurns[Steps]):
     ) -> None:
         self.steps, self.adam, self.works = steps, adam, works
         self.algorithm, self.algorithms, self.lr = algorithm, algorithms or {}, lr
-        self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.put_in: dict[int, dict[int, torch.Tensor]] = {}
-        super().__init__(InProcessLighthouse(1, 60.0), joins_at, ends, faults)
+        super().__init__(joins_at, ends=ends, faults=faults)
 
     def train(self, member: int) -> str:
         torch.manual_seed(member)
@@ -57,17 +52,14 @@ class Run(InTurns[Steps]):
         if self.adam:
             optimizers = [torch.optim.AdamW([each], lr=self.lr) for each in parameters]
         draws = torch.Generator().manual_seed(100 + member)
-        group, algorithm = self.groups[member], self.algorithms.get(member, self.algorithm)
-        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=group)
+        algorithm = self.algorithms.get(member, self.algorithm)
+        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=self.groups[member])
         end_step, end = self.ends.get(member, (-1, ""))
         with steps:
             self.note(member, optimizers)
             while steps.steps < self.steps:
-                if steps.steps == end_step and end == "leave":
-                    steps.leave()
-                elif steps.steps == end_step:
-                    group.leave = lambda: None  # type: ignore[method-assign]
-                    raise Killed
+                if steps.steps == end_step:
+                    self.end(end, member)
                 for parameter in parameters:
                     parameter.grad = torch.randn(parameter.shape, generator=draws)
                 flat = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
@@ -80,20 +72,18 @@ class Run(InTurns[Steps]):
     def note(self, member: int, optimizers: list[torch.optim.Optimizer]) -> None:
         numbers = [each for one in optimizers for group in one.param_groups for each in group["params"]]
         numbers += [each for one in optimizers for state in one.state.values() for each in state.values()]
-        self.held[self.fronts[member].steps, member] = torch.cat(
-            [each.detach().flatten() for each in numbers]
-        )
+        held = torch.cat([each.detach().flatten() for each in numbers])
+        self.models[self.fronts[member].steps, member] = held
 
-    def check_equal(self) -> None:
-        for step in {step for step, _ in self.held} - {0}:
-            held = [numbers for (at, _), numbers in self.held.items() if at == step]
-            assert all(torch.equal(each, held[0]) for each in held), f"step {step}"
+    def moved(self) -> torch.Tensor:
+        """Return by how much the first member's numbers have changed since it began."""
+        return self.models[self.steps, 0].double() - self.models[0, 0].double()
 
 
 def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
     run = Run([0, 0, 0, 2], ends={1: (3, "leave"), 2: (4, "kill")})
     assert run.results == ["done", "left", "killed", "done"]
-    run.check_equal()
+    run.check_equal(since=1)
     stats = run.fronts[0].membership()
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (2, 6, 1, 1, 1)
     assert stats.lost_error > 0
@@ -104,8 +94,7 @@ def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
 def test_the_step_is_along_the_mean_of_what_each_has_learnt_from() -> None:
     run = Run([0, 0], steps=1, adam=False, works=(1.0, 3.0), algorithm=AllReduce())
     mean = (run.put_in[0][0] + 3 * run.put_in[0][1]) / 4
-    moved = run.held[1, 0].double() - run.held[0, 0].double()
-    torch.testing.assert_close(moved, -LR * mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run.moved(), -LR * mean, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=8, deadline=None, derandomize=True)
@@ -120,34 +109,31 @@ def test_movement_and_mean_residual_are_all_mean_gradients_whoever_joins_and_lea
 ) -> None:
     run = Run(**lives, adam=False, algorithm=algorithm)
     assert not run.errors
-    run.check_equal()
+    run.check_equal(since=1)
     true = -LR * torch.stack([torch.stack([*each.values()]).mean(0) for each in run.put_in.values()]).sum(0)
-    moved = run.held[8, 0].double() - run.held[0, 0].double()
     owed = torch.zeros_like(true)
-    for front in (run.fronts[member] for member, result in enumerate(run.results) if result == "done"):
-        # By those of the last step, who have left with it included; a vector may be sent as it is.
-        error, members = front._engine.memory[ERROR], front.membership().members
-        parts = [error.get(name, torch.zeros(numel)) for name, numel in (("weight", 512), ("bias", 16))]
-        owed += torch.cat(parts).double() / members
+    for member in (member for member, result in enumerate(run.results) if result == "done"):
+        # By those of the last step, who have left with it included.
+        owed += run.owed(member).double() / run.fronts[member].membership().members
     assert owed.norm() > 0.05 * true.norm() / LR  # it was compressed
-    assert (moved - LR * owed - true).norm() < 3e-6 * true.norm()
+    assert (run.moved() - LR * owed - true).norm() < 3e-6 * true.norm()
 
 
 @pytest.mark.parametrize("words", [VOTE, "round 1", "who takes part"])
 def test_a_step_that_fails_is_repeated_with_the_same_gradients(words: str) -> None:
     calm = Run([0, 0, 0])
     run = Run([0, 0, 0], faults=dict.fromkeys(range(3), (words, 3)))
-    run.check_equal()
+    run.check_equal(since=1)
     assert run.fronts[0].membership().retries == 1
-    assert torch.equal(run.held[6, 0], calm.held[6, 0])
+    assert torch.equal(run.models[6, 0], calm.models[6, 0])
 
 
 def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
     calm, run = Run([0, 0, 0]), Run([0, 0, 0], faults={1: (VOTE, 3)})
     assert run.results == ["done"] * 3
-    run.check_equal()
-    assert torch.equal(run.held[2, 0], calm.held[2, 0])
-    assert (2, 1) not in run.held  # it took that step together with the next one
+    run.check_equal(since=1)
+    assert torch.equal(run.models[2, 0], calm.models[2, 0])
+    assert (2, 1) not in run.models  # it took that step together with the next one
     assert run.fronts[1].membership().averagings == 6
     assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
 
@@ -155,21 +141,20 @@ def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
 def test_a_member_joins_where_a_setting_is_numpys_float() -> None:
     run = Run([0, 0, 2], lr=np.float64(LR))
     assert run.results == ["done"] * 3
-    run.check_equal()
+    run.check_equal(since=1)
 
 
 def test_who_is_configured_otherwise_is_refused_and_the_others_go_on() -> None:
     run = Run([0, 0, 2], algorithms={2: AllReduce()})
     assert run.results == ["done", "done", "AgreementError"]
     assert isinstance(run.errors[2], AgreementError)
-    run.check_equal()
+    run.check_equal(since=1)
 
 
 def test_what_does_not_go_is_told() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    group = InProcessGroup(InProcessLighthouse())
-    options: dict[str, Any] = {"group": group}
+    options: dict[str, Any] = {"group": alone()}
     with pytest.raises(ConfigError, match="holds none of the model's"):
         Steps(nn.Linear(4, 4), optimizer, AllReduce(), **options)
     with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):

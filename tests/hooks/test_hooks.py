@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-import logging
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
@@ -22,11 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_p
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from pool import are_alike, in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
-from thinwire.hooks import powersgd as powersgd_hooks
 from thinwire.hooks import stateless
 from thinwire.powersgd import AlgorithmAggregator
 from training import gathered
@@ -85,11 +83,6 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(map(torch.equal, one, other))
 
 
-def assert_agreed(gradients: list[Tensor]) -> None:
-    everyone = gathered(torch.cat([each.flatten() for each in gradients]))
-    assert (everyone == everyone[0]).all()  # so finite, too
-
-
 def hook_named(name: str) -> Callable[..., Any]:
     wrapper, _, inner = name.rstrip(")").partition("(")
     found = getattr(hooks, wrapper)
@@ -116,7 +109,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
     models = new_model(), hooked(None, hook_named(name))
     expected, got = (torch.cat([g.view(-1) for g in gradients_of(m, range(3))]) for m in models)
     assert least_gap <= (expected - got).norm() / expected.norm() <= most_gap
-    assert_agreed([got])
+    assert are_alike([got])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
 def test_hooks_with_state(name: str) -> None:
     """FACTS 2: torch's batched hook fails at the first step that it compresses."""
     state = new_state()
-    assert_agreed(gradients_of(hooked(state, hook_named(name)), range(4)))
+    assert are_alike(gradients_of(hooked(state, hook_named(name)), range(4)))
     assert state.stats().steps == 4
     assert state.stats().compression_ratio > (16 if "16" in name else 8)
     assert any(cast(Any, route).matrix_rank == 1 for route in state.plan.routes)
@@ -261,15 +254,11 @@ def _hiding(state: hooks.PowerSGDState, hook: hooks.Hook = hooks.powerSGD_hook) 
     return of_ones_own
 
 
-class EqualLayers(nn.Module):
+class EqualLayers(nn.ModuleDict):
     """Layers of one shape, used in a different order than they are declared in."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(64, 64) for _ in range(3))
-
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.b(self.a(self.c(inputs).tanh()).tanh())
+        outputs: Tensor = self["b"](self["a"](self["c"](inputs).tanh()).tanh())
         return outputs
 
 
@@ -279,7 +268,8 @@ def test_registered_after_the_rebuild_every_layer_gets_its_own_memory() -> None:
     models, states = [], [new_state(), new_state()]
     for _ in range(2):
         torch.manual_seed(7)
-        models.append(DistributedDataParallel(EqualLayers(), bucket_cap_mb=0.01))
+        layers = EqualLayers({name: nn.Linear(64, 64) for name in "abc"})
+        models.append(DistributedDataParallel(layers, bucket_cap_mb=0.01))
     straight, late = models
     straight.register_comm_hook(states[0], hooks.powerSGD_hook)
     gradients_of(straight, range(4))
@@ -311,22 +301,19 @@ def test_inside_a_hook_of_ones_own_names_are_positions() -> None:
     assert_same(gradients_of(resumed, range(3, 5)), gradients_of(straight, range(3, 5)))
 
 
-class Heads(nn.Module):
+class Heads(nn.ModuleList):
     """One head a task."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-
     def forward(self, inputs: Tensor, task: int) -> Tensor:
-        outputs: Tensor = self.heads[task](inputs)
+        outputs: Tensor = self[task](inputs)
         return outputs
 
 
 @in_each_process(2)
 def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
     torch.manual_seed(7)
-    model, state = DistributedDataParallel(Heads(), find_unused_parameters=True), new_state()
+    heads, state = Heads(nn.Linear(64, 64, bias=False) for _ in range(2)), new_state()
+    model = DistributedDataParallel(heads, find_unused_parameters=True)
     model.register_comm_hook(None, _hiding(state))
     residuals = []
     for task in (0, 1, 0):
@@ -335,7 +322,7 @@ def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_its_residual() -> None:
         residuals.append(dict(state.state_dict()["error"])["parameter[-1]"])
     assert residuals[1].norm() > 0
     torch.testing.assert_close(residuals[1], residuals[2], rtol=1e-4, atol=1e-7)
-    gradient = model.module.heads[1].weight.grad
+    gradient = model.module[1].weight.grad
     assert gradient is None or not gradient.any()
 
 
@@ -547,7 +534,7 @@ def test_a_states_algorithm_can_be_switched(name: str) -> None:
     assert isinstance(state.sync.algorithm, PowerSGD)
     for step, algorithm in enumerate((thinwire.AllReduce(), BatchedPowerSGD(), PowerSGD(matrix_rank=1)), 2):
         state.sync.use(algorithm)
-        assert_agreed(gradients_of(ddp_model, range(step, step + 1)))
+        assert are_alike(gradients_of(ddp_model, range(step, step + 1)))
         assert state.sync.algorithm == algorithm
     assert state.stats().compression_ratio > 2
 
@@ -611,7 +598,7 @@ def test_a_model_can_be_copied_but_not_pickled_whole() -> None:
     gradients_of(model, range(2))
     copies = [copy.deepcopy(each) for each in (attached, model)]
     again = thinwire.attach(copies[0], PowerSGD(matrix_rank=1))
-    assert_agreed(gradients_of(copies[0], range(3)))
+    assert are_alike(gradients_of(copies[0], range(3)))
     assert again.stats().compression_ratio > 3
     thinwire.attach(copies[1], PowerSGD(matrix_rank=1))
     copied_state = cast(hooks.PowerSGDState, copies[1]._comm_hooks[0][1])
@@ -654,14 +641,10 @@ def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved() -> None:
 
 @in_each_process(2)
 def test_statistics_are_logged() -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    powersgd_hooks.logger.addHandler(handler)
-    powersgd_hooks.logger.setLevel(logging.INFO)
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0, compression_stats_logging_frequency=2)
-    gradients_of(hooked(state), range(5))
-    powersgd_hooks.logger.removeHandler(handler)
+    with patch("thinwire.hooks.powersgd.logger") as logger:
+        gradients_of(hooked(state), range(5))
+    lines = [call.args[0] % call.args[1:] for call in logger.info.call_args_list]
     assert len(lines) == 2
     assert "step 4: compression ratio" in lines[1]
 

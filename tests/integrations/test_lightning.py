@@ -418,75 +418,50 @@ def with_hook(hook: Any, state: Any = None, **options: Any) -> Callable[[], Thin
 
 
 NO_PERIOD = hooks.PostLocalSGDState(None, None, 3)
-BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "a wrapper without a hook": (
-        with_hook(None, ddp_comm_wrapper=hooks.fp16_compress_wrapper),
-        "need a ddp_comm_hook",
-    ),
-    "a state without a hook": (with_hook(None, hooks.PowerSGDState(None)), "need a ddp_comm_hook"),
-    "a wrapper around no hook": (
-        with_hook(stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper),
-        "use torch's own wrapper",
-    ),
-    "a wrapper that is none": (with_hook(hooks.allreduce_hook, ddp_comm_wrapper="fp16"), "'fp16'"),
-    "a hook that is none": (with_hook("powersgd"), "'powersgd'"),
-    "no state": (with_hook(hooks.powerSGD_hook), "PowerSGDState"),
-    "torch's state": (with_hook(hooks.powerSGD_hook, stock_power.PowerSGDState(None)), "torch.distributed"),
-    "a state for a hook without": (
-        with_hook(hooks.fp16_compress_hook, hooks.PowerSGDState(None)),
-        "process group, a thinwire.hooks.MachinesState or None",
-    ),
-    "machines for 8 bits": (
-        with_hook(hooks.quantization_pertensor_hook, hooks.MachinesState()),
-        "process group or None",
-    ),
-    "a local hook without its state": (
-        with_hook(hooks.post_localSGD_hook, model_averaging_period=2),
-        "needs a thinwire.hooks.PostLocalSGDState",
-    ),
-    "a local hook without averaging": (
-        with_hook(hooks.post_localSGD_hook, NO_PERIOD),
-        "model_averaging_period=",
-    ),
-    "averaging without a local hook": (
-        lambda: ThinwireStrategy(POWER, model_averaging_period=2),
-        "would have no effect",
-    ),
-    "an algorithm and a hook": (with_hook(hooks.allreduce_hook, algorithm=POWER), "not both"),
-    "what auto takes itself": (
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (with_hook(None, ddp_comm_wrapper=hooks.fp16_compress_wrapper), "need a ddp_comm_hook"),
+    (with_hook(None, hooks.PowerSGDState(None)), "need a ddp_comm_hook"),
+    (with_hook(stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper), "use torch's own"),
+    (with_hook(hooks.allreduce_hook, ddp_comm_wrapper="fp16"), "'fp16'"),
+    (with_hook("powersgd"), "'powersgd'"),
+    (with_hook(hooks.powerSGD_hook), "PowerSGDState"),
+    (with_hook(hooks.powerSGD_hook, stock_power.PowerSGDState(None)), "torch.distributed"),
+    (with_hook(hooks.fp16_compress_hook, hooks.PowerSGDState(None)), "thinwire.hooks.MachinesState or None"),
+    (with_hook(hooks.quantization_pertensor_hook, hooks.MachinesState()), "process group or None"),
+    (with_hook(hooks.post_localSGD_hook, model_averaging_period=2), "needs a thinwire.hooks.PostLocalSGDSt"),
+    (with_hook(hooks.post_localSGD_hook, NO_PERIOD), "model_averaging_period="),
+    (lambda: ThinwireStrategy(POWER, model_averaging_period=2), "would have no effect"),
+    (with_hook(hooks.allreduce_hook, algorithm=POWER), "not both"),
+    (
         lambda: ThinwireStrategy(thinwire.auto, on_nonfinite="zero"),
         "functools.partial",
-    ),
-    "no choice for what is not finite": (
+    ),  # it takes that itself
+    (
         lambda: ThinwireStrategy(POWER, on_nonfinite="skip"),  # type: ignore[arg-type]
         'on_nonfinite must be "nan", "zero" or "raise", got',
     ),
-    "a hook, which has its state's choice for what is not finite": (
-        with_hook(hooks.allreduce_hook, on_nonfinite="zero"),
+    (
+        with_hook(hooks.allreduce_hook, on_nonfinite="zero"),  # of a hook, its state's choice counts
         "on_nonfinite would have no effect here; give it to the hook's state",
     ),
-    "an algorithm's setting": (
-        lambda: ThinwireStrategy(matrix_rank=4),
-        "DistributedDataParallel has.*matrix_rank",
-    ),
-    "a mistyped setting of DiLoCo": (
+    (lambda: ThinwireStrategy(matrix_rank=4), "DistributedDataParallel has.*matrix_rank"),
+    (
         lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),
         "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
     ),
-    "a mistyped setting of auto": (
+    (
         lambda: ThinwireStrategy(partial(thinwire.auto, budget=0.1)),
         "auto got an unexpected keyword argument 'budget'; it takes model, optimizer, .*on_nonfinite",
     ),
-    "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
-    "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
-    "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]
-    "before fit": (lambda: ThinwireStrategy(POWER).sync, "nothing is attached"),
-}
+    (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
+    (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
+    (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]
+    (lambda: ThinwireStrategy(POWER).sync, "nothing is attached"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_mistakes_are_refused_at_once(name: str) -> None:
-    call, message = BAD[name]
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_mistakes_are_refused_at_once(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(thinwire.ThinwireError, match=message):
         call()
 

@@ -347,18 +347,6 @@ def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes
 
 
 @in_each_member(4)
-def test_hierarchical_averaging(member: Member) -> None:
-    """The subgroup every step, all members in the warm-up and every third step after it."""
-    everywhere, within, seen = (True, True), (True, False), []
-    with member.local(every_steps=3, warmup=Warmup(2), subgroup=member.pair) as local:
-        for step in range(8):
-            member.train(step, step + 1)
-            seen.append(member.halves())
-    assert seen == [everywhere] * 2 + [within, within, everywhere] * 2
-    assert local.stats().message_bytes == (2 + 2) * flat(member.model).nbytes
-
-
-@in_each_member(4)
 def test_within_a_subgroup_it_is_data_parallel_training(member: Member) -> None:
     member.take(new_model(dtype=torch.float64))
     start = flat(member.model)
@@ -492,15 +480,6 @@ def test_a_compiled_model(member: Member) -> None:
         member.train(4)
     assert member.agreed()
     assert local.stats().compression_ratio == 2
-
-
-@in_each_member(2)
-def test_a_model_that_trains_other_parameters_than_on_entry_is_refused(member: Member) -> None:
-    first = next(member.model.parameters()).requires_grad_(False)
-    told = "the model's trainable parameters or buffers are others"
-    with refused(StepError, told, "0.weight"), member.local(every_steps=1):
-        first.requires_grad_(True)
-        member.train(1)
 
 
 @pytest.mark.parametrize(

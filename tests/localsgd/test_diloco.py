@@ -208,5 +208,5 @@ def test_the_state_of_another_kind_of_outer_optimizer_is_refused(
         member.train(1)
     other = member.local(outer=loading)
     other.load_state_dict(local.state_dict())
-    with pytest.raises(StateError, match=f"another outer optimizer: it has no {lacks}"):
+    with pytest.raises(StateError, match=f"a different outer optimizer: it has no {lacks}"):
         other.__enter__()

@@ -154,7 +154,7 @@ def test_a_warm_up_is_resumed_to_the_bit() -> None:
     with resumed:
         train(model, optimizer, range(3, 9))
     assert torch.equal(flat(through), flat(model))
-    with refused(StateError, "the state was saved in a warm-up with an algorithm of its own"):
+    with refused(StateError, "the state was saved in a warm-up with its own algorithm"):
         LocalSGD(model, optimizer, warmup=Warmup(6), **settings).load_state_dict(saved)
     # Where the warm-up's part is refused, the other part is not loaded either.
     torn = saved | {"warmup": {}, "checksum": None}

@@ -14,9 +14,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
-from members import Member, in_each_member
+from members import NESTEROV, POWER, Member, in_each_member
 from pool import in_each_process
-from thinwire import Streaming, Warmup
+from thinwire import Nesterov, Streaming, Warmup
 from thinwire.algorithms import AllReduce, PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.errors import AttachError, StateError, StepError
@@ -97,6 +97,24 @@ def state_on_one_only(member: Member) -> None:
     else:
         local.state_dict()
     other.__enter__()
+
+
+def other_settings(member: Member, **settings: Any) -> None:
+    """Enter with a setting of each member's own."""
+    own = {name: values[member.rank] for name, values in settings.items()}
+    with member.local(**{"every_steps": 4, "streaming": Streaming(delay_steps=1), **own}):
+        pass
+
+
+def use_in_flight(member: Member) -> None:
+    with member.local(every_steps=4, streaming=Streaming(delay_steps=3)) as local:
+        member.train(5)
+        local.sync.use(POWER)
+
+
+def fragments_joined_by_contributors(member: Member) -> None:
+    with member.local(every_steps=4, streaming=Streaming(fragments=2)) as local:
+        local.join_hook(divide_by_initial_world_size=False)
 
 
 AVERAGED_OUTSIDE = "StepError: average() was called outside"
@@ -180,6 +198,50 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
         "AgreementError: entering LocalSGD: process 0 has every_steps 2, process 1 has every_steps 3",
     ),
     "state on one only": (state_on_one_only, "process 0 has loaded state none, process 1 has loaded state"),
+    # Fragments and delays.
+    "layers": (
+        {"every_steps": 9, "streaming": Streaming(fragments=4)},
+        "ConfigError: fragments=4 is more than the layers that the model trains, 3 (0, 2, 4 …)",
+    ),
+    "steps": ({"streaming": Streaming(fragments=3)}, "ConfigError: fragments=3 is more than every_steps=2"),
+    "no fragment": (lambda _: Streaming(fragments=0), "ConfigError: fragments must be"),
+    "delay": (
+        {"streaming": Streaming(delay_steps=2)},
+        "ConfigError: delay_steps must be less than every_steps=2, got 2",
+    ),
+    "weight of 1": (
+        lambda _: Streaming(delay_steps=1, local_weight=1),
+        "ConfigError: local_weight is the share",
+    ),
+    "weight without delay": (
+        lambda _: Streaming(local_weight=0.5),
+        "delay_steps=0: leave it out, or give delay_steps",
+    ),
+    "device": (lambda _: Nesterov(device="moon"), "ConfigError: device must be a device"),
+    "other fragments": (
+        partial(other_settings, streaming=(Streaming(), Streaming(fragments=2))),
+        "process 1 has streaming Streaming(fragments=2)",
+    ),
+    "other delay": (
+        partial(other_settings, streaming=(Streaming(delay_steps=2), Streaming(delay_steps=3))),
+        "process 1 has streaming Streaming(delay_steps=3)",
+    ),
+    "other weight": (
+        partial(
+            other_settings,
+            streaming=(Streaming(delay_steps=1), Streaming(delay_steps=1, local_weight=0.25)),
+        ),
+        "process 1 has streaming Streaming(delay_steps=1, local_weight=0.25)",
+    ),
+    "other outer": (
+        partial(other_settings, outer=(NESTEROV, partial(torch.optim.SGD, lr=0.5))),
+        "process 0 has outer optimizer SGD(lr=0.7, momentum=0.9",
+    ),
+    "use in flight": (use_in_flight, "call average() first"),
+    "fragments joined by contributors": (
+        fragments_joined_by_contributors,
+        "ConfigError: with fragments or delay_steps, use",
+    ),
 }
 
 

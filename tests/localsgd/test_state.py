@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,24 +15,42 @@ from torch import Tensor
 
 from members import NESTEROV, POWER, Member, in_each_member, run
 from thinwire import StateError, Streaming, checkpoint
+from thinwire.algorithms import Quantize
 from training import flat, new_model, refused
+
+EVERY_4: dict[str, Any] = {"every_steps": 4, "algorithm": POWER}
+IN_THREE: dict[str, Any] = {
+    "every_steps": 6,
+    "streaming": Streaming(fragments=3, delay_steps=3),
+    "outer": NESTEROV,
+}
+FEW_BITS = Quantize(bits=4)
 
 
 @pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
-@pytest.mark.parametrize("saved_after", [4, 6])
-@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
+@pytest.mark.parametrize(
+    ("settings", "saved_after", "num_in_flight"),
+    [
+        *((EVERY_4 | {"outer": outer}, step, 0) for outer in (None, NESTEROV) for step in (4, 6)),
+        *(
+            (IN_THREE | {"algorithm": algorithm}, step, num_in_flight)
+            for algorithm in (POWER, FEW_BITS)
+            for step, num_in_flight in ((8, 2), (10, 2), (11, 1))
+        ),
+    ],
+)
 @in_each_member(2)
 def test_resuming_is_equal_to_the_bit(
-    member: Member, outer: Any, saved_after: int, name: str, tmp_path: Path
+    member: Member, settings: dict[str, Any], saved_after: int, num_in_flight: int, name: str, tmp_path: Path
 ) -> None:
-    """At an averaging or between two, each member with its own model and optimizer."""
-    settings = {"every_steps": 4, "algorithm": POWER, "outer": outer}
+    """At an averaging or between two, or with fragments in flight; each with its own model and optimizer."""
     saved, file = io.BytesIO(), tmp_path / name
     with member.local(**settings) as local:
         member.train(saved_after)
+        assert len(local.state_dict()["in_flight"]) == num_in_flight
         checkpoint.save(local.state_dict(), file)
         torch.save((member.model.state_dict(), member.optimizer.state_dict()), saved)
-        member.train(saved_after, 11)
+        member.train(saved_after, 20)
     straight = flat(member.model)
     saved.seek(0)
     model_state, optimizer_state = torch.load(saved, weights_only=True)
@@ -40,10 +59,17 @@ def test_resuming_is_equal_to_the_bit(
     member.model.load_state_dict(model_state)
     member.optimizer.load_state_dict(optimizer_state)
     resumed.load_state_dict(checkpoint.load(file))
+    # An attempt to enter that fails late leaves nothing in flight behind.
+    with (
+        patch.object(member.optimizer, "register_step_post_hook", side_effect=ValueError("no more hooks")),
+        pytest.raises(ValueError, match="no more hooks"),
+    ):
+        resumed.__enter__()
     with resumed:
-        member.train(saved_after, 11)
+        member.train(saved_after, 20)
     assert torch.equal(straight, flat(member.model))
-    assert local.stats().steps == resumed.stats().steps == 11
+    assert member.agreed()
+    assert local.stats().steps == resumed.stats().steps == 20
     assert resumed.stats().compression_ratio > 15
 
 

@@ -125,7 +125,7 @@ class Rules(NamedTuple):
 class Trial(Prediction):
     """Steps of the run itself with one algorithm, on the slowest process."""
 
-    # Of the process that waited least, which waits for the network alone; NaN if the host can't see it.
+    # For the process that waited least, which waits for the network alone; NaN if the host can't see it.
     waited_seconds: float = math.nan
 
     def __str__(self) -> str:
@@ -166,7 +166,7 @@ class Auto:
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
-        # All must make the same steps with the same algorithms, or they would wait for each other for ever.
+        # All must make the same steps with the same algorithms, or they would wait for each other forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
         described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
         for group in self._groups:

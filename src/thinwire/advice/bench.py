@@ -38,7 +38,7 @@ from thinwire.sync import Engine, engine_of
 if TYPE_CHECKING:
     from thinwire.advice.sharded import Sharded
 
-# Of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
+# Steps of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
 # One in each direction, so that no algorithm is always the first.
 MIN_ROUNDS = 2
@@ -238,7 +238,7 @@ def local_seconds(
     """Return median and quartiles of a step, given those of one without averaging."""
     fragments, step_seconds = local.streaming.fragments, alone[0]
     arithmetic_seconds = median(each.seconds for each in timed.timelines)
-    # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
+    # Each fragment has its own messages: with fewer bytes in each, but as many of them.
     waited_seconds = fragments * median(
         each.step_seconds(
             lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)), late_seconds
@@ -251,7 +251,7 @@ def local_seconds(
     hidden_steps = min(local.every_steps, fragments * local.streaming.delay_steps)
     exposed_seconds = max(0.0, waited_seconds - hidden_steps * step_seconds)
     extra_seconds = (arithmetic_seconds + exposed_seconds) / local.every_steps
-    # Between two averagings nobody waits: the mean of so many steps varies so much less than one of them.
+    # Between two averagings no one waits: the mean of so many steps varies so much less than one of them.
     # With the quartiles of single steps, all ways would tie on a machine with other work.
     narrower = math.sqrt(local.every_steps / fragments)
     middle, low, high = (step_seconds + (each - step_seconds) / narrower + extra_seconds for each in alone)

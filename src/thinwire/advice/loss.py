@@ -246,7 +246,7 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
     if found is None:
         return ()
-    # Large models were trained once each, so nobody knows how much of their gaps is chance. They are told if
+    # Large models were trained once each, so no one knows how much of their gaps is chance. They are told if
     # the user's model is nearer to them in size, and count only if they have lost more for sure.
     nearer = [each for each in rows if each.is_single and _apart(each, training) < _apart(found, training)]
     single = _worst_of_optimizers(nearer, training)
@@ -278,7 +278,7 @@ def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap
     if training.optimizer in known_optimizers():
         # What a different optimizer lost would tell nothing, even if this one was not measured.
         return nearest.get(training.optimizer)
-    # For an optimizer that nobody has measured with, the worst is the honest guess.
+    # For an optimizer that no one has measured with, the worst is the honest guess.
     return max(nearest.values(), key=lambda gap: gap.percent, default=None)
 
 

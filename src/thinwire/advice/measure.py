@@ -281,7 +281,7 @@ def _break_even(
         baseline = next(each.step_seconds for each in found if each.name == baseline_name)
         return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
 
-    # By bisection on a logarithmic scale: the slower the link, the more compression wins.
+    # Found by bisection on a logarithmic scale: the slower the link, the more compression wins.
     low, high = 1e5, 1e13
     if gain_seconds(low) <= 0:
         return 0.0
@@ -294,7 +294,7 @@ def _break_even(
 
 
 def processor_seconds() -> tuple[float, float, float]:
-    """Return the time of this process, and of all processors: busy, and all of it; NaN if nobody tells."""
+    """Return the time of this process, and of all processors: busy, and all of it; NaN if no one tells."""
     own = time.process_time()
     try:
         first_line, _, _ = PROC_STAT.read_text(encoding="ascii").partition("\n")

@@ -155,7 +155,7 @@ class Advice:
 
     @property
     def frontier(self) -> tuple[Prediction, ...]:
-        """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
+        """Time against loss, fastest first: what loses less than all that are faster, if it is known."""
         known = [each for each in self.predictions if each.loss.percent is not None]
         found: list[Prediction] = []
         for each in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):

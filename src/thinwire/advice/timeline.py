@@ -39,7 +39,7 @@ class Timeline(NamedTuple):
         return sum(message_bytes_of(each.collective, each.handed_bytes, members) for each in self.sent)
 
     def wire_bytes(self, members: int) -> int:
-        """Return the bytes that leave, and reach, each of so many members."""
+        """Return the bytes that leave, and reach, each of this many members."""
         return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
 
     def step_seconds(self, message_seconds: Network, late_seconds: float = 0.0) -> float:
@@ -81,7 +81,7 @@ class Timeline(NamedTuple):
 
 
 class Stopwatch:
-    """Times steps on one process, which sends to nobody: the other members send what it sends itself.
+    """Times steps on one process, which sends to no one: the other members send what it sends itself.
 
     On an accelerator its own events are timed: when it has made a message, and when its stream would wait.
     """

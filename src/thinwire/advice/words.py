@@ -30,12 +30,12 @@ def verdict(advice: Advice) -> list[str]:
     lines = [] if best.is_lossy else [_why_not(advice)]
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
-        # A name has commas of its own: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
+        # A name has its own commas: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
         names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
         lines.append(f"These take about the same time, as far as can be told: {names}.")
         if best in advice.tied and best.is_lossy:
-            least = f"Of those that win enough, {best.name} is expected to lose the least"
+            least = f"Among those that win enough, {best.name} is expected to lose the least"
             lines[-1] += f" {least}; of equal gaps the most bits win."
         elif best in advice.tied:
             lines[-1] += f" Of these, {best.name} loses nothing, and has the most bits."
@@ -170,10 +170,8 @@ def notes_on(
         )
     # One replica alone may ask about any network: that is what the command does.
     if num_processes not in (shards, predicted_processes):
-        yield (
-            f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
-            f"is for {predicted_processes}."
-        )
+        sizes = f"of {probe.world_size} processes, this job has {num_processes}"
+        yield f"The probe is {sizes}: what is predicted is for {predicted_processes}."
     if device.type != "cpu" and shards == 1:
         yield (
             "Each bucket has its own launches: if no message could hide behind the backward pass, "

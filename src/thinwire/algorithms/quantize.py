@@ -109,11 +109,11 @@ class Quantize(Algorithm):
 
     @property
     def indivisible(self) -> int:
-        """As `Algorithm.indivisible`: a block."""
+        """See `Algorithm.indivisible`: a block."""
         return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: all parameters travel in whole blocks.
+        """See `Algorithm.prepare`: all parameters travel in whole blocks.
 
         The largest one's route bears what fills up the members' shares.
         """
@@ -145,16 +145,16 @@ class QuantizePlan(BucketPlan):
 
     @cached_property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: two rounds, or one if there is a residual that nobody will add to."""
+        """See `BucketPlan.exchange`: two rounds, or one if there is a residual that no one will add to."""
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
             yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
             return
-        if not blocks.total:  # on all members alike: nobody sends, and nobody waits
+        if not blocks.total:  # on all members alike: no one sends, and no one waits
             yield Commit(all_finite, writes=False)
             return
         # Kernels take fp32 and fp64; of those it is the bucket itself.
@@ -163,7 +163,7 @@ class QuantizePlan(BucketPlan):
         if errors:
             torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
-        # Not an all-reduce of codes: a ring would round every partial sum again. Here each number is rounded
+        # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
         # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same
         # bytes.
         kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
@@ -171,7 +171,7 @@ class QuantizePlan(BucketPlan):
         sent = kernels.encoded(values, blocks, codebook, self._draws(memory, bucket, bucket.rank))
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
         lost = values.new_empty(own.stop - own.start, blocks.block) if keeps_residual else None
-        # By parameter and place, not by member: whoever averages a block draws the same for it.
+        # Seeded by parameter and place, not by member: all members draw the same for a block.
         draws = self._draws(memory, bucket, OF_THE_MEAN)
         of_share = None if draws is None else draws.of(own)
         mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, values.dtype))

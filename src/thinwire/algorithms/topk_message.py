@@ -31,17 +31,17 @@ class Message:
     parts: tuple[Chunks, ...]
     density: float
     bits: int
-    # By device, and kept: the host would wait each time for a copy of its own.
+    # Kept by device: else the host would wait each time for a copy.
     _chunks: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def code_bits(self) -> int:
-        """Of each entry's code."""
+        """The bits of each entry's code."""
         return 0 if self.bits == 16 else self.bits
 
     @cached_property
     def low_bits(self) -> int:
-        """Of each position, those that are sent as they are: so many that about half of the marks are set."""
+        """The bits of each position that are sent as they are: with them about half of the marks are set."""
         return int(min(MAX_WORD_BITS - self.code_bits, -math.log2(self.density)))
 
     @cached_property
@@ -92,7 +92,7 @@ class Message:
 
     @cached_property
     def runs(self) -> Sequence[tuple[int, int]]:
-        """Of the runs of chunks, in the order of the entries: the parameter's index, and entries."""
+        """For the runs of chunks, in the order of the entries: the parameter's index, and entries."""
         return [(run.parameter, run.num_chunks * chunks.kept) for chunks in self.parts for run in chunks.runs]
 
     def chunks_on(self, device: torch.device) -> torch.Tensor:

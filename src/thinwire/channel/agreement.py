@@ -24,7 +24,7 @@ Description: TypeAlias = Mapping[str, str]
 """What a member says of itself, by subject."""
 
 ALGORITHM = "algorithm"
-CALL = "call"  # the subject of what a member is about to do; where that differs, all else may
+CALL = "call"  # the subject of what a member is about to do; if that differs, all else may
 MAX_SUBJECTS = 4
 MAX_MEMBERS = 8
 
@@ -48,7 +48,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    # A timer of its own, for a group's timeout may be half an hour, and until then nobody would know why
+    # A timer of its own, for a group's timeout may be half an hour, and until then no one would know why
     # nothing happens. It is a daemon: a process that ends meanwhile must not wait for it.
     alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
     alarm.daemon = True

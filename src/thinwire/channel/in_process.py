@@ -23,7 +23,7 @@ _current = threading.local()  # of a member's thread: its turn
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
 
-    A member runs until it waits for what another has not sent yet, or ends. Ctrl-C ends all of them, as it
+    A member runs until it ends or waits for what others have not sent yet. Ctrl-C ends all of them, as it
     would end this thread: by `KeyboardInterrupt`, raised where they run or wait.
 
     Args:
@@ -34,7 +34,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
         What `body` returned, by rank.
 
     Raises:
-        CommunicationError: The members wait for each other for ever.
+        CommunicationError: The members wait for each other forever.
         BaseException: The first that a member has raised, once all have ended. Those that wait for a member
             that has ended raise `CommunicationError`.
 
@@ -109,7 +109,7 @@ class _Turn(Generic[Result]):
         self._go, self._stopped = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._stopped.acquire()
-        # A daemon: where one member hangs for good in code of its own, the process can still end.
+        # A daemon: if one member hangs for good in its own code, the process can still end.
         self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
         # Each thread has its own grad mode, on by default; the body must run with the caller's.
         self._grad_enabled = torch.is_grad_enabled()
@@ -119,7 +119,7 @@ class _Turn(Generic[Result]):
         try:
             with torch.set_grad_enabled(self._grad_enabled):
                 self.result.append(body(rank))
-        # Whatever it is: a thread that ended without a word would leave `run_members` waiting for ever.
+        # Whatever it is: a thread that ended without a word would leave `run_members` waiting forever.
         except BaseException as error:
             self.error = error
         self.has_ended = True
@@ -154,7 +154,7 @@ class _Turn(Generic[Result]):
             self._thread.join(LOOK_EVERY_SECONDS)
 
     def _stop(self) -> None:
-        # Nobody waits for a member that was interrupted.
+        # No one waits for a member that was interrupted.
         if not self._is_interrupted:
             self._stopped.release()
 
@@ -211,7 +211,7 @@ class _Meeting:
 class InProcessTransport(Transport):
     """One member's end of a group that lives in this process; see `InProcessTransport.group`.
 
-    A group of one serves a process that has no process group. Where there are more, `run_members` runs them.
+    A group of one serves a process that has no process group. If there are more, `run_members` runs them.
     """
 
     def __init__(self, room: _Room, rank: int) -> None:
@@ -233,7 +233,7 @@ class InProcessTransport(Transport):
         """As `Transport.start`."""
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
-        # Matched by order alone, as backends do it; but what differs is refused here, where they would hang.
+        # Matched by order alone, as backends do it; but what differs is refused here; they would hang.
         self._place += 1
         new = _Meeting(self._room, self._place, message.purpose, kind)
         meeting = self._room.meetings.setdefault(self._place, new)
@@ -264,7 +264,7 @@ class _InProcessWork:
         meeting, size = self.meeting, self.meeting.room.size
         wait_for(meeting)
         if len(meeting.brought) < size:
-            raise CommunicationError(f"{meeting.purpose}: another member has broken it off")
+            raise CommunicationError(f"{meeting.purpose}: a different member has broken it off")
         self.is_taken = True
         self._take([meeting.brought[rank] for rank in range(size)])
         meeting.num_taken += 1

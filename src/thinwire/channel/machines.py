@@ -96,8 +96,8 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
     if min(sizes) < max(sizes):
         shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
         uneven = (
-            f"machines have {shown} processes of the group, so each process sends messages of its own; "
-            "with as many on each, what a machine has in common would be sent once"
+            f"machines have {shown} processes of the group, so each process sends by itself; with as many on "
+            "each, what a machine has in common would be sent once"
         )
         if not transport.rank:
             logger.warning("%s", uneven)

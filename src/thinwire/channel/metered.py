@@ -109,7 +109,7 @@ class Traffic:
 
 
 class Metered(Wrapped):
-    """Counts in `traffic` what goes through another transport, and the time that is waited for it."""
+    """Counts in `traffic` what goes through a transport, and the time that is waited for it."""
 
     def __init__(self, transport: Transport, traffic: Traffic | None = None) -> None:
         super().__init__(transport)
@@ -162,7 +162,7 @@ class Note:
 
 
 class Recording(Wrapped):
-    """Notes what goes through another transport: for tests, and for reckoning what a step sends.
+    """Notes what goes through a transport: for tests, and for reckoning what a step sends.
 
     Args:
         transport: Carries the messages.

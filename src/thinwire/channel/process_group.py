@@ -33,7 +33,7 @@ WHY_IN_A_FIXED_GROUP = (
 )
 WHY_IN_A_CHANGING_GROUP = (
     "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
-    "averaging off because a message of its own failed"
+    "averaging off because one of its messages failed"
 )
 
 # Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
@@ -46,7 +46,7 @@ MAX_DIRECT_SUM_BYTES = 1 << 22
 # by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
 TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
-# Of each group of torch's, as Gloo counts its collectives: members may send by different transports of one group.
+# By group, as Gloo counts its collectives: members may send by different transports of one group.
 _NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 

@@ -75,7 +75,7 @@ class Transport(ABC):
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """Replace this rank's part of `flat` by its mean; parts have these lengths, the others are ruined."""
-        return self.mean(flat, purpose)  # more than is needed; where bytes count, a transport sends less
+        return self.mean(flat, purpose)  # more than is needed; if bytes count, a transport sends less
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """Send this rank's part of `flat`, and write those of the others; parts have these lengths."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,17 +14,10 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["Settings", "build_app", "main"]
+__all__ = ["build_app", "main"]
 
 CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
 COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
-
-
-@dataclass
-class Settings:
-    """What was asked for before the command's name."""
-
-    debug: bool = False
 
 
 def main() -> None:
@@ -32,10 +25,10 @@ def main() -> None:
 
     So is output that can't be written; if no one reads it, the command ends as if by SIGPIPE.
     """
-    settings = Settings()
+    debug: list[bool] = []
     try:
         try:
-            build_app(settings)()
+            build_app(debug.append)()
         finally:
             # In any case: typer ends most commands by SystemExit.
             _write_what_is_left()
@@ -49,7 +42,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(128 + 13)
     except (ThinwireError, OSError) as error:
-        if settings.debug:
+        if any(debug):
             raise
         _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
@@ -57,8 +50,8 @@ def main() -> None:
         sys.exit(130)
 
 
-def build_app(settings: Settings) -> typer.Typer:
-    """Return the command with its subcommands; `settings` gets what is asked for before their names."""
+def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
+    """Return the command with its subcommands; `note_debug` is told whether --debug was given."""
     # Here and not above, so that `main` can say which package is missing.
     import typer  # noqa: PLC0415
 
@@ -75,7 +68,7 @@ def build_app(settings: Settings) -> typer.Typer:
 
         Example: `thinwire demo`
         """
-        settings.debug = debug
+        note_debug(debug)
         if version:
             typer.echo(f"thinwire {__version__}")
             raise typer.Exit

@@ -195,7 +195,7 @@ def show(advice: Advice, console: Console) -> None:
         (by_latency, False),
         (pasted, False),
     ):
-        # Not as markup: an algorithm's settings may stand in brackets.
+        # Printed without markup: an algorithm's settings may stand in brackets.
         is_whole = not (is_prose and console.is_terminal)
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=is_whole)
 

@@ -67,7 +67,7 @@ def check(
     report = _Report(as_json, page, prints=os.environ.get("RANK", "0") == "0")
     printing: AbstractContextManager[Callable[[], None] | None] = nullcontext()
     if page is not None:
-        # By a thread in C: what waits for a device that hangs never comes back to Python.
+        # A thread in C does it: what waits for a device that hangs never comes back to Python.
         faulthandler.dump_traceback_later(END_SECONDS, exit=True)
         if report.prints:
             printing = printed_once(page, report.rendered, within_seconds=PRINT_SECONDS)
@@ -148,7 +148,7 @@ def _failures(bench: Bench, console: Console) -> dict[str, int]:
             try:
                 run(bench)
             except Exception as error:
-                # Of any kind: the checks to come are made all the same, so that the processes stay together.
+                # Any error: the checks to come are made all the same, so that the processes stay together.
                 bench.findings.append(f"{type(error).__name__}: {error}")
             for found in bench.findings:
                 # At once: if a later check hangs, this may be why.

@@ -42,7 +42,7 @@ BACKEND = typer.Option(
 
 
 def run_here(processes: int | None, option: str = "--processes") -> None:
-    """Run this very command in so many processes of this machine.
+    """Run this command in this many processes of this machine.
 
     Exits as they do. Returns at once in one of them, and if None is asked for.
     """
@@ -100,7 +100,7 @@ def alone() -> Iterator[None]:
     """Make a default process group of this process only, which listens on the loopback interface only."""
     # Else Gloo listens on the address of this machine's name, which others may reach.
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
-        # A store in memory: alone, nobody has to be met, and no port is opened.
+        # A store in memory: alone, no one has to be met, and no port is opened.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             yield

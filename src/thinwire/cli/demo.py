@@ -113,7 +113,7 @@ def run_each(options: DemoOptions, console: Console) -> list[Path]:
     for path in paths:
         path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
     log_path = Path(options.output, "processes.log")
-    # Not on torch's meta device: what that imports takes longer than the largest model.
+    # On the CPU: what torch's meta device imports takes longer than the largest model.
     parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
     # Before processes start, which takes seconds.
     console.print(
@@ -147,7 +147,7 @@ def summary_table(runs: Sequence[Run]) -> Table:
 def figures(run: Run) -> dict[str, str]:
     """Return what one algorithm did, by what it is: medians over the steps of process 0, and mean bytes."""
     heldout = run.points("heldout_loss")
-    # Of the differences: medians of two numbers do not subtract to the median of their difference.
+    # The median of the differences: medians of two numbers do not subtract to the median of their difference.
     working = median(step["step_seconds"] - step["waiting_seconds"] for step in run.steps)
     # The mean: some algorithms send much in one step of several, and links carry the sum.
     message_bytes = fmean(step["message_bytes"] for step in run.steps)
@@ -176,7 +176,7 @@ def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
     training = f"{members} members train a byte-level GPT with DiLoCo, {options.steps} steps"
     say(f"{training}; one will be killed, and one will join.")
     with log_path.open("wb") as log:
-        # Nobody is started again, and those who are left go on: the scene says when the last one joins.
+        # No one is started again, and those who are left go on: the scene says when the last one joins.
         job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
         followed, scene = follow(options.record_path(0)), _scene(options, job, say)
         next(scene)  # to its first `yield`, which receives a record

@@ -53,8 +53,8 @@ class _Registration:
         # torch's values take a group here, and make the state of it themselves.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
-                f"state must be a process group or None, got {type(state).__name__}; with a state of your "
-                "own call model.register_comm_hook(state, hook)"
+                f"state must be a process group or None, got {type(state).__name__}; with your own "
+                "state call model.register_comm_hook(state, hook)"
             )
         if self.matrix_approximation_rank is not None:
             # A state serves one model, so each call makes one.

@@ -40,9 +40,10 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
         folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]
         found += [Path(parent, name) for name in names if name.endswith(".py")]
     # The order in which files are found is the file system's; what is trained on must not be.
-    files = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
-    heldout = files[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
-    return [path for path in files if path not in set(heldout)], heldout
+    train = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    heldout = train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
+    del train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
+    return train, heldout
 
 
 def load_text(
@@ -56,10 +57,8 @@ def load_text(
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(folder)
     if not heldout:
-        raise FileNotFoundError(
-            f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}: "
-            "run with a Python whose standard library is installed as source files"
-        )
+        found = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
+        raise FileNotFoundError(f"{found}: run with a Python whose standard library is there as source files")
     return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
 
 
@@ -67,10 +66,10 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
     content = bytearray()
     for path in files:
         content += path.read_bytes()
-        # Not one file more than needed: reading is what the start of the demo takes.
+        # No more files than needed: reading is what the start of the demo takes.
         if len(content) >= max_bytes:
             break
-    # Of a bytearray: of bytes, which can't be written, torch would warn.
+    # From a bytearray: torch would warn of bytes, which can't be written.
     return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)
 
 
@@ -195,8 +194,7 @@ class Attention(nn.Module):
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per byte; an untrained model is near ln 256 = 5.55."""
-    logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
-# Of a collective: longer than one process measures the held-out loss, on any machine.
+# For a collective: longer than one process measures the held-out loss, on any machine.
 TIMEOUT_SECONDS = 1800.0
 # Without it, the first steps overshoot, and training ends 0.4 worse.
 MAX_GRADIENT_NORM = 1.0
@@ -137,7 +137,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
             logged = {"loss": losses[-1]}
             if (step + 1) % max(1, options.steps // LINES) == 0 or step == options.steps - 1:
                 now = step + 1, sync.stats().message_bytes, time.monotonic()
-                # If nobody reads it, the table at the end meets that as well.
+                # If no one reads it, the table at the end meets that as well.
                 with suppress(OSError):
                     print(progress(options, algorithm, fmean(losses), since, now), flush=True)
                 since, losses = now, []
@@ -160,7 +160,7 @@ def progress(
     """Return a line that says how training goes; `since` and `now` are steps, bytes sent and seconds."""
     names, steps = list(options.algorithms), options.steps
     made, sent_bytes, took = (after - before for before, after in zip(since, now, strict=True))
-    # Of all algorithms: those to come may take longer a step, or less.
+    # For all algorithms: those to come may take longer a step, or less.
     left = steps * (len(names) - names.index(algorithm)) - now[0]
     return (
         f"{algorithm:>{max(map(len, names))}}  step {now[0]:>{len(str(steps))}}/{steps}  loss {loss:.3f}  "
@@ -170,8 +170,8 @@ def progress(
 
 
 def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
-    """Train with whoever is there, and record every step; the first member measures the held-out loss."""
-    # Each from a seed of its own: all start from the first one's model, or from that of those who are there.
+    """Train with all who are there, and record every step; the first member measures the held-out loss."""
+    # Each from its own seed: all start from the first one's model, or from that of those who are there.
     torch.manual_seed(options.seed + member)
     model = GPT(SIZES[options.model_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=ELASTIC_LEARNING_RATE)

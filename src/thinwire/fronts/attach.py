@@ -51,7 +51,7 @@ def attach(
             warns.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, `replicate` and
+            `fully_shard`, or that mesh of two named dimensions as a whole. Refused with DDP, `replicate` and
             native HSDP, which have a group for it.
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
             gradients are averaged exactly inside each machine first; then each process averages a part of

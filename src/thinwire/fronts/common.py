@@ -37,7 +37,7 @@ def new_engine(
 
 
 # Contributors are the processes that still have input: `join` counts them, and fronts divide by their number.
-# By parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
+# Kept by parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
 _scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 

@@ -57,7 +57,7 @@ def attach_ddp(
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: front, ATTACHED)
-    # Not the front's own handle: what this one holds leads back to the front.
+    # A new handle, since what this one holds leads back to the front.
     return GradientSync(front.engine, switch.free)
 
 
@@ -170,7 +170,7 @@ class BucketFront:
 
     def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
         """Return the bucket's lane; if none is open, its parameters."""
-        # By identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
+        # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
         lane = self._lanes.get(key)
         if lane is not None and lane.is_current:
@@ -183,8 +183,8 @@ class BucketFront:
         return opened
 
     def _finish(self, step: Step) -> None:
-        # In the hook's last call, not in a future's callback: those run on threads of their own, so that
-        # processes could issue collectives in different orders and wait for each other for ever.
+        # In the hook's last call, not in a future's callback: those run on separate threads, so that
+        # processes could issue collectives in different orders and wait for each other forever.
         try:
             committed = step.finish()
             self.engine.raise_unless(committed)
@@ -221,13 +221,13 @@ class BucketFront:
         """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
 
         If more are to come in a later pass, DDP does nothing now. If it thinks that all have come, it goes on
-        to wait for their futures, for ever.
+        to wait for their futures, forever.
         """
         num_started = 0 if self._open_step is None else self._open_step.num_parameters
         # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
         if not num_started or torch._C._current_autograd_node() is not None:
             return
-        # On a thread of its own: this one will block in DDP's code until the futures have results. A daemon,
+        # On a separate thread: this one will block in DDP's code until the futures have results. A daemon,
         # so that a process that fails meanwhile can end.
         alarm = threading.Timer(PATIENCE_SECONDS, self._release)
         alarm.daemon = True
@@ -287,18 +287,14 @@ class _Parameters:
         key = tuple(map(id, parameters))
         if key not in self._specs:
             # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-            for parameter in reversed(parameters):
-                if id(parameter) not in self._names:
-                    self._name(parameter)
+            for parameter in (each for each in reversed(parameters) if id(each) not in self._names):
+                if self.are_all_known:
+                    words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+                    raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
             self._outside = None
             self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
         return self._specs[key]
-
-    def _name(self, parameter: torch.Tensor) -> None:
-        if self.are_all_known:
-            words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-            raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
-        self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
 
     def refuse_unaveraged(self) -> None:
         """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
@@ -318,7 +314,7 @@ class Switch:
     """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched."""
 
     front_now: Callable[[], BucketFront | None]  # what averages in this pass; None leaves gradients alone
-    taken_by = ""  # who has put it there; "" if nobody needs it any more
+    taken_by = ""  # who has put it there; "" if no one needs it any more
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """As `BucketFront.run`, of the front whose turn it is."""
@@ -369,5 +365,5 @@ def switched(
 
 
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
-    """As `Switch.run`: the hook that it is registered with."""
+    """See `Switch.run`: the hook that it is registered with."""
     return state.run(bucket)

@@ -211,8 +211,16 @@ class _Guard:
     @disable_dynamo
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
         if model is not self._model():
+
+            def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
+                raise AttachError(
+                    "this DDP model is a copy of one that averages with Thinwire, and DDP copies no "
+                    "communication hook, so it would train uncompressed; copy again and "
+                    "attach(copied_model, …) before its first step"
+                )
+
             if torch.is_grad_enabled() and hook_of(model) == ("", False):
-                model.register_comm_hook(None, _refusing_hook)
+                model.register_comm_hook(None, refuse)
         elif _is_one_of(model, FSDP2) or any(type(each) is not kind for each, kind in self._types):
             # A parametrization gives a module a different class as well.
             for name, module in model.named_modules():
@@ -222,13 +230,6 @@ class _Guard:
                         f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
                         "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                     )
-
-
-def _refusing_hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
-    raise AttachError(
-        "this DDP model is a copy of one that averages with Thinwire, and DDP copies no communication hook, "
-        "so it would train uncompressed; copy again and attach(copied_model, …) before its first step"
-    )
 
 
 def not_pickled() -> StateError:

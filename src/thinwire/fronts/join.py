@@ -88,7 +88,7 @@ def join(
                 yield
     finally:
         leave_join(joinable)
-        # Or it would divide by the last number of contributors for ever.
+        # Or it would divide by the last number of contributors forever.
         if model is not None:
             model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 

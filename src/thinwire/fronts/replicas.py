@@ -34,7 +34,7 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     in their last bits. There, ask every thousand steps or so.
 
     Args:
-        model: Between two steps. Of an FSDP2 model, this process's shards are compared.
+        model: Between two steps. For an FSDP2 model, this process's shards are compared.
         replicas: The processes that hold the same, None for all: for an FSDP2 model `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.

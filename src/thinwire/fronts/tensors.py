@@ -85,8 +85,11 @@ class StepFront(Joinable):
         self.engine.agree(self.parameters[0].device)
         # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
         means: list[torch.Tensor | None] = [None] * len(gradients)
-        buckets = []
-        for indices in self._buckets(self._used_anywhere(gradients)):
+        # In the order of the parameters, so in the same one on every process.
+        indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
+        for index in self._used_anywhere(gradients):
+            indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
+        for indices in indices_of.values():
             specs = tuple(self._specs[index] for index in indices)
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
             # Scale what goes in, not what comes out: the residual keeps one unit.
@@ -117,12 +120,11 @@ class StepFront(Joinable):
         if len(gradients) != len(self.parameters):
             wanted = f"{len(self.parameters)} gradients, one for each parameter"
             raise ConfigError(f"expected {wanted}, got {len(gradients)}")
-        for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is not None and gradient.shape != parameter.shape:
-                raise ConfigError(
-                    f"gradient {index} has shape {tuple(gradient.shape)}, its parameter "
-                    f"{tuple(parameter.shape)}; give the gradients in the order of the parameters"
-                )
+        for index, gradient in enumerate(gradients):
+            wanted_shape = tuple(self.parameters[index].shape)
+            if gradient is not None and gradient.shape != wanted_shape:
+                words = f"has shape {tuple(gradient.shape)}, its parameter {wanted_shape}"
+                raise ConfigError(f"gradient {index} {words}; give them in the order of the parameters")
             if gradient is not None and gradient.is_sparse:
                 words = "is sparse and can't be averaged; build the embedding with sparse=False"
                 raise GradientError(f"gradient {index} {words}")
@@ -138,13 +140,6 @@ class StepFront(Joinable):
             self.engine.places.inside.all_reduce(flags, purpose, operation="max").wait()
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
-
-    def _buckets(self, indices: Iterable[int]) -> list[list[int]]:
-        buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-        for index in indices:
-            buckets[self.parameters[index].device, self._specs[index].dtype].append(index)
-        # In the order of the parameters, so in the same one on every process.
-        return list(buckets.values())
 
     def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
         """Return a gradient in its parameter's order of memory; zeros for none."""

@@ -114,17 +114,6 @@ class PostLocalSGDState:
         copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _fronts={})
         return copied
 
-    def average_finite(
-        self, bucket: GradBucket, wire_dtype: WireDtype | None, transport: ProcessGroupTransport
-    ) -> Future[torch.Tensor]:
-        """As `BucketFront.run`, over a group: one check decides for all buckets of the step."""
-        group = transport.group
-        # One for each group, kept: a front has a step under way from bucket to bucket.
-        if group not in self._fronts:
-            settings = Settings(on_nonfinite=self.on_nonfinite)
-            self._fronts[group] = BucketFront(Engine(cast_in(wire_dtype), transport, settings=settings))
-        return self._fronts[group].run(bucket)
-
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average over the group until `start_localSGD_iter`, then within the subgroup or not at all.
@@ -173,7 +162,12 @@ def averaged(
             logger.info("local SGD starts after %d steps", state.iter)
     # One question for the whole step, so its buckets must wait for each other.
     if state.on_nonfinite != "nan":
-        return state.average_finite(bucket, wire_dtype, transport)
+        # One front for each group, kept: it has a step under way from bucket to bucket.
+        if transport.group not in state._fronts:
+            settings = Settings(on_nonfinite=state.on_nonfinite)
+            engine = Engine(cast_in(wire_dtype), transport, settings=settings)
+            state._fronts[transport.group] = BucketFront(engine)
+        return state._fronts[transport.group].run(bucket)
     # Contributors are counted over the whole group; of those in a subgroup nothing is known.
     if not is_local:
         divide_by_contributors(bucket.parameters(), flat)

@@ -350,9 +350,15 @@ class PowerSGDState:
         """As `BucketFront.run`, for a hook, which must always be the same."""
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         if self._front is None:
-            self._front = self._new_front(self.algorithm(kind, wire_dtype), dense_buffer(bucket).device)
+            transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
+            settings = Settings.of(**self._steps, typed=self._typed)
+            algorithm = self.algorithm(kind, wire_dtype)
+            front = front_of_hook(self, algorithm, transport, settings, self._machines)
+            if self._loaded is not None:
+                front.sync.load_state_dict(self._loaded, strict=self._strict)
+            front.engine.observers.append(partial(self._after_step, front.engine))
             # Only now: if the front was refused, the state is still there for a second try.
-            self._loaded, self._used_with = None, used_with
+            self._front, self._loaded, self._used_with = front, None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
             raise ConfigError(
@@ -360,15 +366,6 @@ class PowerSGDState:
                 "state for each model and hook, or switch with state.sync.use(…)"
             )
         return self._front.run(bucket)
-
-    def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
-        transport = ProcessGroupTransport(self.process_group, device)
-        settings = Settings.of(**self._steps, typed=self._typed)
-        front = front_of_hook(self, algorithm, transport, settings, self._machines)
-        if self._loaded is not None:
-            front.sync.load_state_dict(self._loaded, strict=self._strict)
-        front.engine.observers.append(partial(self._after_step, front.engine))
-        return front
 
     def _after_step(self, engine: Engine, committed: bool) -> None:
         """Count and log."""

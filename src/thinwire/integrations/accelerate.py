@@ -118,7 +118,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         ()
     """
 
-    # By the user's own module, which the Accelerator holds until it is asked to free it.
+    # Kept by the user's module, which the Accelerator holds until it is asked to free it.
     _syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -196,7 +196,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
         who = "accelerator.prepare(model), of the Accelerator that has this handler"
-        own = "for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+        own = "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
         raise AttachError(f"register_comm_hook is called by {who}; {own}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
 
 
 def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
-    # Not `got in valid`: what was got may not even be comparable.
+    # `got in valid` would fail if what was got can't be compared.
     if not isinstance(got, DDPCommunicationHookType) or got not in valid:
         names = ", ".join(member.name for member in valid)
         raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")

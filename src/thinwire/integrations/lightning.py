@@ -190,7 +190,7 @@ class ThinwireStrategy(DDPStrategy):
                 "with several enter thinwire.LocalSGD in your own loop, with the one that steps last"
             )
         if makes_auto(self.algorithm):
-            # Not in `_register_ddp_hooks`: loss gaps depend on the optimizer.
+            # Done here, since loss gaps depend on the optimizer.
             self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=self._scaler)
             self._go_on_with(self.auto.sync)
         else:
@@ -204,7 +204,7 @@ class ThinwireStrategy(DDPStrategy):
 
     def on_train_start(self) -> None:
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
-        # Not in setup: a checkpoint's states, ours and the optimizer's, are loaded after that.
+        # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
         super().on_train_start()
         if self.local is not None:
             self.local.__enter__()
@@ -312,7 +312,7 @@ class ThinwireCallback(Callback):
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """As `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
+        """See `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
         strategy, is_ours = trainer.strategy, False
         if isinstance(strategy, ThinwireStrategy):
             is_ours = strategy.algorithm is not None or strategy.remembering is not None
@@ -324,7 +324,7 @@ class ThinwireCallback(Callback):
             raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `Callback.on_fit_start`: restore what a checkpoint held."""
+        """See `Callback.on_fit_start`: restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
@@ -333,7 +333,7 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `Callback.on_train_start`: let a member that comes and goes join."""
+        """See `Callback.on_train_start`: let a member that comes and goes join."""
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
@@ -345,16 +345,16 @@ class ThinwireCallback(Callback):
         self.local.__enter__()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `Callback.on_validation_start`: average a member's model first."""
+        """See `Callback.on_validation_start`: average a member's model first."""
         if self.local is not None:
             self.local.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """As `Callback.on_train_end`: average what is left of a member's model, and leave."""
+        """See `Callback.on_train_end`: average what is left of a member's model, and leave."""
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """As `Callback.on_exception`: leave at once; the others go on."""
+        """See `Callback.on_exception`: leave at once; the others go on."""
         self._leave(type(exception))
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -363,7 +363,7 @@ class ThinwireCallback(Callback):
             local.__exit__(kind, None, None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """As `Callback.on_train_batch_end`: log every `log_every_n_steps`."""
+        """See `Callback.on_train_batch_end`: log every `log_every_n_steps`."""
         # A member that joins takes over the others' count, which is not its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
@@ -379,7 +379,7 @@ class ThinwireCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """As `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
+        """See `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
         # Lightning has averaged models for the module's state just before: both are of one moment.
         checkpoint[CHECKPOINT_KEY] = (self.local or _remembering(trainer)).state_dict()
         if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
@@ -388,7 +388,7 @@ class ThinwireCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """As `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
+        """See `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
 
 

@@ -79,7 +79,7 @@ def attach(
     Args:
         trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2 over replicas and shards
             (`ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)`, for averaged models that of
-            `thinwire.integrations.accelerate`; see docs/sharded.md). Not with DeepSpeed.
+            `thinwire.integrations.accelerate`; see docs/sharded.md). DeepSpeed is refused.
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every few steps, before each evaluation and
@@ -179,7 +179,7 @@ class ThinwireCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """As `TrainerCallback.on_train_begin`: attach the model, and load what a checkpoint holds.
+        """See `TrainerCallback.on_train_begin`: attach the model, and load what a checkpoint holds.
 
         Collective if models are averaged: all processes take the first one's.
         """
@@ -214,7 +214,7 @@ class ThinwireCallback(TrainerCallback):
             self.sync.load_state_dict(saved, strict=self._strict)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
-        """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
+        """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
         if self.local is None:
             return
         # A member that joins takes over the others' count, which is not its Trainer's.
@@ -227,12 +227,12 @@ class ThinwireCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **unused: Any) -> None:
-        """As `TrainerCallback.on_train_end`: average what is left of the models. Collective."""
+        """See `TrainerCallback.on_train_end`: average what is left of the models. Collective."""
         if self.local is not None:
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """As `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
+        """See `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
         # Weights alone are not resumed from.
         if self._sync is None or args.save_only_model:
             return
@@ -244,7 +244,7 @@ class ThinwireCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any
     ) -> None:
-        """As `TrainerCallback.on_log`: add the compression to a log of the loss."""
+        """See `TrainerCallback.on_log`: add the compression to a log of the loss."""
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of((self.local or self._sync).stats(), "thinwire_")

@@ -104,7 +104,7 @@ def _encoded(
         part = rows[some]
         scales[some] = _scales(part, lengths[some], codebook)
         wide = scales[some].to(rows.dtype)
-        # By the scale as it travels, with which codes are read, and not by the one that was wanted.
+        # Use the scale as it travels, with which codes are read, and not the one that was wanted.
         units = part * torch.where(wide > 0, 1 / wide, 0)[:, None]
         if draws is None:
             places = _nearest(units, levels, codebook)
@@ -112,7 +112,7 @@ def _encoded(
             # Without the end levels: a number beyond those is rounded to one of the last two.
             lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
             upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
-            # By chance one of the two levels around each number, so that their mean is the number.
+            # One of the two levels, by chance, around each number, so that their mean is the number.
             uniform = draws.of(some).uniform(block, rows.dtype)
             places = (lower + (uniform < upper_share)).to(torch.uint8)
         codes[some] = pack(places, codebook.bits)
@@ -127,12 +127,12 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     if codebook.statistic == "largest":
         wanted = (largest / codebook.levels[-1]).float()
         scales = wanted.bfloat16()
-        # Not below what is wanted, or the largest would be cut off.
+        # Never below what is wanted, or the largest would be cut off.
         raised = (scales.view(torch.int16) + 1).view(torch.bfloat16)
         # The bits of positive numbers are in their order: one more is the next.
         scales = torch.where(scales.float() < wanted, raised, scales)
     else:
-        # Of shares of the largest: squares of the numbers themselves could leave the range.
+        # From shares of the largest: squares of the numbers themselves could leave the range.
         shares = magnitudes * torch.where(largest < tiny, 0, 1 / largest)[:, None]
         if codebook.statistic == "mean magnitude":
             scales = (largest * (shares.sum(1) / lengths)).bfloat16()

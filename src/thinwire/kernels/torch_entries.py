@@ -41,7 +41,7 @@ def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
         return rows.abs().topk(kept, sorted=False).indices.sort(1).values
     num_groups = length // size
     grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
-    # Of both extremes, and not of `abs`: that would write all of the gradient once more.
+    # From both extremes: `abs` would write all of the gradient once more.
     peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
     groups = peaks.topk(kept, sorted=False).indices
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)

@@ -133,6 +133,7 @@ class Network:
         self._checked_bytes = [0] * machines  # sent before the command was started
 
     def __enter__(self) -> Network:
+        self._namespaces = []  # it may be opened again
         with ExitStack() as opened:
             self._core = Namespace()
             # What stands is taken down if a later tool fails; only a whole network is kept open. A namespace
@@ -164,17 +165,11 @@ class Network:
         """
         machine, place = divmod(rank, self.processes_per_machine)
         # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
-        backends = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
-        return backends | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(self.processes),
-            "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(self.processes_per_machine),
-            "GROUP_RANK": str(machine),
-            "GROUP_WORLD_SIZE": str(self.machines),
-            "MASTER_ADDR": self.address(0),
-            "MASTER_PORT": str(PORT),
-        }
+        variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
+        variables |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(PORT)}
+        variables |= {"RANK": str(rank), "WORLD_SIZE": str(self.processes)}
+        variables |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(self.processes_per_machine)}
+        return variables | {"GROUP_RANK": str(machine), "GROUP_WORLD_SIZE": str(self.machines)}
 
     def command_in(self, machine: int, *command: str) -> list[str]:
         """Return a command line that runs `command`, or what is written behind it, on a machine."""
@@ -199,8 +194,8 @@ class Network:
 
     def _judged(self, round_trip_seconds: float, bits_per_second: float) -> str:
         link, delays = self.links[0], self.links[0].delays
-        found = f"a round trip takes {1e3 * round_trip_seconds:.1f} ms"
-        found += f", and a machine sends {bits_per_second / 1e6:.1f} Mbit/s"
+        megabits = f"{bits_per_second / 1e6:.1f} Mbit/s"
+        found = f"a round trip takes {1e3 * round_trip_seconds:.1f} ms, and a machine sends {megabits}"
         allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
         is_late = abs(round_trip_seconds - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
         # Senders slow down if something is lost, so the rate can't be seen.
@@ -264,7 +259,7 @@ class Namespace:
         # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
         make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
         self.holder = _held(make if outer is None else outer.command(*make), READY)
-        # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
+        # A namespace belongs to the user namespace that made it: without entering that, no one may configure
         # it.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
@@ -292,7 +287,7 @@ def _allowed_flags() -> list[str]:
 def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
     """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
     part = subprocess.Popen(
-        # By the kernel, not by an exit handler: it is gone even if this process is killed.
+        # The kernel does it, not an exit handler: it is gone even if this process is killed.
         ["setpriv", "--pdeathsig", "KILL", "--", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

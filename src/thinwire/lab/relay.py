@@ -1,6 +1,6 @@
 """A switch with latency, jitter and loss, between the network interfaces of a lab's machines.
 
-The lab runs this file as a process of its own: the kernels that people have often lack netem.
+The lab runs this file as a separate process: the kernels that people have often lack netem.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
             for frame in _received(port):
                 to, sender = frame[TO], frame[SENDER]
                 port_of[sender] = source
-                # Who has an address is asked within this network only: a real link carries no such question.
+                # Questions for an address stay within this network: a real link carries none.
                 is_question = frame[KIND] == ADDRESS_RESOLUTION
                 if delays.loss and not is_question and draws.random() < delays.loss:
                     continue

@@ -140,7 +140,7 @@ class DistributedState:
 
 
 class ModelAverager(Averager):
-    """Averages a model every so many steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
+    """Averages a model every few steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
 
     _fragments = Fragments()  # none before entry
 

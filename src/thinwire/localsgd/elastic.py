@@ -111,7 +111,7 @@ class LocalSGD(ModelAverager, Member):
         self._algorithm = algorithm  # from the end of the warm-up on
         self._work: list[float] = []  # of this member since each fragment's last averaging
         self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
-        # Of what is in flight: by fragment the work that it is of, and the steps that were pending then.
+        # What is in flight: its work by fragment, and the steps that were pending when it was sent.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
         self._averaged_at = monotonic()
@@ -225,7 +225,7 @@ class LocalSGD(ModelAverager, Member):
         return are_finite(self._changes, None)
 
     def _described(self) -> Description:
-        # Who joins is to use what the others do, however far they are.
+        # A member that joins uses what the others do, however far they are.
         step = (self._group.received or {}).get("step")
         self._follow(step if isinstance(step, int) else self._steps - self._pending_steps)
         return {
@@ -266,7 +266,7 @@ class LocalSGD(ModelAverager, Member):
     ) -> None:
         self._changes, self._averaged_at = {}, monotonic()
         if flight is None:
-            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._pending_steps and not may_be_empty:
                 raise StepError(
                     "no member has counted any work since the last averaging, so nothing was averaged: call "

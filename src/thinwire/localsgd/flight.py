@@ -19,7 +19,7 @@ from thinwire.sync.step import Step
 Part = TypeVar("Part", bound=Buckets)
 
 Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
-"""By fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
+"""For each fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
 
 
 class Flight(Generic[Part]):
@@ -58,7 +58,7 @@ class Flight(Generic[Part]):
     def send(
         self, num_rounds: float = math.inf, read: Callable[[Any], object] = bool, asked: Any = None
     ) -> None:
-        """Wait for rounds and send the next ones, until so many were sent or all have come."""
+        """Wait for rounds and send the next ones, until this many were sent or all have come."""
         assert self._step is not None, "sent after it has landed"
         while self.num_rounds < num_rounds:
             # After answers that differ, later messages would never be matched.
@@ -84,7 +84,7 @@ class Flight(Generic[Part]):
         assert self._step is not None, "landed before"
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
-        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        # An algorithm without memory commits whatever has come: no one has looked at its means.
         together = self._engine.settings.together if self._engine.places is None else None
         if not committed or not are_finite(self.changes, together):
             raise StepError(

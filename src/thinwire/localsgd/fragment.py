@@ -112,7 +112,7 @@ class Fragment(Buckets):
         """Return by bucket, flat, what has changed since the last averaging on this process."""
         changes = self.empty()
         for (each, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
-            # The copy may be on another device, so it is subtracted where the change is. And as the model was
+            # The copy may be on a different device: subtract it where the change is. And as the model was
             # given it: what of it 16 bits could not hold is no change.
             change.copy_(last)
             # Infinite entries of a mask that stayed the same would give inf - inf.
@@ -200,9 +200,7 @@ class Fragments(tuple[Fragment, ...]):
         """Refuse a call while the model holds the last averages."""
         # A step would change the average, and be lost when the model's own values come back.
         if self.are_shown:
-            raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave it first"
-            )
+            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
 
 
 def layer_of(name: str) -> str:
@@ -238,7 +236,7 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
         layers[layer_of(each.name)].append(each)
     by_bytes = defaultdict(list)
     for name, members in layers.items():
-        # Of whole parameters: the shards of a model must be divided alike.
+        # Bytes of whole parameters: the shards of a model must be divided alike.
         by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:

@@ -159,16 +159,10 @@ class LocalSGD(ModelAverager, Joinable):
         loaded, group = self._loaded, self._engine.transport
         replica, averaged = self._model.replica, self._model.tensors()
         # The models first: those of other shapes could not even be divided alike.
-        alike_on_all_shards(
-            replica.inside,
-            "entering LocalSGD",
-            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
-            lambda: self._engine.agree(averaged[0].value.device),
-        )
-        self._check_as_made(averaged)
-        num_members, algorithm = self._averagings.num_members, self._engine.algorithm
-        fragments, outer = self._divided(averaged, num_members, algorithm)
-        # All know before the first message whether the others start anew, which is collective, or go on.
+        self._check_models(averaged)
+        algorithm = self._engine.algorithm
+        fragments, outer = self._divided(averaged, self._averagings.num_members, algorithm)
+        # All must know before the first message whether they start, which is collective, or go on.
         self._agree_on(self._described(outer))
         flights: list[Flight[Fragment]] = []
         if loaded is None:
@@ -179,13 +173,13 @@ class LocalSGD(ModelAverager, Joinable):
                 fragment.take()
         else:
             flights = go_on_from(loaded, fragments, outer, replica)
-        warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
+        warn_of_momentum(outer, algorithm, stacklevel=2)
         with ExitStack() as attached:
-            # Where the latter refuses, the former is taken off.
+            # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
-        # Only now: until here another attempt to enter is allowed.
+        # Last: if anything above fails, the context may be entered again.
         self._averagings.fragments = self._fragments = fragments
         self._averagings.outer = self._outer = outer
         self._averagings.flights = flights
@@ -194,10 +188,17 @@ class LocalSGD(ModelAverager, Joinable):
         self._averagings.end_warmup()
         return self
 
-    def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
-        """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
-        # Planned is what was trained when this was made: messages of other lengths would end the process, and
-        # those of equal lengths be averaged with other parameters'.
+    def _check_models(self, averaged: Sequence[Averaged]) -> None:
+        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+        group = self._engine.transport
+        alike_on_all_shards(
+            self._model.replica.inside,
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
+            lambda: self._engine.agree(averaged[0].value.device),
+        )
+        # The plan is of what was trained then: messages of other lengths would end the process, and those of
+        # equal lengths be averaged with other parameters'.
         others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
         changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
         self._agree_on(changed)
@@ -229,7 +230,7 @@ class LocalSGD(ModelAverager, Joinable):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
         try:
-            # After an exception other processes may be anywhere: a collective could meet another one.
+            # After an exception other processes may be anywhere: collectives would not match.
             if kind is None:
                 self.average()
         finally:
@@ -243,8 +244,7 @@ class LocalSGD(ModelAverager, Joinable):
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
-        perhaps a second optimizer trains it.
+        since the last averaging. Changes that no step of `optimizer` has made are averaged, too, and logged.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
@@ -269,7 +269,7 @@ class LocalSGD(ModelAverager, Joinable):
         If an averaging is due, it takes part with what it has changed since the last one: without input,
         its own last steps at first, then nothing.
         """
-        # Not all of `_check_inside`: it looks at the whole model, which is too much for every step.
+        # `_check_inside` looks at the whole model, which is too much for every step.
         self._fragments.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1

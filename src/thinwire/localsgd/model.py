@@ -91,7 +91,7 @@ class AveragedModel:
                 "replicas is not the group of the DDP model; leave it out, or build both with the same one"
             )
         inner = None if subgroup is None else transport_of(subgroup)
-        # Of other transports nobody knows who is at their ends.
+        # Other transports do not say who is at their ends.
         if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
             members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
             if others - members:
@@ -128,8 +128,7 @@ def _check_values(found: Iterable[Averaged]) -> None:
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the module, and the DDP model around it if there is one."""
-    # What torch.compile was given.
-    inner = getattr(model, "_orig_mod", model)
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile was given
     if isinstance(inner, DistributedDataParallel):
         return inner.module, inner
     if not isinstance(inner, nn.Module):

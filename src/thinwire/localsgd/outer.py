@@ -30,15 +30,15 @@ OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
 # Each by whether the algorithm sends few entries.
 
-# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
+# For at least this many members. Charles et al., "Communication-Efficient Language Model Training Scales
 # Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
-# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
+# With few entries, one that a single member has sent moves by its whole change, so with more members
 # more of them add up. Measured: `docs/adamw.md`.
 LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
 
-# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
-# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
+# For at least this many steps between averagings. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is our choice. For few entries error feedback takes the place of momentum
 # (SparseLoCo, arXiv 2508.15706).
 MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
 
@@ -110,7 +110,7 @@ def described_outer(outer: torch.optim.Optimizer | None) -> str:
     """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
     if outer is None:
         return "none"
-    # What else there is (functions, tensors) may print differently on every process.
+    # Functions and tensors may print differently on every process.
     plain = {name: value for name, value in outer.defaults.items() if isinstance(value, PLAIN)}
     return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
 
@@ -123,7 +123,7 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
         [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
         for group in outer.param_groups
     ]
-    # Of 32 bits: members compare it in a message of float64, which holds those exactly.
+    # 32 bits: members compare it in a message of float64, which holds those exactly.
     return zlib.crc32(repr(now).encode())
 
 
@@ -135,7 +135,7 @@ def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) ->
         outer.state_dict(),
     )
     for name, parameter, kept, key in _tensors(outer, lasts, state):
-        # What has an element for each of the parameter's is in shards as it is; step counts are not.
+        # What has the parameter's shape is sharded as it is; step counts are not.
         if kept[key].shape == parameter.shape:
             kept[key] = replica.whole({name: kept[key]})[name]
     return state
@@ -151,7 +151,7 @@ def load_outer(
             kept[key] = replica.own({name: kept[key]})[name]
     try:
         outer.load_state_dict(own)
-        # It takes the settings of most others, too, and would fail in the first step for want of its own.
+        # It takes the settings of most other kinds, and would fail in the first step without its own.
         missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
     except KeyError as error:
         missing = list(error.args)
@@ -173,7 +173,7 @@ def _tensors(
     parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
     for place, kept in state["state"].items():
         if place >= len(parameters):
-            continue  # of another optimizer: this one refuses it when it is loaded
+            continue  # of a different optimizer: this one refuses it when it is loaded
         for key, value in kept.items():
             if isinstance(value, torch.Tensor):
                 yield names[id(parameters[place])], parameters[place], kept, key

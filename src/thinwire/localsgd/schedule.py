@@ -32,13 +32,14 @@ class Schedule:
     def __post_init__(self) -> None:
         every_steps = whole_count("every_steps", self.every_steps, minimum=1)
         object.__setattr__(self, "every_steps", every_steps)
-        for name, given, example in (
-            ("warmup", self.warmup, Warmup(100)),
-            ("streaming", self.streaming, Streaming(fragments=2)),
-        ):
-            if not isinstance(given, type(example)):
-                kind = f"thinwire.{type(example).__name__}"
-                raise ConfigError(f"{name} must be a {kind}, got {shown(given)}; such as {example}")
+        if not isinstance(self.warmup, Warmup):
+            given = shown(self.warmup)
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {given}; such as Warmup(100)")
+        if not isinstance(self.streaming, Streaming):
+            given = shown(self.streaming)
+            raise ConfigError(
+                f"streaming must be a thinwire.Streaming, got {given}; such as Streaming(fragments=2)"
+            )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
@@ -78,7 +79,7 @@ class Schedule:
         """Return what a model keeps of its own when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
-        # What a model keeps of a change is part of its next one. Where the residual holds most of that change
+        # What a model keeps of a change is part of its next one. If the residual holds most of that change
         # already, it would be sent twice.
         return USUAL_LOCAL_WEIGHT if self.delay_steps and not algorithm.sends_few_entries else 0.0
 
@@ -112,7 +113,7 @@ class Schedule:
         sent at its multiples.
         """
         if self.is_warm_up(step):
-            # Of a DDP model only at the end, so that all start the local phase from the same bits.
+            # A DDP model only at the end, so that all start the local phase from the same bits.
             return range(self.num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
         place = (step - self.warmup.steps - 1) % self.every_steps + 1
@@ -133,6 +134,6 @@ class Schedule:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
 
         Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
-        when it comes, which differs between processes: each would send the next one in another order.
+        when it comes, which differs between processes: each would send the next ones in a different order.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))

@@ -51,7 +51,7 @@ class ShardedReplica(Replica):
     def sync_of(self, engine: Engine) -> GradientSync:
         """As `Replica.sync_of`."""
         pieces = dict(self._pieces)
-        # Of a buffer each process has all.
+        # Each process has whole buffers.
         for name, shape, _, dtype, *_ in engine.specs:
             whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
             pieces.setdefault(name, Piece(name, whole, shape, None, 0))

@@ -16,7 +16,7 @@ from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_kind, check_undamaged, shown_kind, with_checksum
+from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
 from thinwire.sync.state import DTYPES
 
 STATE_VERSION = 4
@@ -83,7 +83,7 @@ def go_on_from(
     if outer is not None and loaded.outer is not None:
         _load_outer(outer, fragments, replica, loaded)
     sent_after = loaded.sent_after
-    # Saved with another number of them: as if all had waited as long as the one that has waited longest.
+    # Saved with a different number of fragments: as if all had waited as long as the longest.
     if len(sent_after) != len(fragments):
         sent_after = [min(sent_after)] * len(fragments)
     for fragment, step in zip(fragments, sent_after, strict=True):
@@ -102,7 +102,7 @@ def _load_outer(
 ) -> None:
     """Let an outer optimizer go on from a state, with which it has made a step of nothing first."""
     assert loaded.outer is not None
-    # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
+    # Only the optimizer knows what its state must hold: a wrong one would end the next averaging.
     try:
         load_outer(outer, fragments.lasts, replica, loaded.outer)
         for fragment in fragments:
@@ -128,20 +128,18 @@ def checked_state(
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
     check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
     assert isinstance(state, Mapping)
-    is_like = state.keys() - {WARMUP_KEY, MEMBERS_KEY} == KEYS
-    _expect(is_like, f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
+    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
+        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
     state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
-    _expect(
-        state["outer"] is None or has_outer,
-        "the state has an outer optimizer's state; pass outer= as when it was saved",
-    )
-    _expect(
-        state[WARMUP_KEY] is None or has_warmup,
-        "the state was saved in a warm-up with an algorithm of its own; pass warmup= as when it was saved",
-    )
+    if state["outer"] is not None and not has_outer:
+        raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
+    if state[WARMUP_KEY] is not None and not has_warmup:
+        raise StateError(
+            "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved"
+        )
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
     _check_flights(state, shapes)
@@ -150,54 +148,55 @@ def checked_state(
     return LoadedState(**{key: state[key] for key in LoadedState._fields})
 
 
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise StateError(otherwise)
-
-
-def _check_members(members: Any) -> None:
-    is_like = isinstance(members, Mapping) and members.keys() == MEMBERS_KEYS
-    _expect(is_like, f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
+def _check_members(members: object) -> None:
+    if not isinstance(members, Mapping) or members.keys() != MEMBERS_KEYS:
+        raise StateError(f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
     for key in COUNTS:
         whole_number(key, members[key], minimum=0, error=StateError)
     for key, kind in ("residual_of", str), ("optimizers", Mapping):
         listed = members[key]
-        is_list = isinstance(listed, list | tuple) and all(isinstance(each, kind) for each in listed)
-        _expect(is_list, f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
+            raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
 
 
 def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
     """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
     for key in ("sent_after", "in_flight"):
-        is_list = isinstance(state[key], list | tuple)
-        _expect(is_list, f"{key} must be a tuple, got {type(state[key]).__name__}")
+        if not isinstance(state[key], list | tuple):
+            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
     for sent_after in state["sent_after"]:
         whole_number("sent_after", sent_after, minimum=-1, error=StateError)
     num_saved = len(state["sent_after"])
-    _expect(num_saved > 0, "sent_after must hold a number for each fragment, got none")
-    # What has landed is of one division of the model, and can't be applied to another's parts.
-    _expect(
-        not state["in_flight"] or num_saved == len(shapes),
-        f"the state was saved while one of {num_saved} fragments was in flight, and here are {len(shapes)}; "
-        f"pass fragments={num_saved}, or save after average()",
-    )
+    if not num_saved:
+        raise StateError("sent_after must hold a number for each fragment, got none")
+    # What has landed is of one division of the model, and can't be applied to the parts of a different one.
+    if state["in_flight"] and num_saved != len(shapes):
+        raise StateError(
+            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
+        )
     for item in state["in_flight"]:
         is_pair = isinstance(item, list | tuple) and len(item) == 2 and type(item[0]) is int
-        is_pair = is_pair and item[0] in range(num_saved)
-        _expect(is_pair, "in_flight must hold pairs of a fragment's number and its mean changes")
+        if not is_pair or item[0] not in range(num_saved):
+            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
         _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
 
 
-def _check_tensors(key: str, tensors: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    is_mapping = isinstance(tensors, Mapping)
-    _expect(is_mapping, f"{key} must map names to tensors, got {type(tensors).__name__}")
-    load, differing = "load the state of the same model", sorted(map(str, shapes.keys() ^ tensors.keys()))
-    _expect(not differing, f"the state and the model differ in {differing[:4]}; {load}, and average_buffers=")
+def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not isinstance(tensors, Mapping):
+        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
+    differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
+    if differing:
+        raise StateError(
+            f"the state and the model differ in {differing[:4]}; load the state of the same model, with the "
+            "same average_buffers="
+        )
     for name, tensor in tensors.items():
-        is_like = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shapes[name]
-        what = f"the state's {name} is"
-        _expect(is_like, f"{what} not a tensor of shape {shapes[name]}, as the model's is; {load}")
-        _expect(tensor.dtype in DTYPES, f"{what} of {tensor.dtype}; load a state as state_dict() made it")
-        # It would be in every process's model with the first averaging.
-        is_finite = bool(tensor.isfinite().all())
-        _expect(is_finite, f"{what} not finite: it is damaged; load an earlier one")
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shapes[name]:
+            raise StateError(
+                f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
+                "load the state of the same model"
+            )
+        if tensor.dtype not in DTYPES:
+            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+    check_finite(key, tensors)  # it would be in every process's model with the first averaging

@@ -139,7 +139,7 @@ class Steps(Member):
     ) -> None:
         self._flats = []
         if flight is None:
-            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._is_inside and not may_be_empty:
                 raise StepError(
                     "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
@@ -148,7 +148,7 @@ class Steps(Member):
             return
         for each, mean in self._parts(flight.changes[self._buckets]):
             each.tensor.grad = mean
-        # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
+        # Here, for a member that joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()
         self._work = 0.0

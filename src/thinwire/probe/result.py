@@ -87,10 +87,10 @@ class Probe:
         backend: Of the process group.
         device: Where the messages lay, such as "cpu".
         timings: By message size, ascending.
-        pairs: Of single pairs of processes, where measured.
+        pairs: Of single pairs of processes, if measured.
         nodes: Process ranks that are near each other; one list if no structure was seen.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
-            wire, where measured: at least 1; 2 where two processes send one after the other.
+            wire, if measured: at least 1; 2 if two processes send one after the other.
         hosts: Name of each process's machine, by rank; empty if not known.
     """
 
@@ -135,7 +135,7 @@ class Probe:
         """What each process's link carries, by `rate_from`, sent as on a ring; None if not known."""
         if self.rate_from is None:
             return None
-        # Of the difference of two large messages: what each costs whatever its size falls out.
+        # From the difference of two large messages: what each costs whatever its size falls out.
         small, large = self.rate_from
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
         return sent / (large.median_seconds - small.median_seconds)
@@ -276,5 +276,5 @@ def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
         if pair.seconds < NEAR_BELOW * slowest:
             joined = [node for node in nodes if not set(node).isdisjoint(pair.processes)]
             nodes = [node for node in nodes if node not in joined] + [sorted(set[int]().union(*joined))]
-    # If nobody is near anybody there is no structure, and one group says so.
+    # If no one is near anybody there is no structure, and one group says so.
     return sorted(nodes) if len(nodes) < world_size else [list(range(world_size))]

@@ -103,7 +103,7 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
     residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
     lost = gap(sent + torch.cat(residual).to(bench.device), true)
     bench.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
-    # Where nothing was compressed, nothing could have been lost either.
+    # If nothing was compressed, nothing could have been lost either.
     ratio = engine.counts().compression_ratio
     bench.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
 
@@ -139,7 +139,7 @@ def state_resumes(bench: Bench) -> None:
 
 def differences_are_refused(bench: Bench) -> None:
     """Check that processes with unlike settings are refused, all of them."""
-    # Alone, there is nobody to differ from.
+    # Alone, there is no one to differ from.
     if bench.transport.size == 1:
         return
     # One differs from all others, and those must hear of it as well: who went on would wait for it in vain.

@@ -30,7 +30,7 @@ from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls, wait_for
 from thinwire.version import __version__
 
-# Up to 4 the CPU has compiled kernels of its own; above, torch's operations serve.
+# Up to 4 the CPU has compiled its own kernels; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
 # The first steps compile kernels, agree upon plans and lay memory out.
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
@@ -83,24 +83,24 @@ class DevicePage:
 
     def as_markdown(self) -> str:
         """Return it as a page to paste into an issue."""
+
+        def cell(value: str | float | None) -> str:
+            if isinstance(value, float):
+                # A time in milliseconds or copies, or the error of a kernel.
+                return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"
+            return f"{value:,}" if isinstance(value, int) else value or ""
+
         lines = [f"- {name}: {value}" for name, value in self.setting.items()]
         if self.copied_bytes_per_second is not None:
             lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
         for rows in filter(None, (self.kernels, self.steps)):
             heads = [name.replace("_", " ") for name in rows[0]]
-            cells = [list(map(_cell, row.values())) for row in rows]
+            cells = [list(map(cell, row.values())) for row in rows]
             marks = ["---", *["--:"] * (len(heads) - 1)]
             lines += ["", *(f"| {' | '.join(line)} |" for line in [heads, marks, *cells])]
         gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
         gaps += [f"- **not run**: {name}: {why}" for name, why in self.not_run.items()]
         return "\n".join([*lines, "", *gaps] if gaps else lines)
-
-
-def _cell(value: str | float | None) -> str:
-    if isinstance(value, float):
-        # A time in milliseconds or copies, or the error of a kernel.
-        return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"
-    return f"{value:,}" if isinstance(value, int) else value or ""
 
 
 def new_page(device: str) -> DevicePage:
@@ -204,7 +204,7 @@ class _Parts:
                     found = part()
                     del failures[name]
                     return found
-            # Of any kind: a page with a gap says more than none.
+            # Any error: a page with a gap says more than none.
             except Exception as error:
                 failures[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.tell(f"{name}: {failures[name]}")
@@ -273,7 +273,7 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
     # In step with the device: its first product adds the residual to the gradient in place, and all that
     # follows is of the sum.
     exact += residual
-    with full_precision(device):  # as steps are made: TF32, where it is on, would be judged here
+    with full_precision(device):  # as steps are made: TF32, if it is on, would be judged here
         (left,) = products([Asked(group, right, None, add_error=True)])
         found_products = gap(left.cpu(), start @ exact.mT)
         (basis,) = orthonormal_rows([left])
@@ -347,6 +347,6 @@ def _looked_at(step: Callable[[], None], device: torch.device) -> tuple[int | No
         finally:
             # The mode is the whole process's.
             torch.cuda.set_sync_debug_mode("default")
-    # Other warnings may come as well, and are not for this page. Who may not count on this machine (the
+    # Other warnings may come as well, and are not for this page. A user who may not count here (the
     # driver decides) sees no kernels at all.
     return launches or None, sum("called a synchronizing" in str(warning.message) for warning in caught)

@@ -115,7 +115,7 @@ def _described(state: Mapping[str, object]) -> tuple[bytes, list[torch.Tensor]]:
 def _checksum(described: bytes, tensors: Sequence[torch.Tensor]) -> str:
     crc = zlib.crc32(described)
     for tensor in tensors:
-        # A class of its own may have no memory at its address, or less than it says.
+        # An unknown class may have no memory at its address, or less than it says.
         if type(tensor) not in PLAIN_TYPES:
             raise StateError(
                 f"the state has a {type(tensor).__name__}, expected plain tensors, whose bytes can be read; "

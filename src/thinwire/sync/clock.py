@@ -37,7 +37,7 @@ class StepClock:
 
     @contextmanager
     def inside(self, traffic: Traffic, *, are_ready: bool = True) -> Iterator[None]:
-        """Count what is done within as Thinwire's; where one stands in another, only the outer one counts."""
+        """Count what is done within as Thinwire's; of nested ones only the outer one counts."""
         # Fronts, engines and steps each ask, and any may be the outer one; the engines of a local SGD have
         # one clock, so that an average of one within the other's time counts once.
         if self._is_inside:
@@ -64,5 +64,5 @@ class StepClock:
             self._exposed_seconds += time.perf_counter() - start
         else:
             self._unread.append((event, end))
-            # Read as soon as they may be, so that they do not become many; nobody waits for them.
+            # Read as soon as they may be, so that they do not become many; no one waits for them.
             _ = self.exposed_seconds

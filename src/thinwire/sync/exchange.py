@@ -72,7 +72,7 @@ class Task:
 class Exchange:
     """Drives the buckets of one step through their rounds."""
 
-    # Backends match collectives by nothing but their order: members that disagree in it wait for ever, or
+    # Backends match collectives by nothing but their order: members that disagree in it wait forever, or
     # take one message for another. So one thread sends all, where the caller's code stands, which is the same
     # on every member; never when something has happened to arrive, which is not.
 
@@ -144,7 +144,7 @@ class Exchange:
             closing = [task for task in self._closing if task not in self.tasks]
             for task in closing if means else ():
                 if isinstance(task.request, Mean):
-                    # In the type of what is sent anyway: a message of its own would cost a latency more.
+                    # In the type of what is sent anyway: a separate message would cost a latency more.
                     task.request = Mean(task.request.tensor.to(means[0]))
             self.tasks += closing
             self._send([*waiting, *closing], f"round {self._number} of all buckets")
@@ -171,13 +171,13 @@ class Exchange:
             return torch.tensor(True)
         if len(answers) == 1:
             return answers[0]
-        # One question for all buckets: each of its own would make the host wait for the device.
+        # One question for all buckets: a question for each would make the host wait for the device.
         return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
 
     def commit_early(self) -> None:
         """Let those pass that stand at a commit behind which no memory is written.
 
-        Only where nobody goes back to the gradients as they were: if the step is dropped, they are filled.
+        Only if no one goes back to the gradients as they were: if the step is dropped, they are filled.
         """
         self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
 
@@ -271,7 +271,7 @@ class _Round:
                 tensor = _checked(request, transport.size)
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
-        # Backends match collectives by their order alone, and wait for ever where it differs. Sorted, it
+        # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
         for _, of_kind in groupby(sorted(asked, key=lambda each: each[:3]), key=lambda each: each[0]):
             alike = list(of_kind)

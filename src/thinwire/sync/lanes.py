@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TypeAlias
 
@@ -165,15 +165,13 @@ class Lanes:
             self._shown = self.plans, plan
         return plan
 
-    def _routes(self) -> Iterator[Route]:
-        """Yield what this process sends; on a machine of several, what all of them send."""
+    def _routes(self) -> list[Route]:
+        """Return what this process sends; on a machine of several, what all of them send."""
         if self.places is None:
-            for plan in self.plans:
-                yield from plan.routes
-            return
+            return [route for plan in self.plans for route in plan.routes]
         places = self.places if self._buckets else self.places.preview()
-        for bucket in self._buckets or self._model_buckets():
-            yield from places.routes(bucket, self._planned)
+        buckets = self._buckets or self._model_buckets()
+        return [route for bucket in buckets for route in places.routes(bucket, self._planned)]
 
     def _close_all(self) -> None:
         """Close all lanes, and plan their buckets again."""
@@ -208,10 +206,8 @@ class Lanes:
             self._close_oldest(lanes)
 
     def _close_oldest(self, used: Sequence[Lane]) -> None:
-        """Close the lanes that were not used for longest: some models use different parameters in each step.
-
-        All members end the same steps in the same order, so they close the same lanes.
-        """
+        """Close the lanes that were not used for longest: some models use other parameters in each step."""
+        # All members end the same steps in the same order, so they close the same lanes.
         for lane in used:
             if self._open.get(lane.specs) is lane:  # else a new plan has closed it meanwhile
                 self._open[lane.specs] = self._open.pop(lane.specs)

@@ -38,11 +38,10 @@ NOTHING = _NothingPlan((), ())
 
 
 class Division:
-    """Divides parameters evenly among the places of a machine.
+    """Divides parameters evenly among the places of a machine: all processes ask alike, and find the same."""
 
-    If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it lies,
-    so nothing is copied. All processes ask for the same parameters in the same order, and find the same.
-    """
+    # If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it
+    # lies, so nothing is copied.
 
     def __init__(self, algorithm: Algorithm, num_places: int, model: Specs) -> None:
         self._indivisible = algorithm.indivisible
@@ -65,7 +64,7 @@ class Division:
                 unit = spec.numel if isinstance(self._indivisible, str) else self._indivisible
                 num_units = -(-spec.numel // unit) if unit else 0
                 each, left = divmod(num_units, len(self._loads))
-                more = self._least_loaded()[:left]
+                more = sorted(range(len(self._loads)), key=self._loads.__getitem__)[:left]
                 self._give(spec, [unit * (each + (place in more)) for place in range(len(self._loads))])
         return [self._ranges[spec.name] for spec in specs]
 
@@ -85,12 +84,9 @@ class Division:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
         owners = {max(range(len(each)), key=lambda place: _length(each[place])) for each in known}
         if len(owners) > 1 or any(spec.name not in self._ranges for spec in specs):
-            owner = self._least_loaded()[0]
+            owner = self._loads.index(min(self._loads))
             for spec in specs:
                 self._give(spec, [spec.numel * (place == owner) for place in range(len(self._loads))])
-
-    def _least_loaded(self) -> list[int]:
-        return sorted(range(len(self._loads)), key=self._loads.__getitem__)
 
     def _give(self, spec: ParameterSpec, counts: Sequence[int]) -> None:
         # The last unit of a parameter may be shorter.
@@ -226,10 +222,7 @@ class Places:
         return [part for spec, part in held if part.numel or not spec.numel]
 
     def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
-        """Let memory hold this process's part of a bucket. Collective inside, if it held different parts.
-
-        So it is where the algorithm was switched, or buckets are cut differently and it averages whole ones.
-        """
+        """Let memory hold this process's part of a bucket. Collective inside, if it held different parts."""
         ranges = {spec.name: each for spec, each in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
             spec.name: spec
@@ -280,7 +273,7 @@ class Places:
         To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters. If it is
         not to be `of_all`, it is of this process alone, with zeros for the parts of others. Not collective.
         """
-        is_elementwise = {name: kind[1] for name, kind in own["slots"]}
+        is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
         whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
         mine = ((self.inside.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
         everyone = tensors_of_all(own, is_elementwise, self.inside) if of_all else mine
@@ -293,11 +286,7 @@ class Places:
             if label not in whole[slot]:
                 whole[slot][label] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).zero_()
             whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
-        tensors = {
-            slot: tuple(
-                (label, each.contiguous())
-                for label, each in sorted({**of_slot, **unclaimed.get(slot, {})}.items())
-            )
-            for slot, of_slot in whole.items()
-        }
+        for slot, of_slot in whole.items():
+            named = sorted({**of_slot, **unclaimed.get(slot, {})}.items())
+            tensors[slot] = tuple((label, each.contiguous()) for label, each in named)
         return with_checksum({**own, **tensors})

@@ -41,7 +41,7 @@ _threads = threading.local()  # on which devices' types each thread is inside
 class _FullProducts:
     """Products in full precision while anybody is inside."""
 
-    # The setting is the whole process's, and backward passes of several devices run on threads of their own:
+    # The setting is the whole process's, and backward passes of several devices run on separate threads:
     # the first to come sets it, and the last to go restores it.
     def __init__(self) -> None:
         self._lock = threading.Lock()

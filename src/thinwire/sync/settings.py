@@ -79,7 +79,7 @@ class Settings:
         object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
         is_raised, other = checked_on_nonfinite(self.on_nonfinite) == "raise", ""
         if self.may_be_unused:
-            other = "find_unused_parameters=True: which parameters nobody used is the host's to find out"
+            other = "find_unused_parameters=True: which parameters are unused is the host's to find out"
         elif is_raised:
             other = 'on_nonfinite="raise": the host can\'t raise what it does not learn'
         if other and not self.host_check:

@@ -65,7 +65,7 @@ def average_local(
                 # Off the device, where a second residual of the whole model may have no room.
                 parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
                 means += zip(some, parts, strict=True)
-        # Only when all have come: where one fails, memory is as it was.
+        # Only when all have come: if one fails, memory is as it was.
         for spec, mean in means:
             if spec.name in tensors:
                 tensors[spec.name].copy_(mean)
@@ -103,7 +103,7 @@ def packed_state(
             if not slot.is_elementwise:
                 kept[label] = tensor.to("cpu", copy=True)
                 continue
-            # In the parameter's shape: who resumes may have another order of memory (channels last).
+            # In the parameter's shape: who resumes may have a different order of memory (channels last).
             spec = specs[label]
             strided = tensor.as_strided(spec.shape, spec.stride, tensor.storage_offset())
             kept[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -239,7 +239,7 @@ def _check_inside(loaded: LoadedState) -> None:
 def check_model(
     loaded: LoadedState, specs: Mapping[str, ParameterSpec], *, strict: bool = True, by_position: bool = False
 ) -> None:
-    """Refuse the state of another model."""
+    """Refuse the state of a different model."""
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
     # What was saved before any bucket had come lists none, and is of every model.

@@ -111,7 +111,7 @@ class Step:
         places = self._engine.places
         if lane.parts is None or places is None:
             self._send_part(lane, flat)
-            # Only now: where the message could not be sent, the lane stays free for another step.
+            # Only now: if the message could not be sent, the lane stays free for a later step.
             self._take(lane)
             return
         # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
@@ -144,7 +144,7 @@ class Step:
         memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
         self._buckets.append(bucket)
-        # Not on an accelerator: there its stream would wait, and with it the backward pass that is on it.
+        # Skipped on an accelerator: there its stream would wait, and with it the backward pass that is on it.
         if self._pipelined and flat.device.type == "cpu":
             self._exchange.advance_earlier()
 
@@ -216,7 +216,7 @@ class Step:
             try:
                 while is_under_way:
                     # What comes back is written while the last messages travel: an accelerator does that
-                    # anyway. Not in `advance`: a caller that drops a step there may need its gradients.
+                    # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._exchange.commit_early()
                     is_under_way = self._advance()
@@ -224,7 +224,7 @@ class Step:
                     committed = self._commit()
                 if self._engine.places is not None:
                     self._gather_inside(self._engine.places)
-                # Behind the commit: exchanges go by the count of the steps before theirs.
+                # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
@@ -248,7 +248,7 @@ class Step:
             traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
             traffic.counted_bytes = traffic.message_bytes
             return True
-        # Of what all members have received alike: all find the same, and need not ask each other.
+        # Computed from what all members have received alike: all find the same, and need not ask each other.
         is_healthy, remembering = self._exchange.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
         if engine.places is not None:
@@ -259,7 +259,7 @@ class Step:
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             engine.count_unseen(is_healthy)
-            # On the CPU it makes nobody wait to ask.
+            # On the CPU it makes no one wait to ask.
             if accelerators.pays_per_launch(is_healthy.device):
                 self._commit_unseen(is_healthy, fill)
                 return True
@@ -306,7 +306,7 @@ class Step:
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
             else:
-                # By itself: so there is a copy of one bucket's memory at a time, and not of all.
+                # One by one: so there is a copy of one bucket's memory at a time, and not of all.
                 before = memory.copied(lane.plan.labels)
                 self._exchange.commit([task])
                 memory.restore_where(is_healthy, before, lane.plan.labels)
@@ -328,7 +328,7 @@ class Step:
 
     def abandon(self) -> None:
         """End a step that can't be finished. Memory is as it was before it."""
-        # It does not wait for what is under way: where a member has died, that would hold back the error
+        # It does not wait for what is under way: if a member has died, that would hold back the error
         # until the group's timeout. What comes next does (`drain`).
         self._exchange.close()
         if self.is_open:
@@ -372,7 +372,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
 
 
 def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
-    """Find the parameters that nobody used, in one round; their means go back to the residual."""
+    """Find the parameters that no one used, in one round; their means go back to the residual."""
     # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
     used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
     yield Commit(lambda: torch.tensor(True))

@@ -17,7 +17,7 @@ _threads = threading.local()  # where each thread keeps those of the step that i
 def pays_per_launch(device: torch.device) -> bool:
     """Return whether few operations on many tensors are worth more than what stays in a core's cache.
 
-    Tests put another function in its place, to run on the CPU what runs on accelerators.
+    Tests put a different function in its place, to run on the CPU what runs on accelerators.
     """
     # On the CPU a launch is a call, and what counts is how often memory is read and written.
     return device.type != "cpu"
@@ -28,7 +28,7 @@ def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     if device.type == "cuda":
         # From pageable memory the host would wait until all that was launched before the copy is done.
         made = made.pin_memory()
-    # Of pinned memory torch sees to it that it is there until the copy is done; on "meta" there is none.
+    # Torch keeps pinned memory until the copy is done; on "meta" there is none.
     return made.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
@@ -45,7 +45,7 @@ def has_float64(device: torch.device) -> bool:
         return True
     try:
         torch.ones(1, dtype=torch.float64, device=device).add_(1)
-    # By what lacks it: the type, or the instruction.
+    # The type lacks it, or the instruction.
     except (TypeError, RuntimeError):
         return False
     return True

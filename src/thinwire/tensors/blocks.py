@@ -1,4 +1,4 @@
-"""How a bucket is cut: into blocks that have a scale of their own, and into chunks that send few entries."""
+"""How a bucket is cut: into blocks that have their own scale, and into chunks that send few entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Blocks:
     numels: tuple[int, ...]
     block: int
     num_members: int
-    # By device, and kept: made again in each step they would be copied there from the host each time.
+    # Kept by device: made again in each step they would be copied there from the host each time.
     _lengths: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _firsts: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -73,7 +73,7 @@ class Blocks:
         """Return where each block begins in the flat tensors, int64, on a device; made once for each."""
         if device not in self._firsts:
             offsets = list(accumulate(self.numels, initial=0))[:-1]
-            # Behind a tensor whose last block is short, blocks begin earlier by what it lacks.
+            # After a tensor whose last block is short, blocks begin earlier by what it lacks.
             lags = [offset - self.block * first for offset, first in zip(offsets, self.starts, strict=False)]
             firsts = self.block * torch.arange(self.total) + self.spread(lags)
             self._firsts[device] = firsts.to(device)
@@ -97,7 +97,7 @@ class Blocks:
         ]
 
     def pieces(self, some: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield where blocks lie in the flat tensors, and where in rows of their own; both in elements."""
+        """Yield where blocks lie in the flat tensors, and where in separate rows; both in elements."""
         offsets = accumulate(self.numels, initial=0)
         for numel, first, stop, offset in zip(
             self.numels, self.starts[:-1], self.starts[1:], offsets, strict=False

@@ -117,7 +117,7 @@ def random_faults(
     whole_number("processes", processes, minimum=1)
     if not kinds:
         raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
-    # A generator of its own: the script draws the same numbers with faults as without.
+    # A separate generator: the script draws the same numbers with faults as without.
     draw = random.Random(seed)
     drawn = []
     for step in sorted(draw.sample(range(steps), num_faults)):
@@ -165,12 +165,12 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     try:
         yield faulty.struck
     finally:
-        # Also where a fault has raised: steps made afterwards are healthy.
+        # Also if a fault has raised: steps made afterwards are healthy.
         engine.wire = before
 
 
 class _FaultyTransport(Wrapped):
-    """Another transport, with faults before its messages."""
+    """Wraps a transport, with faults before its messages."""
 
     def __init__(self, transport: Transport, engine: Engine, schedule: Sequence[Fault]) -> None:
         super().__init__(transport)
@@ -181,7 +181,7 @@ class _FaultyTransport(Wrapped):
 
     def start(self, message: Message) -> Work:
         """Let what is due strike first."""
-        # The first message of another step.
+        # The first message of a new step.
         if self._engine.steps != self._step:
             self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
@@ -209,7 +209,7 @@ def _suffer(fault: Fault, message: torch.Tensor) -> None:
     elif fault.kind == "stall":
         _stall(fault.seconds)
     elif fault.kind == "kill":
-        # Not `sys.exit`: nothing is cleaned up, as where a machine loses its power.
+        # Unlike `sys.exit` it cleans up nothing, as when a machine loses its power.
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise InjectedError(f"process {fault.process} raises in step {fault.step}, as scheduled")

@@ -250,7 +250,7 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
                     raise ValueError("the first line must be of kind run")
                 own_rank = record.get("process_rank", process_rank)
                 process_rank = own_rank if process_rank is None else process_rank
-                # Nobody can take apart the steps of two processes that append to one file.
+                # No one can take apart the steps of two processes that append to one file.
                 if own_rank != process_rank:
                     both = f"it is of process {own_rank}, the first of process {process_rank}"
                     raise ValueError(f"{both}: give each process its own file")

@@ -151,7 +151,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str | None:
     rows = (len(panels) + 1) // 2
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
-        # Not of pyplot, which would keep it, and look for a display.
+        # pyplot would keep it, and look for a display.
         figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * rows), layout="constrained")
         for place, (name, across, lines) in enumerate(panels, start=1):
             axes = figure.add_subplot(rows, 2, place)

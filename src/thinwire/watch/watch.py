@@ -144,7 +144,7 @@ class Watch:
             "process_rank": transport.rank,
         }
         self._write("run", about)
-        # Last: had the first record failed, a watch that nobody holds would go on.
+        # Last: had the first record failed, a watch that no one holds would go on.
         self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:

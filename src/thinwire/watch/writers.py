@@ -54,7 +54,7 @@ class JSONLWriter:
                 # Before anything is cut off. Bounded: another program's file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
-                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give another path")
+                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
                     raise ConfigError(f"{found}; give a different path")
@@ -67,7 +67,7 @@ class JSONLWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """As `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
+        """See `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
         record = _readable({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(record) + "\n")
 
@@ -96,15 +96,18 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """As `Writer.write`: pass on steps, norms and what the user logs."""
-        if kind in ("step", "norms", "log"):
-            self._log(_metrics(kind, values), step)
+        """See `Writer.write`: pass on steps, norms and what the user logs."""
+        if kind == "log":
+            # `seconds` is for the file: loggers have their own clocks.
+            self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
+        elif kind in ("step", "norms"):
+            self._log(dict(_named("thinwire", values)), step)
 
     def close(self) -> None:
         """Do nothing: the logger is the caller's."""
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(MetricsWriter):
     """Writes the numbers of `MetricsWriter` for TensorBoard; in a clone, `pip install '.[tensorboard]'`.
 
     Args:
@@ -122,10 +125,10 @@ class TensorBoardWriter:
                 "TensorBoardWriter needs tensorboard: pip install '.[tensorboard]' in a clone of Thinwire"
             ) from error
         self._summary: Any = SummaryWriter(os.fspath(log_dir))
+        super().__init__(self._add_scalars)
 
-    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """As `Writer.write`: a scalar for each number."""
-        for name, value in _metrics(kind, values).items():
+    def _add_scalars(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
             self._summary.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -146,14 +149,6 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
         f"{prefix}total_nonfinite_steps": stats.nonfinite_steps,
         f"{prefix}total_waiting_seconds": stats.waiting_seconds,
     }
-
-
-def _metrics(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record by name."""
-    if kind == "log":
-        # `seconds` is for the file: loggers have their own clocks.
-        return {name: float(value) for name, value in values.items() if name not in RESERVED}
-    return dict(_named("thinwire", values)) if kind in ("step", "norms") else {}
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

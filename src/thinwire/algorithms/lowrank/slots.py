@@ -17,7 +17,7 @@ WIDE_COLUMNS = 1024
 
 
 def square(numel: int) -> tuple[int, int]:
-    """Return (rows, columns) of the smallest square for so many elements; if large, of whole cache lines."""
+    """Return (rows, columns) of the smallest square for so large a bucket; if large, of whole cache lines."""
     side = _side(numel)
     if side < WIDE_COLUMNS:
         return side, side
@@ -43,7 +43,7 @@ def _check_factor(label: str, factor: torch.Tensor, shapes: Mapping[str, tuple[i
 
 
 def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], total: int) -> bool:
-    """Return whether a factor may have so many columns.
+    """Return whether a factor may have this many columns.
 
     They are the rows or columns of a matrix, or the side of a bucket.
     """

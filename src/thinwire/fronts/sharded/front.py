@@ -247,9 +247,9 @@ class ShardedFront:
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
-            words = f"the gradient of {bucket.specs[0].name} has come again after it was sent: the pass went"
-            remedy = f"call backward() once a step, and {RESTART}"
-            raise StepError(f"{words} through forward passes of earlier steps too; {remedy}")
+            why = "the pass went through forward passes of earlier steps too"
+            words = f"the gradient of {bucket.specs[0].name} has come again after it was sent"
+            raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
         self._arrived.add(id(parameter))
         # A module that is called several times has its gradients in parts. In the first pass all count, since
         # it is only seen there when the last one comes.

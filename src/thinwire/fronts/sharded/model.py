@@ -83,7 +83,7 @@ class ShardedModel:
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
                 "2.6 to 2.15"
             ) from error
-        # By `replicate` alone; and in native HSDP, by `fully_shard` over a mesh of replicas and shards.
+        # True with `replicate` alone; or in native HSDP, `fully_shard` over a mesh of replicas and shards.
         self.is_replicated = all(shards is None for shards, _ in dims)
         self.is_native = any(None not in both for both in dims)
         self.is_averaged_by_torch = self.is_replicated or self.is_native
@@ -95,7 +95,7 @@ class ShardedModel:
     @property
     def waits_for_more(self) -> bool:
         """Whether the user has said that another backward pass of the same step follows."""
-        # By set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
+        # Set by set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
         return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
             state._state_ctx.is_last_backward for state in self._states
         )
@@ -118,7 +118,7 @@ class ShardedModel:
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those to which FSDP2 gives gradients; named from the first forward pass on."""
-        # Not by the model's names: in a forward pass it shows whole parameters, and these are shards.
+        # The model's names don't help: in a forward pass it shows whole parameters, and these are shards.
         held = (each for group in self.groups for each in group.fsdp_params)
         return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
 
@@ -139,7 +139,7 @@ class ShardedModel:
         meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in self.groups]
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
-        # By their processes: each call may have been given a DeviceMesh object made for it.
+        # Compared by their processes: each call may have been given a DeviceMesh object made for it.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
@@ -251,7 +251,7 @@ def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh 
 def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
-    # Of two dimensions the one that is not the shards'.
+    # The dimension that is not the shards'.
     names: Sequence[str] = mesh.mesh_dim_names or ()
     others = [name for name in names if name not in (own.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:

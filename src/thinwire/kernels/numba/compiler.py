@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 Matrix: TypeAlias = NDArray[np.float32]
 FactorBatch: TypeAlias = NDArray[np.float32]
-"""Of several matrices, (matrices, r, rows or columns)."""
+"""Factors of several matrices, (matrices, r, rows or columns)."""
 Addresses: TypeAlias = NDArray[np.int64]
 
 # Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {
     "nogil": True,
     # Division by zero gives infinity, as in PyTorch, and loops need not look out for it.
     "error_model": "numpy",
-    # To compile takes seconds, and each process of a job would do it anew.
+    # To compile takes seconds, and each process of a job would do it again.
     "cache": True,
 }
 
@@ -54,7 +54,7 @@ def generator(function: Function) -> Function:
 
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
-    # Numba has no public word for what it compares; where that is no more, `dispatch` does without Numba.
+    # Numba has no public word for what it compares; if that is gone, `dispatch` does without Numba.
     dispatcher._cache._cache_file._source_stamp = SOURCES
     return dispatcher
 

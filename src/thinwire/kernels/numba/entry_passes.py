@@ -118,7 +118,7 @@ def _find_peaks(address: int, length: int, peaks: Matrix) -> None:
 
 @inlined
 def _nth_largest(sizes: Sizes, count: int, n: int) -> int:
-    """Return the n-th largest of some numbers, which are put into another order."""
+    """Return the n-th largest of some numbers, which are put into a different order."""
     # Hoare, "Algorithm 65: Find", 1961.
     wanted, low, high = n - 1, 0, count - 1
     while low < high:

@@ -3,7 +3,7 @@
 Each serves many factors, of which a program has a chunk of columns. Between kernels Gram matrices lie in
 memory: programs of one launch can't wait for each other, and those of the next one begin behind them all.
 
-Parameters, where a kernel has them:
+Parameters, if a kernel has them:
     table: For each factor a row of int64, as `gram` describes it.
     tiles: For each program, int32: its factor, and which chunk of that.
     R: Rows of a factor, the next power of two; those beyond the matrix rank are zeros.
@@ -52,7 +52,7 @@ def _inverse_root(grams, DEPENDENT: tl.constexpr, ARE_SCALED: tl.constexpr, R: t
         scale = tl.full((R,), 1.0, tl.float64)
     else:
         scale = tl.where(lengths > 0, 1.0 / tl.sqrt(tl.where(lengths > 0, lengths, 1.0)), 0.0)
-    # Of rows of length one: whether a row depends on others is a question of angles.
+    # For rows of length one: whether a row depends on others is a question of angles.
     cosines = grams * scale[:, None] * scale[None, :]
     inverse = eye
     for row in range(R):
@@ -177,7 +177,7 @@ def orthonormal(
     out = pointer(tl.load(row + 2), "f", False)
     r = tl.arange(0, R)
     dead = (_diagonal(parts, chunks, R) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
-    # Of rows of length one, nearly: divided by their lengths again they would only be rounded once more.
+    # For rows of nearly length one: divided by their lengths again they would only be rounded once more.
     second = _inverse_root(_added_up(parts + chunks * R * R, chunks, R), DEPENDENT, True, R)
     first = tl.load(parts + 2 * chunks * R * R + r[:, None] * R + r[None, :])
     # Both at once, so that the rows are read a third time and not a fourth.

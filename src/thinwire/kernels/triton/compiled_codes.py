@@ -2,7 +2,7 @@
 
 A scale is handled as the 16 bits that travel, so that rounding to bf16 is the same on every device.
 
-Parameters, where a kernel has them:
+Parameters, if a kernel has them:
     flat, out: Numbers, fp32, one tensor after the other.
     message, stride, share: As of `Coded`; the stride of its rows is in bytes. `received` is that of members.
     starts, lengths: Of each block: where it begins in `flat`, and its elements, int64.
@@ -20,8 +20,8 @@ Parameters, where a kernel has them:
 import triton
 import triton.language as tl
 
-# Of a number Triton compiles in whether it is one and whether 16 divides it: so buckets of unlike sizes would
-# have kernels of their own, and each takes seconds in the first step. Of counts no address is made, so that
+# Triton compiles in whether a number is one and whether 16 divides it: so buckets of unlike sizes would
+# have different kernels, and each takes seconds in the first step. No address is made of counts, so that
 # nothing would be won.
 
 
@@ -52,11 +52,11 @@ def _scale_bits(x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr):
     if STATISTIC == "largest":
         wanted = tl.div_rn(largest, tl.full(largest.shape, LAST, tl.float32))
         bits = _bf16_bits(wanted)
-        # Not below what is wanted, or the largest would be cut off.
+        # Never below what is wanted, or the largest would be cut off.
         # The bits of positive numbers are in the order of the numbers: one more is the next bf16.
         bits += (_widened(bits) < wanted).to(tl.int32)
     else:
-        # Of shares of the largest: squares of the numbers themselves could leave the range.
+        # From shares of the largest: squares of the numbers themselves could leave the range.
         one = tl.full(largest.shape, 1.0, tl.float32)
         shares = magnitudes * tl.where(largest < TINY, 0.0, tl.div_rn(one, largest))[:, None]
         if STATISTIC == "mean magnitude":
@@ -212,7 +212,7 @@ def _code(
         places = _nearest(units, levels, LAST, BITS, LEVELS)
     at_scales, at_codes = _places_of(b, stride, share, BLOCK * BITS // 8)
     tl.store((message + at_scales).to(tl.pointer_type(tl.int16)), bits.to(tl.int16), b < filled)
-    # Of what only fills up the last row, too: it is sent.
+    # Padding of the last row, too: it is sent.
     _write_codes(tl.where(rows[:, None], places, 0), message + at_codes, b < filled, BLOCK, PADDED, BITS)
     return _levels_at(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[:, None]
 

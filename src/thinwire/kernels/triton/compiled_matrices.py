@@ -4,7 +4,7 @@ M is a gradient plus its residual times the loss scale. In fp32 the first kernel
 the gradient, and those behind it read that alone. In 16 bits no memory holds it, as it would not fit: every
 kernel adds both as it reads them, and there is no copy in fp32. To residuals only `reconstruct` writes.
 
-Parameters, where a kernel has them:
+Parameters, if a kernel has them:
     table: For each matrix a row of int64, addresses and sizes, as `triton_kernels` writes them.
     tiles: For each program, int32: its matrix, and which tile of that.
     is_healthy: One bool; None for true.
@@ -210,7 +210,7 @@ def reconstruct(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if DOT == "":
         for r in tl.static_range(R):
-            # By the bound, here and below: Triton's interpreter takes no mask made of a block and one truth.
+            # Masked by the bound: Triton's interpreter takes no mask made of a block and one truth.
             to_i = tl.where(r < rank, rows, 0)
             a = tl.load(left + r * rows + i, i < to_i, other=0.0)
             b = tl.load(own + r * columns + j, j < tl.where(r < rank, columns, 0), other=0.0)
@@ -268,7 +268,7 @@ def write(table, tiles, is_healthy, G: tl.constexpr, SOURCE: tl.constexpr, COLUM
         from_old = tl.where(good, 0, elements)
         from_new = tl.where(good, from_new, 0)
     x = tl.load(pointer(new, SOURCE, False) + at, at < from_new, other=0.0).to(tl.float32)
-    # Of what has no earlier value nothing is loaded, and the NaN beside the mask is what it becomes.
+    # Nothing is loaded if there is no earlier value: it becomes the NaN beside the mask.
     there = at < tl.where(old == 0, 0, from_old)
     y = tl.load(pointer(old, G, False) + at, there, other=float("nan")).to(tl.float32)
     target = pointer(tl.load(row), G, False)

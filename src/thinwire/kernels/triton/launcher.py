@@ -48,5 +48,5 @@ def check() -> None:
 @cache
 def _function(kernel: str) -> Any:
     module, _, name = kernel.partition(".")
-    # Not at the head of this file: Triton is no requirement.
+    # Imported here: Triton is no requirement.
     return getattr(import_module(f"thinwire.kernels.triton.{module}"), name)

@@ -29,7 +29,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
         return torch_codes.encoded(flat, blocks, codebook, draws)
     # Addresses are reckoned from the first number on.
     flat, members = flat.contiguous(), blocks.num_members
-    # Not cleared: kernels write zeros to what only fills up the last row, because it is sent.
+    # It is not cleared: kernels write zeros to what only fills up the last row, because it is sent.
     coded = _empty(blocks, codebook, members, flat.device)
     launcher.launch(
         "compiled_codes.encode",
@@ -96,7 +96,7 @@ def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebo
     """Take one launch."""
     if blocks.block > ELEMENTS:
         return torch_codes.remainder(flat, coded, blocks, codebook)
-    # Not in place: what is left is kept, and the numbers themselves become the mean.
+    # It is not in place: what is left is kept, and the numbers themselves become the mean.
     rest = torch.empty_like(flat)
     _decode(coded, blocks, codebook, flat, rest)
     return rest

@@ -1,1 +1,1 @@
-"""Who averages: a group that stays, subgroups, shards, and members that come and go."""
+"""The members that average: a group that stays, subgroups, shards, and members that come and go."""

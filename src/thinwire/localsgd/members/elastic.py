@@ -403,7 +403,7 @@ class Elastic:
             # Whoever has sent the first processes its state has gone, and the other parts with it.
             group.received = None
             group.start_over()
-            raise _TryAgainError("nobody is left who holds all parts of the model")
+            raise _TryAgainError("no member is left that holds all parts of the model")
         self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:

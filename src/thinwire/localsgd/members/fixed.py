@@ -139,23 +139,21 @@ class Fixed:
         self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
         if why_flat:
             self.engine.shortfalls[why_flat] = None
-        # What else averages over the same group counts with it; a subgroup's network is another, fast one.
+        # All that averages over the group counts together; a subgroup has a faster network.
         counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
         counts["machines"] = machines
         settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
         self._exact = self.warmup = Engine(EXACT, group, specs, settings, **counts)
-        # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
-        # averages when the warm-up ends.
+        # A separate engine: it remembers gradients, not the parameters averaged when the warm-up ends.
         if schedule.warmup.algorithm is not None:
             self.warmup = Engine(schedule.warmup.algorithm, group, specs, settings, **counts)
         self._within = None if within is None else Engine(EXACT, within, specs, settings)
         # The processes of a machine have the same changes, so they need not ask each other.
         self._together = self.engine.settings.together if self.engine.places is None else None
-        # And not read yet, in the order in which they were asked.
-        self._asked: list[Consensus] = []
+        self._asked: list[Consensus] = []  # and not read yet, in this order
 
     def gradients(self, owner: object) -> AbstractContextManager[None]:
-        """Direct a DDP model's gradients; of another model, refuse that they are averaged besides."""
+        """Direct a DDP model's gradients; of a different model, refuse that they are averaged besides."""
         if self._model.ddp is None:
             return averaging_model(owner, self._model.module, self.engine.transport)
         engines: dict[Level, Engine] = {"group": self.warmup}
@@ -164,7 +162,7 @@ class Fixed:
         return driven_gradients(self._model.ddp, engines, lambda: self._schedule.gradients_in(self.step))
 
     def end_warmup(self) -> None:
-        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
+        """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
         if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup.steps - 1:
             self.warmup.use(EXACT)
 
@@ -187,7 +185,7 @@ class Fixed:
         changes = {each: each.changes() for each in sent}
         asked = self._ask(changes)
         if not is_delayed:
-            # The answers first: who is at another step sends no changes, and would be waited for in vain.
+            # The answers first: a process at a different step sends no changes to wait for.
             self._average_now(changes, self._read(asked))
             return
         # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
@@ -208,8 +206,8 @@ class Fixed:
         if has_changed:
             logger.warning(
                 "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given; they are averaged now, and were not in between. If another optimizer trains them, or "
-                "it was made again, pass the one that steps last"
+                "given; they are averaged now, and were not in between. Pass all optimizers that train the "
+                "model, in the order of their steps"
             )
         asked = self._ask(changes, has_changed=has_changed)
         answers = self._read(asked)
@@ -241,7 +239,7 @@ class Fixed:
         """Forget what is in flight: it is sent again when its turn comes."""
         for flight in self.flights:
             flight.abandon()
-            # What it has changed is still to be sent, so the next averaging must not pass over it.
+            # Its change is still to be sent: the next averaging must not pass over it.
             for fragment in flight.changes:
                 fragment.sent_after = min(fragment.sent_after, self.step - 1)
         self.flights, self._asked = [], []
@@ -249,7 +247,7 @@ class Fixed:
     def _average_now(self, changes: Changes, answers: Sequence[Answer]) -> None:
         """Average over the group, all members having agreed."""
         num_contributors = sum(answer.contributes for answer in answers)
-        # What goes in is scaled, not what comes out: the residual keeps one unit.
+        # The input is scaled, not the mean: the residual keeps one unit.
         if self.divides_by_contributors and num_contributors:
             for flat in chain(*changes.values()):
                 flat.mul_(len(answers) / num_contributors)
@@ -259,7 +257,7 @@ class Fixed:
         # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
         with engine.clock.inside(engine.traffic):
             Flight(changes, engine).land()
-        # Only when all have come: where one fails, no fragment has moved.
+        # Only when all have come: if one fails, no fragment has moved.
         for fragment, means in changes.items():
             fragment.move(means, None if is_exact else self.outer)
             fragment.sent_after = self.step
@@ -288,7 +286,7 @@ class Fixed:
         self.flights.remove(flight)
         local_weight = self._schedule.local_weight(self.engine.algorithm)
         for fragment, means in flight.changes.items():
-            # Without a step since it was sent there is nothing of one's own to keep.
+            # Without a step since it was sent there is nothing that is ours to keep.
             fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     def _average_within(self, sent: Sequence[Fragment]) -> None:
@@ -324,7 +322,7 @@ class Fixed:
         return asked
 
     def _answer(self, changes: Changes, *, has_changed: bool = False) -> Answer:
-        # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
+        # The same on all shards of this replica, and so is what follows from the answers.
         is_finite = not changes or are_finite(changes, self._together)
         contributes = self.own_pending_steps > 0
         return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self.outer))

@@ -180,7 +180,7 @@ class InProcessGroup(Group):
     def __init__(self, lighthouse: InProcessLighthouse) -> None:
         super().__init__(lighthouse.min_members, lighthouse.wait_seconds, **lighthouse.options)
         self.kind = "in one process"
-        self.leaves_on_sigterm = False  # it would be for the process, and nobody knows for which member
+        self.leaves_on_sigterm = False  # it would be for the process, and no one knows for which member
         self.commits = 0
         self._lighthouse = lighthouse
         lighthouse.members.append(self)
@@ -193,7 +193,7 @@ class InProcessGroup(Group):
             lighthouse.there.append(self)
         lighthouse.asking.append(self)
         awaited = _Quorum(lighthouse, self)
-        # When nobody can go on for the first time, those in the middle of an averaging learn of it; when that
+        # When no one can go on for the first time, those in the middle of an averaging learn of it; when that
         # happens again, all who are left have come.
         for standstills in range(MAX_STANDSTILLS):
             if standstills > 1:
