@@ -15,6 +15,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.kernels.dispatch import orthonormal_rows
 from thinwire.plan import ParameterSpec, Plan
+from thinwire.tensors.blocks import Blocks
 from toy import AroundTrend
 
 
@@ -120,6 +121,14 @@ def low_rank_routes(plan: Plan) -> list[LowRankRoute]:
     routes = [route for route in plan.routes if isinstance(route, LowRankRoute)]
     assert len(routes) == len(plan.routes)
     return routes
+
+
+def numbers(blocks: Blocks, seed: int = 0) -> torch.Tensor:
+    """Of many sizes, with zeros."""
+    drawn = torch.randn(2, sum(blocks.numels), generator=torch.Generator().manual_seed(seed))
+    flat = drawn[0] * (4 * drawn[1]).exp()
+    flat[70:140] = 0
+    return flat
 
 
 Gradients = list[list[torch.Tensor]]

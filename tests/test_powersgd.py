@@ -21,7 +21,6 @@ from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.factors import random_rows
-from thinwire.channel import Recording
 from thinwire.powersgd import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
 from thinwire.testing import InjectedError, fail_at, faults
 from training import agreed, flat, gathered
@@ -597,15 +596,3 @@ def test_a_failed_step_of_several_buckets_is_forgotten() -> None:
     state = powersgd.state_dict()
     assert state["step"] == 3
     assert len(state["error"]) == 2
-
-
-@in_each_process(2)
-def test_every_message_goes_through_the_transport_of_the_sync() -> None:
-    powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
-    metered = powersgd.engine.metered
-    metered.transport = recording = Recording(metered.transport)
-    for _ in range(2):
-        powersgd.average([torch.randn(48, 32)])
-    # In each step, who was used and one factor.
-    assert powersgd.stats().messages == len(recording.notes) == 2 * (1 + 1)
-    assert powersgd.stats().compression_ratio > 5

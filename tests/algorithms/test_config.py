@@ -20,10 +20,10 @@ import thinwire
 from in_turn import InTurn
 from pool import in_each_process
 from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
-from thinwire.algorithms import BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 
-BAD: dict[str, list[Any]] = {
+LOW_RANK: dict[str, list[Any]] = {
     "matrix_rank": [0, -3, "4", 4.0, True, None],
     "min_compression_ratio": [-1, "2", float("nan")],
     "warmup_steps": [-1, 1.5],
@@ -33,15 +33,35 @@ BAD: dict[str, list[Any]] = {
     "wire_dtype": ["fp8", torch.float32],
     "power_iterations": [0],
 }
+BAD: dict[type[Algorithm], dict[str, list[Any]]] = {
+    PowerSGD: {**LOW_RANK, "matrix_ranks": [3, {"head": 0}]},
+    BatchedPowerSGD: LOW_RANK,
+    TopK: {
+        "density": [0, -0.5, 1.5, "1/64", float("nan")],
+        "bits": [1, 3, 32, 2.0],
+        "chunk": [0, 65_537, 64.5],
+        "error_decay": [0, 1.01, None],
+        "merge": ["mean", None],
+    },
+    Quantize: {
+        "bits": [5, 16, 4.0, True],
+        "block": [0, 24, 4112],
+        "rounding": ["up"],
+        "error_feedback": [2],
+        "seed": [-1],
+    },
+}
 
 
-@pytest.mark.parametrize("kind", [PowerSGD, BatchedPowerSGD])
-@pytest.mark.parametrize(("setting", "value"), [(name, each) for name in BAD for each in BAD[name]])
-def test_a_bad_setting_is_named(kind: type[PowerSGD], setting: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "setting", "value"),
+    [(kind, name, each) for kind, settings in BAD.items() for name in settings for each in settings[name]],
+)
+def test_a_bad_setting_is_named(kind: type[Algorithm], setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         kind(**{setting: value})
-    assert repr(value) in str(caught.value)
-    assert setting in str(caught.value) or setting == "wire_dtype"
+    assert repr(value) in str(caught.value) or setting == "matrix_ranks"
+    assert setting.replace("_ranks", "") in str(caught.value).replace(" ", "_") or setting == "wire_dtype"
 
 
 @pytest.mark.parametrize("value", ["fp32", "half", torch.float32, None, 16, ["fp16"]])
@@ -57,24 +77,31 @@ def test_a_16_bit_type_may_be_told_as_torch_tells_it(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "kept"),
+    ("kind", "setting", "value", "kept"),
     [
-        ("matrix_rank", np.int64(4), 4),
-        ("matrix_ranks", {"head": np.int32(8)}, (("head", 8),)),
-        ("warmup_steps", 1e3, 1000),
-        ("warmup_steps", np.float32(5), 5),
-        ("min_compression_ratio", np.float32(0.5), 0.5),
-        ("min_compression_ratio", 0, 0),
-        ("power_iterations", np.int64(2), 2),
-        ("seed", np.uint8(7), 7),
-        ("error_feedback", 1, True),
-        ("alternating", np.True_, True),
+        (PowerSGD, "matrix_rank", np.int64(4), 4),
+        (PowerSGD, "matrix_ranks", {"head": np.int32(8)}, (("head", 8),)),
+        (PowerSGD, "warmup_steps", 1e3, 1000),
+        (PowerSGD, "warmup_steps", np.float32(5), 5),
+        (PowerSGD, "min_compression_ratio", np.float32(0.5), 0.5),
+        (PowerSGD, "min_compression_ratio", 0, 0),
+        (PowerSGD, "power_iterations", np.int64(2), 2),
+        (PowerSGD, "seed", np.uint8(7), 7),
+        (PowerSGD, "error_feedback", 1, True),
+        (PowerSGD, "alternating", np.True_, True),
+        (TopK, "density", np.float32(0.25), 0.25),
+        (TopK, "error_decay", 1, 1.0),
+        (TopK, "chunk", np.int32(64), 64),
+        (Quantize, "bits", np.int64(2), 2),
+        (Quantize, "block", np.int32(32), 32),
     ],
 )
-def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: Any) -> None:
+def test_settings_are_kept_as_pythons_own_types(
+    kind: type[Algorithm], setting: str, value: Any, kept: Any
+) -> None:
     """So that processes, one of which was given an int and one NumPy's, agree."""
-    assert repr(PowerSGD(**{setting: value})) == repr(PowerSGD(**{setting: kept}))
-    assert type(getattr(PowerSGD(**{setting: value}), setting)) is type(kept)
+    assert repr(kind(**{setting: value})) == repr(kind(**{setting: kept}))
+    assert type(getattr(kind(**{setting: value}), setting)) is type(kept)
 
 
 @pytest.mark.parametrize(

@@ -219,8 +219,7 @@ def by_triton() -> AbstractContextManager[object]:
     triton = Backend(
         "Triton",
         lambda: triton_kernels.TABLES,
-        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and matrix_rank <= FACTOR_ROWS,
-        serves_codes=lambda like: like.dtype == torch.float32,
+        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and (matrix_rank or 1) <= FACTOR_ROWS,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 
-from catalog import buckets, random_gradients, spec
+from catalog import buckets, random_gradients
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
-from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.slots import BASIS
-from thinwire.kernels import dispatch, torch_kernels
-from thinwire.kernels.matrices import MatrixGroup
-from thinwire.kernels.residual_layout import Residuals, Rooms, move_where
+from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
 
 LOW_RANK = [
     PowerSGD(matrix_rank=2),
@@ -40,29 +36,14 @@ def in_dtype(dtype: torch.dtype) -> list[tuple[ParameterSpec, ...]]:
     ]
 
 
-def layers(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
-    """Equal layers over two buckets, of which residuals are moved by rows."""
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "0.out": [(64, 32), (32,)],
-        "0.up": [(32, 96), (96,)],
-        "1.out": [(64, 32), (32,)],
-        "1.up": [(32, 96)],
-    }
-    bucket = [
-        spec(f"{name}.{len(shape)}", *shape, dtype=dtype) for name, some in shapes.items() for shape in some
-    ]
-    return [tuple(bucket[:3]), tuple(bucket[3:])]
-
-
 def run(
     algorithm: Algorithm,
     dtype: torch.dtype,
     bad_steps: Collection[int] = (2,),
-    layout: list[tuple[ParameterSpec, ...]] | None = None,
     **settings: Any,
 ) -> tuple[list[torch.Tensor], Simulation]:
     """The means of four steps, of which some are not finite."""
-    layout = layout or in_dtype(dtype)
+    layout = in_dtype(dtype)
     simulation = Simulation(algorithm, layout, num_workers=2, **settings)
     means = []
     for step in range(4):
@@ -98,8 +79,18 @@ def test_the_same_as_on_the_cpu(
     assert not before.engines[0].memory[BASIS]
 
 
+SCALE = torch.tensor(3.0)
+SCALES: dict[str, dict[str, Any]] = {
+    "no loss scale": {},
+    "one loss scale": {"loss_scale": lambda device: SCALE},
+    "a new tensor whenever it is asked": {"loss_scale": lambda device: SCALE.clone()},
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bad_steps", [{0}, {1, 2}], ids=str)
+@pytest.mark.parametrize(
+    ("bad_steps", "scaled"), list(zip([{0}, {1, 2}, {1, 2}], SCALES, strict=True)), ids=str
+)
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -114,12 +105,13 @@ def test_the_same_as_on_the_cpu(
 def test_without_a_host_check_to_the_bit_what_it_is_with_one(
     algorithm: Algorithm,
     bad_steps: set[int],
+    scaled: str,
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    seen, expected = run(algorithm, dtype, bad_steps)
+    seen, expected = run(algorithm, dtype, bad_steps, **SCALES[scaled])
 
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
 
@@ -130,7 +122,7 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
 
     if isinstance(algorithm, LowRank):
         monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
-    unseen, got = run(algorithm, dtype, bad_steps, host_check=False)
+    unseen, got = run(algorithm, dtype, bad_steps, host_check=False, **SCALES[scaled])
     for step, (a, b) in enumerate(zip(seen, unseen, strict=True)):
         assert a.isnan().all() == b.isnan().all() == (step in bad_steps)
         assert step in bad_steps or is_same(a, b)
@@ -138,81 +130,6 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
     assert all(is_same(states[0][name], states[1][name]) for name in states[0] | states[1])
     assert got.syncs[0].stats().nonfinite_steps == len(bad_steps)
     assert got.syncs[0].stats().compression_ratio > 2
-
-
-SCALE = torch.tensor(3.0)
-SCALES: dict[str, dict[str, Any]] = {
-    "no loss scale": {},
-    "one loss scale": {"loss_scale": lambda device: SCALE},
-    "a new tensor whenever it is asked": {"loss_scale": lambda device: SCALE.clone()},
-}
-
-
-@pytest.mark.parametrize("scaled", SCALES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bad_steps", [{0}, {1, 2}], ids=str)
-def test_by_rows_to_the_bit_what_it_is_with_a_host_check(
-    bad_steps: set[int], dtype: torch.dtype, scaled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And of a step that is not finite residuals stay, in the memory where they are."""
-    algorithm, layout, settings = PowerSGD(matrix_rank=2), layers(dtype), SCALES[scaled]
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    on_cpu, _ = run(algorithm, dtype, bad_steps, layout, **settings)
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    seen, expected = run(algorithm, dtype, bad_steps, layout, **settings)
-    moved: list[int] = []
-    monkeypatch.setattr(torch_kernels, "_choose", None)
-
-    def move(flag: torch.Tensor, matrices: Sequence[torch.Tensor], *given: Any) -> None:
-        moved.append(len(matrices))
-        move_where(flag, matrices, *given)
-
-    monkeypatch.setattr(torch_kernels, "move_where", move)
-    unseen, got = run(algorithm, dtype, bad_steps, layout, host_check=False, **settings)
-    # All buckets at once, in each of four steps on both workers.
-    assert moved == [4] * 8
-    for step, (a, b, c) in enumerate(zip(seen, unseen, on_cpu, strict=True)):
-        assert a.isnan().all() == b.isnan().all() == c.isnan().all() == (step in bad_steps)
-        assert step in bad_steps or torch.equal(a, b)
-        assert step in bad_steps or (a - c).norm() < (1e-4 if dtype == torch.float32 else 3e-2) * c.norm()
-    for before, after in zip(expected.engines, got.engines, strict=True):
-        slots = [engine.memory.slots for engine in (before, after)]
-        assert slots[0].keys() == slots[1].keys()
-        for slot, tensors in slots[0].items():
-            assert all(torch.equal(tensors[label], slots[1][slot][label]) for label in tensors), slot
-        error = after.memory[ERROR]
-        assert all(room.isfinite().all() and room.any() for room in error.values())
-        assert stacked([error["0.out.2"], error["1.out.2"]]) is not None
-        assert stacked([error["0.up.2"], error["1.up.2"]]) is not None
-    assert got.syncs[0].stats().compression_ratio > 2
-
-
-def test_residuals_of_one_shape_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all buckets that a step has; what was kept goes along when the next step has others."""
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    shapes = [(8, 64), (4, 64), (4, 64), (8, 64)]
-
-    def laid(
-        kept: Sequence[torch.Tensor | None], *some: int, dtype: torch.dtype = torch.float32
-    ) -> list[Rooms]:
-        groups = {index: MatrixGroup([str(index)], [torch.empty(shapes[index])], [None], 2) for index in some}
-        return dispatch.residual_rooms([Residuals(groups[index], [kept[index]], dtype) for index in some])
-
-    rooms = laid([None, None, torch.full((256,), 2.0), None], 0, 1, 2, 3)
-    flat = [room.tensors[0] for room in rooms]
-    assert [flat[index].storage_offset() for index in (0, 3, 1, 2)] == [0, 512, 1024, 1280]
-    assert [float(flat[index].sum()) for index in (0, 3, 1, 2)] == [0, 0, 0, 512]
-    spares = [room.spare for room in rooms if room.spare is not None]
-    assert [(len(each), each.storage_offset()) for each in spares] == [(256, 1536)] * 4
-
-    again = laid(flat, 0, 1, 2, 3)
-    assert [room.tensors[0].data_ptr() for room in again] == [tensor.data_ptr() for tensor in flat]
-    # One bucket alone: what is another's must not be in reach, nor its last rows taken for spare ones.
-    alone = laid(flat, 2, 3)
-    assert {room.tensors[0].untyped_storage().nbytes() for room in alone} == {4 * (768 + 256)}
-    assert torch.equal(alone[0].tensors[0], flat[2])
-    assert torch.equal(laid(flat, 0, 1, 2, 3, dtype=torch.float64)[2].tensors[0], flat[2].double())
 
 
 def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,10 +62,7 @@ def not_loaded() -> Iterator[None]:
 def test_a_numba_that_does_not_work_is_told_and_products_taken(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(name: str) -> None:
-        raise error
-
-    monkeypatch.setattr(dispatch, "import_module", failing)
+    monkeypatch.setattr(dispatch, "import_module", Mock(side_effect=error))
     with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
         assert served_by_torch(torch.ones(8, 8), 3)
     assert served_by_torch(torch.ones(8, 8), 3)  # and is not told again
@@ -107,7 +105,9 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
 ) -> None:
     given: list[list[tuple[str, int]]] = [[], []]
     small, large = (counting(each) for each in given)
-    small_backend = replace(TORCH, serves=lambda like, matrix_rank: matrix_rank <= 2, load=lambda: small)
+    small_backend = replace(
+        TORCH, serves=lambda like, matrix_rank: (matrix_rank or 0) <= 2, load=lambda: small
+    )
     monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
     generator = torch.Generator().manual_seed(0)
 
@@ -185,9 +185,7 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
             raise PackageNotFoundError(name)
         return found
 
-    def failing(name: str) -> None:
-        raise RuntimeError("no compiler\nin any place")
-
+    failing = Mock(side_effect=RuntimeError("no compiler\nin any place"))
     monkeypatch.setattr(triton_limits, "version", version)
     monkeypatch.setattr(triton_limits, "import_module", failing)
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")

@@ -89,10 +89,6 @@ def test_many_matrices_of_different_shapes_are_each_treated_on_their_own() -> No
             assert torch.equal(basis, orthonormal_rows([matrix.unsqueeze(0)])[0][0])
 
 
-def test_no_batches_no_work() -> None:
-    assert orthonormal_rows([]) == []
-
-
 def kahan(size: int, angle: float = 1.2) -> torch.Tensor:
     """Upper triangular, ill-conditioned in a way that pivoting does not see (Kahan 1966)."""
     scale = torch.diag(torch.tensor(angle).sin() ** torch.arange(size))
@@ -130,14 +126,6 @@ def test_ill_conditioned_rows_become_orthonormal_or_zero(name: str) -> None:
     assert (basis[~alive] == 0).all()
     kept = basis[alive]
     torch.testing.assert_close(kept @ kept.T, torch.eye(len(kept), dtype=torch.float64), rtol=0, atol=1e-6)
-
-
-def test_nearly_dependent_rows_stay_orthonormal() -> None:
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randn(1, 500, generator=generator)
-    rows = torch.cat([first, first + 1e-4 * torch.randn(3, 500, generator=generator)])
-    basis = orthonormal_rows([rows.unsqueeze(0)])[0][0].double()
-    torch.testing.assert_close(basis @ basis.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])

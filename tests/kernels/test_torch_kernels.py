@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from kernel_calls import asked, wanted
 from thinwire.kernels import torch_kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Subtraction, round_all_into, round_into
+from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
@@ -31,15 +29,22 @@ def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:
     )
 
 
+@pytest.fixture
+def as_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on accelerators, and of no matrix alone."""
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    for name in ("PRODUCT", "SUM"):
+        monkeypatch.delitem(getattr(torch_kernels, name), 2)
+
+
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("distance", [0, 7])
 @pytest.mark.parametrize("num_terms", [1, 2])
 @pytest.mark.parametrize("projects", [False, True])
 def test_matrices_at_equal_distances_are_one_batch(
-    scale: float | None, distance: int, num_terms: int, projects: bool, monkeypatch: pytest.MonkeyPatch
+    scale: float | None, distance: int, num_terms: int, projects: bool, request: pytest.FixtureRequest
 ) -> None:
-    """As on accelerators."""
-    shape, loss_scale = (18, 33), None if scale is None else torch.tensor(scale)
+    loss_scale = None if scale is None else torch.tensor(scale)
     right, left = factor_of(3, 2, 33), factor_of(3, 2, 18)
     terms = [
         Factors(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
@@ -47,7 +52,7 @@ def test_matrices_at_equal_distances_are_one_batch(
     ]
 
     def run() -> list[torch.Tensor]:
-        group = batched_group(shape, distance)
+        group = batched_group((18, 33), distance)
         made = [
             *KERNELS.products(asked([group], [right], loss_scale, add_error=not projects)),
             *KERNELS.projections(asked([group], [left], loss_scale, add_error=projects)),
@@ -57,48 +62,25 @@ def test_matrices_at_equal_distances_are_one_batch(
         return [*made, *group.matrices, *errors]
 
     expected = run()
-    batches = []
-
-    def noted(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        batches.append(stacked(tensors))
-        return batches[-1]
-
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(torch_kernels, "stacked", noted)
-    got = run()
-    assert [each is not None and each.shape == (3, 18, 33) for each in batches] == [True] * 4
-    for a, b in zip(got, expected, strict=True):
+    request.getfixturevalue("as_batches")
+    for a, b in zip(run(), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.usefixtures("as_batches")
 @pytest.mark.parametrize("healthy", [True, False])
-def test_of_a_batch_that_is_not_healthy_residuals_stay_by_one_choice(
-    healthy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_batch_that_is_not_healthy_residuals_stay(healthy: bool) -> None:
     """To the bit, whatever the gradients have become."""
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    choices: list[torch.Tensor] = []
-    choose = torch.where
-
-    def chosen(flag: torch.Tensor, *given: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        choices.extend([] if out is None else [out])
-        return choose(flag, *given, out=out)
-
     terms = [Factors(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]
     before, plain, group = (batched_group((18, 33), distance=7) for _ in range(3))
     if not healthy:
         group.matrices[1][2, 3] = torch.inf
-    monkeypatch.setattr(torch, "where", chosen)
     for each, flag in ((plain, None), (group, torch.tensor(healthy))):
         errors = [error for error in each.errors if error is not None]
         KERNELS.reconstruct(wanted([each], [errors], [terms], None, flag))
-    for index in range(3):
-        assert group.matrices[index].isnan().all() == (not healthy)
-        error, expected = group.errors[index], (plain if healthy else before).errors[index]
-        assert error is not None
-        assert expected is not None
-        assert torch.equal(error, expected)
-    assert [tuple(each.shape) for each in choices] == [(3, 18, 33)]
+    assert [matrix.isnan().all() for matrix in group.matrices] == [not healthy] * 3
+    for error, expected in zip(group.errors, (plain if healthy else before).errors, strict=True):
+        torch.testing.assert_close(error, expected, rtol=0, atol=0)
 
 
 def test_what_is_no_batch() -> None:
@@ -154,16 +136,6 @@ def test_a_step_is_the_mathematics_of_the_paper(
     torch.testing.assert_close(torch.stack(errors[0]), rest, rtol=1e-4, atol=1e-4)
 
 
-def test_what_was_sent_is_subtracted() -> None:
-    group = MatrixGroup(["a"], [factor_of(18, 33)], [None], 2)
-    before, factors = (
-        group.matrices[0].clone(),
-        Factors(factor_of(1, 2, 33), factor_of(1, 2, 18), factor_of(1, 2, 18), False),
-    )
-    KERNELS.subtract_own([Subtraction(group, factors)])
-    torch.testing.assert_close(group.matrices[0], before - factors.own[0].t() @ factors.basis[0])
-
-
 @pytest.mark.parametrize("healthy", [None, True, False])
 @pytest.mark.parametrize("scale", [None, 8.0])
 def test_what_a_gradient_cannot_hold_goes_to_its_residual(
@@ -179,13 +151,13 @@ def test_what_a_gradient_cannot_hold_goes_to_its_residual(
     for mean, (gradient, error) in zip(means, expected, strict=True):
         round_into(gradient, mean.clone(), error, loss_scale)
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    gradients, errors = ([each[place] for each in found] for place in (0, 1))
     flag = None if healthy is None else torch.tensor(healthy)
-    round_all_into(gradients, [mean.clone() for mean in means], errors, loss_scale, flag)
+    items = [(gradient, mean.clone(), error) for (gradient, error), mean in zip(found, means, strict=True)]
+    round_all_into(items, loss_scale, flag)
     for (gradient, error), (mean, rest), was in zip(found, expected, before, strict=True):
         assert torch.equal(gradient, mean)
         assert torch.equal(error, was if healthy is False else rest)
-    assert errors[0][3] > 1e5 or healthy is False
+    assert found[0][1][3] > 1e5 or healthy is False
 
 
 @pytest.mark.parametrize("scale", [None, 4.0])

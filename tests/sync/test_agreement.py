@@ -278,10 +278,7 @@ def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.M
     """As Triton may, where one machine has no compiler, or its cache no place, when it is tried."""
     here = threading.local()
     triton = dispatch.Backend(
-        "Triton",
-        lambda: None if here.rank == 1 else dispatch.TORCH.load(),
-        lambda: "3.6.0",
-        serves_codes=lambda like: False,
+        "Triton", lambda: None if here.rank == 1 else dispatch.TORCH.load(), lambda: "3.6.0"
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
     engines = [Engine(POWER, transport) for transport in InProcessTransport.group(3)]

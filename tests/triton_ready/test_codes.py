@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from catalog import spec
+from catalog import numbers, spec
 from thinwire.kernels.base import Averaging
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
@@ -25,15 +25,6 @@ every_bits = pytest.mark.parametrize(
 )
 SHORT = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 WHOLE = Blocks((144, 288), 144, 2)
-
-
-def numbers(blocks: Blocks, seed: int = 0) -> torch.Tensor:
-    """Of many sizes, with zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(2, sum(blocks.numels), generator=generator)
-    flat = drawn[0] * (4 * drawn[1]).exp()
-    flat[70:140] = 0
-    return flat
 
 
 def are_equal(one: Coded, other: Coded) -> bool:

@@ -201,7 +201,6 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.TRITON,
         serves=lambda like, matrix_rank: like.dtype in TRITON.gradient_types,
         load=lambda: TABLES,
-        serves_codes=lambda like: True,
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)

@@ -17,7 +17,6 @@ from thinwire.algorithms.requests import Requests
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
-from thinwire.tensors.layout import fill_alike, in_one_piece
 
 MAX_SETTING_LENGTH = 60
 
@@ -114,7 +113,9 @@ class Memory:
         copies = {}
         for slot, tensors in self.slots.items():
             kept = {label: tensors[label] for label in labels if label in tensors}
-            copies[slot] = dict(zip(kept, _clones(list(kept.values())), strict=True))
+            copies[slot] = dict(zip(kept, map(torch.empty_like, kept.values()), strict=True))
+            if kept:  # on an accelerator one launch copies many
+                torch._foreach_copy_(list(copies[slot].values()), list(kept.values()))
         return Memory(self.step, copies)
 
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
@@ -134,29 +135,11 @@ class Memory:
             # A key is the host's, so here it waits for the device.
             if dropped and not is_healthy:
                 tensors.update({label: old[label] for label in dropped})
-            labelled = [label for label in labels if label in tensors and label not in dropped]
-            written = [tensors[label] for label in labelled]
-            # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
-            was = [
-                old[label] if label in old and old[label].shape == new.shape else torch.zeros_like(new)
-                for label, new in zip(labelled, written, strict=True)
-            ]
-            # By one launch if a bucket's residuals lie in one piece.
-            whole = fill_alike(was, written) if written else None
-            pairs = [whole] if whole is not None else zip(was, written, strict=True)
-            for kept, new in pairs:
+            for label in (each for each in labels if each in tensors and each not in dropped):
+                new, was = tensors[label], old.get(label)
+                # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
+                kept = torch.zeros_like(new) if was is None or was.shape != new.shape else was
                 torch.where(is_healthy.to(new.device), new, kept, out=new)
-
-
-def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors, by one launch if they lie in one piece."""
-    whole = in_one_piece(tensors) if tensors else None
-    if whole is None:
-        return [tensor.clone() for tensor in tensors]
-    copy, start = whole.clone(), whole.storage_offset()
-    return [
-        copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start) for tensor in tensors
-    ]
 
 
 class Diagnosis(NamedTuple):

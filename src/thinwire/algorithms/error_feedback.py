@@ -6,7 +6,7 @@ Feedback Fixes SignSGD" (arXiv 1901.09847).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,9 +70,11 @@ def compensated(
     return sent
 
 
-def keep_remainder(memory: Memory, names: Iterable[str], sent: Compensated, remaining: torch.Tensor) -> None:
+def keep_remainder(
+    memory: Memory, names: Iterable[str], sent: Compensated, means: Sequence[torch.Tensor] | torch.Tensor
+) -> None:
     """Drop the residual of parameters that were sent with it, but for what did not fit."""
     for name in names:
         memory[ERROR].pop(name, None)
-    if sent.remainders and remaining.any():
+    if sent.remainders and means[-1].any():
         memory[ERROR].update(sent.remainders)

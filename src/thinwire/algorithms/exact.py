@@ -86,7 +86,7 @@ def exchange_uncompressed(
     # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
     yield Commit(AllFinite((bucket.flat,)), writes=has_residual or always_checks)
     if has_residual:
-        keep_remainder(memory, names, sent, mean[len(bucket.flat) :])
+        keep_remainder(memory, names, sent, mean)
 
 
 WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype

@@ -212,22 +212,17 @@ class TopKPlan(BucketPlan):
 
     def _note(self, memory: Memory, before: torch.Tensor, after: torch.Tensor) -> None:
         """Keep, for each parameter, how much less remains of it than there was."""
-        parameters, sizes = zip(*self.message.runs, strict=True)
-        # By run, which lie one behind the other: to add entry by entry to their parameters would be to add in
-        # an order that CUDA does not promise. In double: the difference of two large squares may be small.
-        parts = [*before.split_with_sizes(sizes), *after.split_with_sizes(sizes)]
-        norms = torch._foreach_norm(parts, 2, accelerators.widest_dtype(before.device))
-        squares = torch.stack(norms).square_()
-        reduced = (squares[: len(sizes)] - squares[len(sizes) :]).unbind()
+        # In double: the difference of two large squares may be small.
+        dtype = accelerators.widest_dtype(before.device)
+        less = before.to(dtype).square() - after.to(dtype).square()
         reductions: dict[str, torch.Tensor] = {}
-        pairs = []
-        for parameter, of_run in zip(parameters, reduced, strict=True):
-            first = reductions.setdefault(self.specs[parameter].name, of_run)
+        # By run, which lie one behind the other: to add entry by entry to their parameters would be to add in
+        # an order that CUDA does not promise.
+        parameters, sizes = zip(*self.message.runs, strict=True)
+        for parameter, of_run in zip(parameters, less.split_with_sizes(sizes), strict=True):
             # The last chunk of a parameter may be shorter, and then is a run by itself.
-            if first is not of_run:
-                pairs.append((first, of_run))
-        if pairs:
-            torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+            name = self.specs[parameter].name
+            reductions[name] = reductions[name] + of_run.sum() if name in reductions else of_run.sum()
         memory[REDUCTION].update(reductions)
 
     def _remember(self, bucket: Bucket, memory: Memory, residual: torch.Tensor) -> None:

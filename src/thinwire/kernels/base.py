@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
-from thinwire.kernels.residual_layout import Residuals, Rooms
 from thinwire.tensors.blocks import Blocks, Chunks
 from thinwire.tensors.coded import Codebook, Coded
 from thinwire.tensors.rounding import Draws
@@ -43,9 +42,6 @@ class Kernels:
     subtract_own: Callable[[Sequence[Subtraction]], None]
     """Leaves in every matrix what an iteration did not send of it."""
 
-    residual_rooms: Callable[[Sequence[Residuals]], list[Rooms]]
-    """Where to write the residuals of groups: where they are, or in new memory with the same contents."""
-
     reconstruct: Callable[[Sequence[Reconstruction]], None]
     """Turns every gradient into the mean one, in place, and writes to its error what was not sent.
 
@@ -73,26 +69,17 @@ class Kernels:
 
 
 class Averaging(NamedTuple):
-    """What members have sent of some blocks, whose mean is to be coded again.
+    """What members have sent of some blocks, whose mean is to be coded again."""
 
-    Attributes:
-        received: A row of each member.
-        blocks: Of the bucket.
-        own: Which of them were received.
-        codebook: The levels.
-        draws: Of these blocks, for stochastic rounding; None for the nearest level.
-        lost: Takes what coding the mean has lost, shape (blocks, block), with anything behind the end of a
-            short block. None to forget it.
-        dtype: Of the computation, fp32 or fp64.
-    """
-
-    received: Coded
-    blocks: Blocks
-    own: slice
+    received: Coded  # a row of each member
+    blocks: Blocks  # of the bucket
+    own: slice  # which of them were received
     codebook: Codebook
-    draws: Draws | None
+    draws: Draws | None  # of these blocks, for stochastic rounding; None for the nearest level
+    # Takes what coding the mean has lost, shape (blocks, block), with anything behind the end of a short
+    # block. None to forget it.
     lost: torch.Tensor | None
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the computation, fp32 or fp64
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,21 +107,13 @@ class CodeKernels:
 
 
 class SentEntries(NamedTuple):
-    """What all members have sent of a bucket.
+    """What all members have sent of a bucket."""
 
-    Attributes:
-        places: In the bucket, int64, (members, entries); of each member no place twice.
-        values: Of the entries, to be added.
-        sent: As they were sent: a member that has sent zero has sent nothing.
-        kept: Entries of each chunk, int64, in the order of the entries.
-        by_senders: Whether each sum is divided by the members that have sent something.
-    """
-
-    places: torch.Tensor
-    values: torch.Tensor
-    sent: torch.Tensor
-    kept: torch.Tensor
-    by_senders: bool
+    places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
+    values: torch.Tensor  # of the entries, to be added
+    sent: torch.Tensor  # as they were sent: a member that has sent zero has sent nothing
+    kept: torch.Tensor  # entries of each chunk, int64, in the order of the entries
+    by_senders: bool  # whether each sum is divided by the members that have sent something
 
 
 @dataclass(frozen=True, eq=False)

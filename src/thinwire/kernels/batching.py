@@ -42,8 +42,3 @@ def split_as(flat: torch.Tensor, shapes: Sequence[torch.Size | tuple[int, ...]])
     """Return views of a flat tensor in some shapes, one after the other."""
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def empty_as(like: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Allocate tensors of some shapes, one after the other in one memory."""
-    return split_as(like.new_empty(sum(map(math.prod, shapes))), shapes)

@@ -42,11 +42,6 @@ def on_device(
     return found
 
 
-def number_on(device: torch.device, number: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as a tensor of shape (): a plain number in an operation costs a launch."""
-    return on_device(("number", number, dtype), lambda: torch.tensor(number, dtype=dtype), device)
-
-
 # Of Triton's kernels: addresses and sizes of many tensors. In most steps nothing is new in them: DDP's
 # buckets and the residuals stay where they are, and the allocator gives a step the memory of the one before.
 

@@ -15,7 +15,6 @@ import torch
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
 from thinwire.kernels.batching import alike, batched
 from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
-from thinwire.kernels.residual_layout import Residuals, Rooms
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.kernels.torch_kernels import LOW_RANK
@@ -32,21 +31,15 @@ class Backend:
         load: Returns the tables, or None if they can't be used. Called only if they would serve, and cheap
             when called again.
         version: Returns that of the package, once the tables are loaded.
-        serves: Whether they serve matrices like this one at this matrix rank, in this process as it is now.
-            Asked for every group of every step: cheap, reads nothing back from a device, imports nothing.
-        serves_codes: Whether few bits, and few entries, of a tensor like this one are served.
+        serves: Whether they serve matrices like this one at this matrix rank or, if that is None, a tensor
+            like this one in few bits and few entries; in this process as it is now. Asked for every group of
+            every step: cheap, reads nothing back from a device, imports nothing.
     """
 
     name: str
     load: Callable[[], Tables | None]
     version: Callable[[], str] = lambda: ""
-    serves: Callable[[torch.Tensor, int], bool] = lambda like, matrix_rank: True
-    serves_codes: Callable[[torch.Tensor], bool] = lambda like: True
-
-
-def _is_fp32_on_the_cpu(like: torch.Tensor) -> bool:
-    # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
-    return like.device.type == "cpu" and like.dtype == torch.float32
+    serves: Callable[[torch.Tensor, int | None], bool] = lambda like, matrix_rank: True
 
 
 @cache
@@ -66,20 +59,12 @@ def _load_numba() -> Tables | None:
         return None
 
 
-def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
-    most, types = triton_limits.FACTOR_ROWS, triton_limits.GRADIENT_TYPES
-    return triton_limits.reaches(like.device) and not (
-        triton_limits.lacks(like.dtype not in types, f"Triton's kernels do not take {like.dtype}")
-        or triton_limits.lacks(
-            matrix_rank > most, f"Triton's kernels take matrix ranks up to {most}, this one is {matrix_rank}"
-        )
-    )
-
-
-def _triton_serves_codes(like: torch.Tensor) -> bool:
-    return triton_limits.reaches(like.device) and not triton_limits.lacks(
-        like.dtype != torch.float32, f"Triton's kernels for few bits do not take {like.dtype}"
-    )
+def _numba_serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
+    if like.device.type != "cpu" or like.dtype != torch.float32:
+        return False
+    # With more threads PyTorch's products run on all of them, and compiled code on one. Few bits and entries
+    # take PyTorch many passes over a part that stays in cache, which gain little by more threads.
+    return matrix_rank is None or (torch.get_num_threads() == 1 and matrix_rank <= NUMBA_FACTOR_ROWS)
 
 
 @cache
@@ -90,22 +75,12 @@ def _load_triton() -> Tables:
 # One for the process: groups are put together by the kernels that serve them.
 TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
 
-NUMBA = Backend(
-    "Numba",
-    _load_numba,
-    lambda: str(import_module("numba").__version__),
-    # With more threads PyTorch's products run on all of them, and compiled code on one.
-    lambda like, matrix_rank: (
-        _is_fp32_on_the_cpu(like) and torch.get_num_threads() == 1 and matrix_rank <= NUMBA_FACTOR_ROWS
-    ),
-    _is_fp32_on_the_cpu,
-)
+NUMBA = Backend("Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves)
 TRITON = Backend(
     "Triton",
     lambda: _load_triton() if triton_limits.can_be_used() else None,
     lambda: triton_limits.installed() or "",
-    _triton_serves,
-    _triton_serves_codes,
+    triton_limits.serves,
 )
 # Wheels for a CPU and for a GPU are of one version.
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
@@ -116,18 +91,30 @@ backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 """
 
 
-def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
-    """Return the low-rank kernels of the first backend that serves."""
-    return _serving(like, matrix_rank)[1].low_rank
-
-
-def _serving(like: torch.Tensor, matrix_rank: int) -> tuple[Backend, Tables]:
+def _serving(like: torch.Tensor, matrix_rank: int | None) -> tuple[Backend, Tables]:
+    """Return the first backend that serves, as `Backend.serves`, and its tables."""
     for backend in backends:
         # What can't be loaded has said so, once; the next one serves in its place.
         if backend.serves(like, matrix_rank) and (tables := backend.load()) is not None:
             return backend, tables
     names = ", ".join(backend.name for backend in backends)
     raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
+    """Return the low-rank kernels that serve matrices like this one."""
+    return _serving(like, matrix_rank)[1].low_rank
+
+
+def code_kernels_for(like: torch.Tensor) -> CodeKernels:
+    """Return the kernels that serve averaging in few bits of a tensor like this one."""
+    return _serving(like, None)[1].codes
+
+
+def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
+    """Return the kernels that serve averaging of few entries of a tensor like this one."""
+    # On an accelerator PyTorch's: no one else has any, and to ask others might warn of what they lack.
+    return (_serving(like, None)[1] if like.device.type == "cpu" else TORCH_TABLES).entries
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
@@ -138,20 +125,6 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
         return name
     gpu = torch.cuda.get_device_properties(like.device)
     return f"{name} on {gpu.gcnArchName if torch.version.hip else f'sm_{gpu.major}{gpu.minor}'}"
-
-
-def code_kernels_for(like: torch.Tensor) -> CodeKernels:
-    """Return the kernels of the first backend that serves averaging in few bits of a tensor like this one."""
-    serving = (backend.load() for backend in backends if backend.serves_codes(like))
-    return next((tables for tables in serving if tables is not None), TORCH_TABLES).codes
-
-
-def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
-    """Return the kernels of the first backend that serves averaging of few entries of such a tensor."""
-    # On an accelerator PyTorch's: no one else has any, and to ask others might warn of what they lack.
-    here = backends if like.device.type == "cpu" else ()
-    serving = (backend.load() for backend in here if backend.serves_codes(like))
-    return next((tables for tables in serving if tables is not None), TORCH_TABLES).entries
 
 
 def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
@@ -178,7 +151,6 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
 products: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "products")
 projections: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "projections")
 subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
-residual_rooms: Callable[[Sequence[Residuals]], list[Rooms]] = partial(_by_backend, "residual_rooms")
 reconstruct: Callable[[Sequence[Reconstruction]], list[None]] = partial(_by_backend, "reconstruct")
 write: Callable[[Sequence[Write]], list[torch.Tensor]] = partial(_by_backend, "write")
 orthonormal_bases: Callable[[Sequence[Rows]], list[torch.Tensor]] = partial(_by_backend, "orthonormal_rows")

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import in_one_piece
 
 # A row is dependent on those before it if the squared sine of its angle to their span is below this.
 # fp32 noise in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in
@@ -27,38 +26,26 @@ ROUNDED_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices of one shape and matrix rank.
+    """Matrices of one shape and matrix rank."""
 
-    Attributes:
-        labels: One for each matrix, the key of its factor in memory.
-        matrices: M, each (rows, columns), in fp32 or fp64, or in one of the backend's types of gradients; on
-            entry the gradients alone.
-        errors: The residual of each, (rows, columns); None if there is none.
-        matrix_rank: r.
-    """
-
-    labels: Sequence[str]
+    labels: Sequence[str]  # the key of each one's factor in memory
+    # M, each (rows, columns), in fp32 or fp64, or in one of the backend's types of gradients; on entry the
+    # gradients alone.
     matrices: Sequence[torch.Tensor]
-    errors: Sequence[torch.Tensor | None]
-    matrix_rank: int
+    errors: Sequence[torch.Tensor | None]  # the residual of each, (rows, columns), if there is one
+    matrix_rank: int  # r
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What one iteration makes known of a group.
+    """What one iteration makes known of a group."""
 
-    Attributes:
-        basis: Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r,
-            columns).
-        own: The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or
-            Q̂ᵀ Mᵀ (matrices, r, rows).
-        mean: The mean of `own` over the processes.
-        basis_is_left: Whether the basis is P̂ᵀ.
-    """
-
+    # Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r, columns).
     basis: torch.Tensor
+    # The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or Q̂ᵀ Mᵀ
+    # (matrices, r, rows).
     own: torch.Tensor
-    mean: torch.Tensor
+    mean: torch.Tensor  # of `own` over the processes
     basis_is_left: bool = True
 
     def pair(self, projection: torch.Tensor) -> Pair:
@@ -73,19 +60,13 @@ Terms: TypeAlias = Sequence[Factors]
 
 
 class Asked(NamedTuple):
-    """A group that is to be multiplied by a factor.
-
-    Attributes:
-        group: The matrices and their residuals.
-        factor: Of each matrix Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows).
-        loss_scale: What the loss was multiplied by, one tensor for all of a device in a step; None for 1.
-        add_error: Whether matrices are asked for the first time in the step: all that are asked together.
-    """
+    """A group that is to be multiplied by a factor."""
 
     group: MatrixGroup
-    factor: torch.Tensor
+    factor: torch.Tensor  # of each matrix Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows)
+    # What the loss was multiplied by, one tensor for all of a device in a step; None for 1.
     loss_scale: torch.Tensor | None
-    add_error: bool
+    add_error: bool  # whether this is the first time in the step: so of all that are asked together
 
 
 class Subtraction(NamedTuple):
@@ -96,25 +77,16 @@ class Subtraction(NamedTuple):
 
 
 class Reconstruction(NamedTuple):
-    """A group that is to become the mean.
-
-    Attributes:
-        group: Every matrix is M less the own projections of all terms but the last.
-        errors: Where to write the new residual of each matrix, (rows, columns); None to forget it. They may
-            be the tensors that the group itself has as `errors`.
-        terms: The iterations of the step.
-        loss_scale: As of `Asked`.
-        is_healthy: One bool for the step, not read back: if it is false, errors stay as they were and
-            gradients become NaN. None for true.
-        spare: The spare row of the errors, as of `Rooms`; None if there is none.
-    """
+    """A group that is to become the mean: every matrix is M less what all terms but the last have sent."""
 
     group: MatrixGroup
+    # Where to write the new residual of each matrix, (rows, columns): they may be the group's own `errors`.
+    # None to forget it.
     errors: Sequence[torch.Tensor] | None
     terms: Terms
-    loss_scale: torch.Tensor | None
+    loss_scale: torch.Tensor | None  # as of `Asked`
+    # One bool for the step, not read back: if it is false, errors stay and gradients become NaN.
     is_healthy: torch.Tensor | None = None
-    spare: torch.Tensor | None = None
 
     @property
     def sent(self) -> Pair:
@@ -128,32 +100,20 @@ class Reconstruction(NamedTuple):
 
 
 class Write(NamedTuple):
-    """What becomes of a tensor at the end of a step.
+    """What becomes of a tensor at the end of a step; all are contiguous."""
 
-    Attributes:
-        target: Contiguous; given away if it is to stay in a healthy step.
-        healthy: What it becomes in a healthy step, contiguous, in any floating type; None to leave it as it
-            is.
-        unhealthy: What it becomes in any other, contiguous, of its shape and type; None for NaN.
-        is_healthy: As of `Reconstruction`.
-    """
-
-    target: torch.Tensor
-    healthy: torch.Tensor | None
-    unhealthy: torch.Tensor | None
-    is_healthy: torch.Tensor | None
+    target: torch.Tensor  # given away if it is to stay in a healthy step
+    healthy: torch.Tensor | None  # what it becomes, in any floating type; None to leave it as it is
+    unhealthy: torch.Tensor | None  # what it becomes in any other step, of its own type; None for NaN
+    is_healthy: torch.Tensor | None  # as of `Reconstruction`
 
 
 class Rows(NamedTuple):
-    """Factors whose rows are to become orthonormal.
+    """Factors whose rows are to become orthonormal."""
 
-    Attributes:
-        rows: fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.
-        drawn: What replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave
-            them.
-    """
-
+    # fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.
     rows: torch.Tensor
+    # What replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
     drawn: torch.Tensor | None = None
 
 
@@ -179,42 +139,32 @@ def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
     return list(wide)
 
 
-def one_without_gaps(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors as one flat view, if they lie so with nothing between them."""
-    whole = in_one_piece(tensors)
-    return whole if whole is not None and whole.numel() == sum(each.numel() for each in tensors) else None
-
-
 def round_all_into(
-    gradients: Sequence[torch.Tensor],
-    means: Sequence[torch.Tensor],
-    errors: Sequence[torch.Tensor | None],
+    items: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them."""
-    if not gradients or not accelerators.pays_per_launch(gradients[0].device):
-        for gradient, mean, error in zip(gradients, means, errors, strict=True):
-            round_into(gradient, mean, error, loss_scale)
+    if not items or not accelerators.pays_per_launch(items[0][0].device):
+        for item in items:
+            round_into(*item, loss_scale)
         return
+    rounded, kept = [item[0] for item in items], [item[1] for item in items]
     # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
-    limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
-    rounded, kept = list(gradients), list(means)
+    limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(kept[0].dtype).max)
     # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
     torch._foreach_copy_(rounded, kept)
-    # What the range can't hold stays in the means, whose rest goes to the residual.
     torch._foreach_clamp_max_(rounded, limit)
     torch._foreach_clamp_min_(rounded, -limit)
-    known = [error for error in errors if error is not None]
+    known = [item[2] for item in items if item[2] is not None]
     if known:
         torch._foreach_sub_(kept, widened(rounded, kept[0].dtype))
         if loss_scale is not None:
             torch._foreach_div_(kept, loss_scale)
         if is_healthy is not None:
-            is_unhealthy, whole = ~is_healthy, one_without_gaps(kept)
-            for mean in kept if whole is None else [whole]:
+            for mean in kept:
                 # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
-                mean.masked_fill_(is_unhealthy, 0.0)
+                mean.masked_fill_(~is_healthy, 0.0)
         torch._foreach_add_(known, kept)
 
 

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: in one piece, side by side, and as one without a copy if they lie so."""
+"""Tensors as one, without a copy if they lie so in memory."""
 
 from __future__ import annotations
 
@@ -30,36 +30,6 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if not (is_even and is_one and all(each.is_contiguous() for each in tensors)):
         return None
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
-
-
-def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors as one flat view, with what lies between them; None where that is much more."""
-    storages = {each.untyped_storage()._cdata for each in tensors}
-    if len(storages) > 1 or not all(each.is_contiguous() for each in tensors):
-        return None
-    start = min(each.storage_offset() for each in tensors)
-    length = max(each.storage_offset() + each.numel() for each in tensors) - start
-    # An eighth more: between matrices lie biases.
-    if 8 * length >= 9 * sum(each.numel() for each in tensors):
-        return None
-    return tensors[0].as_strided((length,), (1,), start)
-
-
-def fill_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors share their memory with nothing else, and lie in one."""
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
-    return list(storages.values()) == [sum(each.nbytes for each in tensors)]
-
-
-def fill_alike(
-    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both as flat views, if `others` lie to each other as `tensors` do, alone in their memory."""
-    whole, other = in_one_piece(tensors), in_one_piece(others)
-    distances = {b.storage_offset() - a.storage_offset() for a, b in zip(tensors, others, strict=True)}
-    if whole is None or other is None or len(distances) > 1:
-        return None
-    return (whole, other) if other.untyped_storage().nbytes() == other.nbytes else None
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:

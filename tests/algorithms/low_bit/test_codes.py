@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from catalog import spec
+from catalog import numbers, spec
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Averaging, CodeKernels
@@ -31,15 +31,6 @@ def kernels(request: pytest.FixtureRequest) -> CodeKernels:
 def numba_kernels() -> CodeKernels:
     pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
     return (dispatch.NUMBA.load() or pytest.fail("Numba is there but can't be used")).codes
-
-
-def numbers(blocks: Blocks = BLOCKS, seed: int = 0) -> torch.Tensor:
-    """Of many sizes, with zeros."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(2, sum(blocks.numels), generator=generator)
-    flat = drawn[0] * (4 * drawn[1]).exp()
-    flat[70:140] = 0
-    return flat
 
 
 def lloyd(count: int) -> np.ndarray:
@@ -104,7 +95,7 @@ def test_levels_of_4_bits_serve_a_gaussian_nearly_as_well_as_the_best_fifteen() 
 
 @every_bits
 def test_each_number_becomes_the_nearest_level(bits: int, kernels: CodeKernels) -> None:
-    flat, codebook = numbers(), CODEBOOKS[bits]
+    flat, codebook = numbers(BLOCKS), CODEBOOKS[bits]
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.codes.shape == (BLOCKS.num_members, BLOCKS.share, 64 * bits // 8)
     found = torch.empty_like(flat)
@@ -127,7 +118,7 @@ def test_each_number_becomes_the_nearest_level(bits: int, kernels: CodeKernels) 
 @every_bits
 def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     codebook, own = CODEBOOKS[bits], BLOCKS.own(0)
-    sent = [kernels.encoded(numbers(seed=seed), BLOCKS, codebook, None) for seed in range(3)]
+    sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for each, flat in zip(sent, values, strict=True):
         kernels.decode(each, BLOCKS, codebook, flat)
@@ -177,7 +168,7 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
 def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
     bits: int, value: float, kernels: CodeKernels
 ) -> None:
-    flat, codebook = numbers(), CODEBOOKS[bits]
+    flat, codebook = numbers(BLOCKS), CODEBOOKS[bits]
     flat[5] = value
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.scales.flatten()[: BLOCKS.total].isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)

@@ -12,7 +12,7 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factors import FactorMessages
-from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
@@ -109,12 +109,12 @@ class BatchedPlan(LowRankPlan):
         if self.config.error_feedback and residual is None:
             residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
-        remembered = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
+        kept = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
         is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=True)
-        remembered = yield from self.written(memory, [[label]], starts, remembered, is_healthy)
+        yield from self.remember(memory, kept, by_label([[label]], starts), is_healthy)
         reconstructions = [
             Reconstruction(
-                part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale, is_healthy, None
+                part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale, is_healthy
             )
             for index, (part, basis) in enumerate(zip(parts, lefts, strict=True))
         ]
@@ -123,13 +123,10 @@ class BatchedPlan(LowRankPlan):
         if residual is not None:
             _write_last_row(residual, errors[-1])
         if flat is not bucket.flat:
-            round_all_into([bucket.flat], [flat], [residual], scale, is_healthy)
+            round_all_into([(bucket.flat, flat, residual)], scale, is_healthy)
         if residual is not None:
-            memory[ERROR].update(
-                zip((spec.name for spec in bucket.specs), bucket.split(residual), strict=True)
-            )
-        for slot, tensors in remembered.items():
-            memory[slot].update(tensors)
+            names = (spec.name for spec in bucket.specs)
+            memory[ERROR].update(zip(names, bucket.split(residual), strict=True))
 
 
 def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:

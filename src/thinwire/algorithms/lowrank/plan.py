@@ -17,7 +17,7 @@ from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import Round, StartingBases, fitted
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Requests
-from thinwire.kernels.batching import batched, split_as
+from thinwire.kernels.batching import batched
 from thinwire.kernels.dispatch import name_of_kernels_for, write
 from thinwire.kernels.matrices import Terms, Write
 from thinwire.tensors import accelerators
@@ -95,38 +95,31 @@ class LowRankPlan(BucketPlan):
             kept[SENT] = by_label(labels, sent)
         return kept
 
-    def written(
+    def remember(
         self,
         memory: Memory,
-        labels: Sequence[Sequence[str]],
-        starts: Sequence[torch.Tensor],
-        remembered: Kept,
+        kept: Kept,
+        started_from: dict[str, torch.Tensor],
         is_healthy: torch.Tensor | None,
         beside: Sequence[Write] = (),
-    ) -> Round[Kept]:
-        """Write something behind the commit; return what memory is to keep: what it has if not healthy."""
+    ) -> Round[None]:
+        """Write behind the commit: to memory what is kept, and something beside.
+
+        In a step that is not healthy memory stays, and keeps the bases that the step has started from.
+        """
         writes = list(beside)
         # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not healthy.
         if is_healthy is not None:
-            before = {slot: memory[slot] for slot in remembered}
-            before[BASIS] = by_label(labels, starts)
-            was = [
-                (tensor, _like(tensor, before[slot].get(label)))
-                for slot, tensors in remembered.items()
-                for label, tensor in tensors.items()
-            ]
-            # Zeros if there was nothing like it: in the first step, and where `alternating` turns.
-            missing = [tensor for tensor, old in was if old is None]
-            zeros = iter((yield Jointly(all_zeros, missing)) if missing else ())
-            for tensor, old in was:
-                writes.append(Write(tensor, None, next(zeros) if old is None else old, is_healthy))
+            before = {**memory.slots, BASIS: started_from}
+            for slot, tensors in kept.items():
+                writes += [
+                    Write(new, None, _like(new, before.get(slot, {}).get(label)), is_healthy)
+                    for label, new in tensors.items()
+                ]
         # For all buckets: on an accelerator one launch writes what all of them leave.
-        placed = yield Jointly(write, writes)
-        if is_healthy is None:
-            return remembered
-        kept = iter(placed[len(beside) :])
-        # Each slot takes its own from one iterator. Labels first: with them `zip` ends.
-        return {slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()}
+        placed = iter((yield Jointly(write, writes))[len(beside) :])
+        for slot, tensors in kept.items():
+            memory[slot].update({label: next(placed, new) for label, new in tensors.items()})
 
     def adopt(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
@@ -180,10 +173,13 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
     }
 
 
-def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what was kept where a tensor is to be; None if there was nothing like it."""
+def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
+    """Return what was kept where a tensor is to be."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
-    return was if was is not None and (was.shape, was.dtype, was.device) == kind else None
+    if was is not None and (was.shape, was.dtype, was.device) == kind:
+        return was
+    # Nothing was there in the first step, and nothing like it where `alternating` turns.
+    return torch.zeros_like(tensor)
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
@@ -197,23 +193,11 @@ def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])
 
 
-# What `Jointly` calls for all buckets of a step at once: on accelerators one launch serves them all.
-
-
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return tensors over their loss scales: a step has one scale for all tensors on a device."""
+    """Return tensors over their loss scales, for all buckets: a step has one scale for all of a device."""
 
     def divided(some: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
         return torch._foreach_div([tensor for tensor, _ in some], some[0][1])
 
     # Scales are compared by identity: to compare the numbers, the host would wait for the device.
     return batched(items, lambda item: id(item[1]), divided)
-
-
-def all_zeros(items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return zeros of the shapes and types of tensors, those of one type in one memory."""
-
-    def zeros(some: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return split_as(some[0].new_zeros(sum(each.numel() for each in some)), [each.shape for each in some])
-
-    return batched(items, lambda item: (item.device, item.dtype), zeros)

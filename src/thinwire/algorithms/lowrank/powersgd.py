@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -13,19 +12,17 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Indivisible, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import FactorMessages, Round
-from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.batching import alike
 from thinwire.kernels.dispatch import (
     kernels_for,
     orthonormal_bases,
     products,
     projections,
     reconstruct,
-    residual_rooms,
     subtract_own,
 )
 from thinwire.kernels.matrices import (
@@ -40,8 +37,9 @@ from thinwire.kernels.matrices import (
     round_all_into,
     widened,
 )
-from thinwire.kernels.residual_layout import Residuals, Rooms
 from thinwire.plan import ParameterSpec
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import stacked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +151,6 @@ class PowerSGD(LowRank):
             raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is no parameter of the model")
 
 
-class _ShapeGroup(NamedTuple):
-    """Parameters of a bucket with the same matrix shape and matrix rank, by index."""
-
-    shape: tuple[int, int]
-    matrix_rank: int
-    indices: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class PowerSGDPlan(LowRankPlan):
     """Every matrix of a bucket as two factors; `alternating` projects on one side only, in one round."""
@@ -168,16 +158,13 @@ class PowerSGDPlan(LowRankPlan):
     alternating: bool = False
 
     @cached_property
-    def shape_groups(self) -> tuple[_ShapeGroup, ...]:
-        """What is compressed together."""
-        kinds = [(index, route.matrix_shape, route.matrix_rank) for index, route in enumerate(self.routes)]
-        some = [
-            (index, shape, rank) for index, shape, rank in kinds if shape is not None and rank is not None
-        ]
-        return tuple(
-            _ShapeGroup(*some[group[0]][1:], tuple(some[place][0] for place in group))
-            for group in alike(some, lambda each: each[1:])
-        )
+    def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
+        """The parameters that are compressed, by index, under their matrix shape and matrix rank."""
+        groups: dict[tuple[tuple[int, int], int], list[int]] = {}
+        for index, route in enumerate(self.routes):
+            if route.matrix_shape is not None and route.matrix_rank is not None:
+                groups.setdefault((route.matrix_shape, route.matrix_rank), []).append(index)
+        return groups
 
     @cached_property
     def uncompressed(self) -> tuple[int, ...]:
@@ -198,25 +185,21 @@ class PowerSGDPlan(LowRankPlan):
         turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
         starts = self.bases.of(memory, groups, left=self.alternating and turn % 2 == 0)
         if self.alternating:
-            terms = yield from self._alternating_rounds(groups, starts, turn, messages, bucket)
+            terms = yield from self._alternating_rounds(groups, starts, turn, messages, bucket.loss_scale)
         else:
-            terms = yield from self._two_rounds(groups, starts, messages, bucket)
-        remembered = yield from self.to_remember(memory, labels, terms, bucket)
-        rooms = yield from self._residual_rooms(bucket, memory, groups)
+            terms = yield from self._two_rounds(groups, starts, messages, bucket.loss_scale)
+        kept = yield from self.to_remember(memory, labels, terms, bucket)
 
         # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
         drops = any(name in memory[slot] for name in names for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=not drops)
 
-        means, remaining = messages.uncompressed[: len(names)], messages.uncompressed[len(names) :]
         targets = [bucket.gradients[index] for index in self.uncompressed]
-        writes = [Write(*each, None, is_healthy) for each in zip(targets, means, strict=True)]
-        remembered = yield from self.written(memory, labels, starts, remembered, is_healthy, writes)
-        remembered[ERROR] = yield from self._reconstruct(bucket, groups, terms, rooms, is_healthy)
-        for slot, tensors in remembered.items():
-            memory[slot].update(tensors)
-        # With nothing of the bucket in front, since `cat` refuses an empty list.
-        keep_remainder(memory, names, sent, torch.cat([bucket.flat[:0], *remaining]))
+        means = messages.uncompressed  # then, if some residual may not fit, whether any remains
+        writes = [Write(*each, None, is_healthy) for each in zip(targets, means, strict=False)]
+        yield from self.remember(memory, kept, by_label(labels, starts), is_healthy, writes)
+        yield from self._reconstruct(bucket, memory, groups, terms, is_healthy)
+        keep_remainder(memory, names, sent, means)
         # All of it was sent: what a step before has sent no longer says how much was not.
         for name in names:
             memory[SENT].pop(name, None)
@@ -226,18 +209,18 @@ class PowerSGDPlan(LowRankPlan):
         groups: Sequence[MatrixGroup],
         rights: list[torch.Tensor],
         messages: FactorMessages,
-        bucket: Bucket,
+        scale: torch.Tensor | None,
     ) -> Round[list[list[Factors]]]:
         """Find the factors of the mean: P = M Q, then Q = Mᵀ P̂. Cost: in each iteration, two reads of M."""
-        scale, iterations = bucket.loss_scale, self.config.power_iterations
-        for iteration in range(iterations):
+        for iteration in range(1, self.config.power_iterations + 1):
             # The residual only once: later iterations find it in the matrices already.
-            lefts = yield Jointly(products, _asked(groups, rights, scale, add_error=iteration == 0))
+            lefts = yield Jointly(products, _asked(groups, rights, scale, add_error=iteration == 1))
             _, means = yield from messages.average(lefts, as_sent=False)
             lefts = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
             own = yield Jointly(projections, _asked(groups, lefts, scale, add_error=False))
-            own, means = yield from messages.average(own, as_sent=iteration + 1 == iterations)
-            if iteration + 1 < iterations:
+            is_last = iteration == self.config.power_iterations
+            own, means = yield from messages.average(own, as_sent=is_last)
+            if not is_last:
                 rights = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
         # The last iteration alone: each approximates all of M again, and better than those before it.
         return [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
@@ -248,13 +231,13 @@ class PowerSGDPlan(LowRankPlan):
         bases: list[torch.Tensor],
         turn: int,
         messages: FactorMessages,
-        bucket: Bucket,
+        scale: torch.Tensor | None,
     ) -> Round[list[list[Factors]]]:
         """Find factors of the mean, of one side in each iteration; what it has sent is taken from M."""
         terms: list[list[Factors]] = [[] for _ in groups]
         for iteration in range(self.config.power_iterations):
             is_left = (turn + iteration) % 2 == 0
-            asked = _asked(groups, bases, bucket.loss_scale, add_error=iteration == 0)
+            asked = _asked(groups, bases, scale, add_error=iteration == 0)
             own = yield Jointly(projections if is_left else products, asked)
             own, means = yield from messages.average(own, as_sent=True)
             for of_group, basis, projection, mean in zip(terms, bases, own, means, strict=True):
@@ -269,67 +252,57 @@ class PowerSGDPlan(LowRankPlan):
         """Return gradients and residuals as matrices: views, or copies in fp32 if kernels need them."""
         # Between iterations what was sent is taken from the matrices, which 16 bits would round.
         subtracts = self.alternating and self.config.power_iterations > 1
-        matrices, dtype = dict(enumerate(bucket.gradients)), bucket.flat.dtype
-        copied = [
-            index
-            for of_shape in self.shape_groups
-            for index in of_shape.indices
-            if subtracts or dtype not in kernels_for(matrices[index], of_shape.matrix_rank).gradient_types
-        ]
-        wide = widened([matrices[index] for index in copied], bucket.specs[0].memory_dtype)
-        matrices.update(zip(copied, wide, strict=True))
         groups = []
-        for shape, matrix_rank, indices in self.shape_groups:
+        for (shape, matrix_rank), indices in self.shape_groups.items():
             names = [bucket.specs[index].name for index in indices]
+            matrices = [bucket.gradients[index] for index in indices]
+            if subtracts or bucket.flat.dtype not in kernels_for(matrices[0], matrix_rank).gradient_types:
+                matrices = widened(matrices, bucket.specs[0].memory_dtype)
             errors = [memory[ERROR].get(name) for name in names]
             shaped = [None if error is None else error.view(shape) for error in errors]
-            groups.append(
-                MatrixGroup(names, [matrices[index].view(shape) for index in indices], shaped, matrix_rank)
-            )
+            groups.append(MatrixGroup(names, [each.view(shape) for each in matrices], shaped, matrix_rank))
         return groups
-
-    def _residual_rooms(
-        self, bucket: Bucket, memory: Memory, groups: Sequence[MatrixGroup]
-    ) -> Round[Sequence[Rooms | None]]:
-        """Return where to write the residuals of each group: the tensors of memory, or new ones."""
-        if not self.config.error_feedback or not groups:
-            return [None] * len(groups)
-        dtype, kept = bucket.specs[0].memory_dtype, memory[ERROR]
-        # For all buckets together, whose residuals of one shape may come to lie side by side.
-        wanted = [Residuals(group, [kept.get(label) for label in group.labels], dtype) for group in groups]
-        rooms: list[Rooms] = yield Jointly(residual_rooms, wanted)
-        return rooms
 
     def _reconstruct(
         self,
         bucket: Bucket,
+        memory: Memory,
         groups: Sequence[MatrixGroup],
         terms: Sequence[Terms],
-        rooms: Sequence[Rooms | None],
         is_healthy: torch.Tensor | None,
-    ) -> Round[dict[str, torch.Tensor]]:
-        """Make compressed gradients their mean; return by name what this process has not sent of its own."""
-        scale, items = bucket.loss_scale, []
-        errors: dict[str, torch.Tensor] = {}
-        for group, found, room in zip(groups, terms, rooms, strict=True):
-            shaped, spare = None, None
-            if room is not None:
-                shaped, spare = [each.view(group.matrices[0].shape) for each in room.tensors], room.spare
-                errors.update(zip(group.labels, room.tensors, strict=True))
-            items.append(Reconstruction(group, shaped, found, scale, is_healthy, spare))
+    ) -> Round[None]:
+        """Make compressed gradients their mean; remember what this process has not sent of its own."""
+        items, errors = [], dict[str, torch.Tensor]()
+        for group, found in zip(groups, terms, strict=True):
+            rooms = _rooms(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None
+            items.append(Reconstruction(group, rooms, found, bucket.loss_scale, is_healthy))
+            errors.update(zip(group.labels, (each.view(-1) for each in rooms or ()), strict=False))
         yield Jointly(reconstruct, items)
         # What rounding loses of wide copies goes to the residual too.
-        matrices = {n: m for group in groups for n, m in zip(group.labels, group.matrices, strict=True)}
-        copied = {name: m.view(-1) for name, m in matrices.items() if m.dtype != bucket.flat.dtype}
         gradients = {spec.name: flat for spec, flat in zip(bucket.specs, bucket.gradients, strict=True)}
-        round_all_into(
-            [gradients[name] for name in copied],
-            list(copied.values()),
-            [errors.get(name) for name in copied],
-            scale,
-            is_healthy,
-        )
-        return errors
+        copied = [
+            (gradients[name], matrix.view(-1), errors.get(name))
+            for group in groups
+            for name, matrix in zip(group.labels, group.matrices, strict=True)
+            if matrix.dtype != bucket.flat.dtype
+        ]
+        round_all_into(copied, bucket.loss_scale, is_healthy)
+        memory[ERROR].update(errors)
+
+
+def _rooms(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return where to write the residuals of a group: where they are, or new ones with the same contents."""
+    known = [each for each in group.errors if each is not None]
+    is_whole = len(known) == len(group.errors)
+    # On accelerators, as a batch.
+    if is_whole and (not accelerators.pays_per_launch(known[0].device) or stacked(known) is not None):
+        return known
+    first, count = group.matrices[0], len(group.matrices)
+    rooms = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
+    for room, error in zip(rooms, group.errors, strict=True):
+        if error is not None:
+            room.copy_(error)
+    return rooms
 
 
 def _asked(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from thinwire.kernels.numba.code_vectors import (
     WIDE,
     add_magnitudes,
+    add_rounded,
     add_squares,
-    add_wide,
     bits_of,
     float_of,
     larger,
@@ -26,14 +26,23 @@ from thinwire.kernels.numba.code_vectors import (
     load_half,
     magnitudes,
     read,
-    read_wide,
+    read_tile,
     store_half,
-    subtract_wide,
+    subtract_levels,
     write,
-    write_wide,
 )
 from thinwire.kernels.numba.compiler import compiled, generator, inlined
-from thinwire.kernels.numba.vectors import LANES, first_lanes, load, splat, store, total
+from thinwire.kernels.numba.vectors import (
+    LANES,
+    first_lanes,
+    load,
+    load_tile,
+    splat,
+    spread,
+    store,
+    store_tile,
+    total,
+)
 from thinwire.tensors.coded import SCALE_BYTES
 
 Counts: TypeAlias = NDArray[np.int64]
@@ -124,7 +133,7 @@ def average(
                 _encode(room, some, message + codes, message + scales, layout)
                 # Else the room is used again and again, and stays in the first cache.
                 if keeps_lost:
-                    _subtract(room, message + codes, message + scales, whole, room, layout)
+                    _restore(room, message + codes, message + scales, whole, room, layout, True)
                     room += FLOAT_BYTES * whole
 
 
@@ -146,11 +155,12 @@ def _add_up(
         for member in range(len(factors)):
             factors[member] = _number(load_half(scales + member * row_bytes)) * part
         for start in range(0, wide, WIDE):
-            at, here = codes + start * bits // 8, room + FLOAT_BYTES * (begin + start)
-            # The first member's are written and the others' added: the room need not be cleared.
-            read_wide(bits, at, factors[0], here)
+            at = codes + start * bits // 8
+            means = spread(splat(factors[0])) * read_tile(bits, at)
             for member in range(1, len(factors)):
-                add_wide(bits, at + member * row_bytes, factors[member], here)
+                factor = spread(splat(factors[member]))
+                means = add_rounded(means, factor * read_tile(bits, at + member * row_bytes))
+            store_tile(room + FLOAT_BYTES * (begin + start), means)
         for start in range(wide, layout.block, LANES):
             sums = splat(np.float32(0))
             for member in range(len(factors)):
@@ -163,21 +173,9 @@ def _add_up(
 @compiled
 def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write the numbers that all blocks stand for."""
-    block, bits = layout.block, layout.bits
     for first, length, row, place in _runs(numels, layout):
-        scales = message + row * row_bytes + SCALE_BYTES * place
-        codes = _codes_at(scales, place, layout)
-        for start in range(0, length, block):
-            factor, at = _number(load_half(scales)), flat + FLOAT_BYTES * (first + start)
-            filled = min(block, length - start)
-            wide = filled - filled % WIDE
-            for begin in range(0, wide, WIDE):
-                read_wide(bits, codes + begin * bits // 8, factor, at + FLOAT_BYTES * begin)
-            for begin in range(wide, filled, LANES):
-                levels = read(bits, codes + begin * bits // 8)
-                lanes = first_lanes(min(LANES, filled - begin))
-                store(at + FLOAT_BYTES * begin, splat(factor) * levels, lanes)
-            scales, codes = scales + SCALE_BYTES, codes + block * bits // 8
+        scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
+        _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
 
 
 @compiled
@@ -185,7 +183,7 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
     """Write what all blocks have not sent of some numbers."""
     for first, length, row, place in _runs(numels, layout):
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
-        _subtract(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout)
+        _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
 
 
 @inlined
@@ -206,7 +204,8 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
             filled, here = min(block, end - start), numbers + FLOAT_BYTES * start
             wide = filled - filled % WIDE
             for first in range(0, wide, WIDE):
-                write_wide(bits, codes + first * bits // 8, here + FLOAT_BYTES * first, factor)
+                tile = load_tile(here + FLOAT_BYTES * first)
+                write(bits, codes + first * bits // 8, spread(splat(factor)) * tile)
             # To the block's end: the codes behind a short one travel too, and must not be what memory
             # happened to hold.
             for first in range(wide, block, LANES):
@@ -217,19 +216,25 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
 
 
 @inlined
-def _subtract(numbers: int, codes: int, scales: int, length: int, rest: int, layout: Layout) -> None:
-    """Write what the blocks of some numbers have not sent of them."""
+def _restore(
+    numbers: int, codes: int, scales: int, length: int, out: int, layout: Layout, subtracts: bool
+) -> None:
+    """Write what blocks stand for or, if that is subtracted, what it leaves of some numbers."""
     block, bits = layout.block, layout.bits
     for start in range(0, length, block):
         factor, filled = _number(load_half(scales)), min(block, length - start)
         wide = filled - filled % WIDE
         for first in range(0, wide, WIDE):
-            at = FLOAT_BYTES * (start + first)
-            subtract_wide(bits, codes + first * bits // 8, factor, numbers + at, rest + at)
+            at, here = FLOAT_BYTES * (start + first), codes + first * bits // 8
+            if subtracts:
+                store_tile(out + at, subtract_levels(bits, here, factor, load_tile(numbers + at)))
+            else:
+                # One product, rounded once: what is decoded must be the same to the bit with every backend.
+                store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
         for first in range(wide, filled, LANES):
             at, lanes = FLOAT_BYTES * (start + first), first_lanes(min(LANES, filled - first))
-            levels = read(bits, codes + first * bits // 8)
-            store(rest + at, load(numbers + at, lanes) - splat(factor) * levels, lanes)
+            some = splat(factor) * read(bits, codes + first * bits // 8)
+            store(out + at, load(numbers + at, lanes) - some if subtracts else some, lanes)
         codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 
@@ -244,7 +249,7 @@ def _scale(numbers: int, length: int, bits: int, last: float) -> int:
         at = numbers + FLOAT_BYTES * first
         most_of = larger_wide(most_of, at)
         if bits < 4:
-            sums = add_magnitudes(sums, at, one) if bits == 1 else add_squares(sums, at, one)
+            sums = add_magnitudes(sums, at) if bits == 1 else add_squares(sums, at)
     for first in range(wide, length, LANES):
         part = load(numbers + FLOAT_BYTES * first, first_lanes(min(LANES, length - first)))
         most_of = larger(most_of, part)

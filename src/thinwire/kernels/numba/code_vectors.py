@@ -13,12 +13,21 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from thinwire.kernels.numba.vectors import FLOAT, INT32, LANES, NUMBERS, call, operation, repeated, vector
+from thinwire.kernels.numba.vectors import (
+    FLOAT,
+    INT32,
+    LANES,
+    NUMBERS,
+    call,
+    operation,
+    repeated,
+    tile,
+    vector,
+)
 from thinwire.tensors.coded import CODEBOOKS
 
-WIDE = 64
-"""So many numbers are a block of the usual length, and four of the longest registers there are."""
-
+WIDE = 4 * LANES
+"""A tile's numbers: a block of the usual length, and four of the longest registers there are."""
 
 INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
 WITHOUT_SIGN = 0x7FFFFFFF
@@ -106,22 +115,27 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
     return builder.bitcast(bits, NUMBERS)
 
 
-@operation(vector(vector, types.int64, types.float32))
-def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
-    """Emit sums, and to each the squares of four numbers times a factor."""
-    for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, repeated(builder, factor))
+@operation(vector(vector, types.int64))
+def add_squares(builder: Any, sums: Any, address: Any) -> Any:
+    """Emit sums, and to each the squares of four numbers."""
+    for part in _quarters(builder, address):
         sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
     return sums
 
 
-@operation(vector(vector, types.int64, types.float32))
-def add_magnitudes(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
-    """Emit sums, and to each the magnitudes of four numbers times a factor."""
-    for quarter in _quarters(builder, address):
-        part = builder.fmul(quarter, repeated(builder, factor))
+@operation(vector(vector, types.int64))
+def add_magnitudes(builder: Any, sums: Any, address: Any) -> Any:
+    """Emit sums, and to each the magnitudes of four numbers, in any order."""
+    for part in _quarters(builder, address):
         sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
     return sums
+
+
+@operation(tile(tile, tile))
+def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
+    """Emit sums of products that are rounded before they are added, as PyTorch's are."""
+    # Without any flag Numba would add its own.
+    return builder.fadd(sums, products, flags=("nsz",))
 
 
 def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
@@ -145,9 +159,9 @@ def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
     return result
 
 
-@operation(types.void(types.int64, types.int64, vector))
+@operation(types.void(types.int64, types.int64, vector), of_tiles=types.void(types.int64, types.int64, tile))
 def write(builder: Any, bits: Any, address: Any, units: Any) -> None:
-    """Emit the store of the codes of sixteen numbers, in units of their scale."""
+    """Emit the store of the codes of numbers, in units of their scale."""
     _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
 
 
@@ -157,53 +171,22 @@ def read(builder: Any, bits: Any, address: Any) -> Any:
     return _by_bits(builder, bits, lambda each: _read(builder, each, address, LANES))
 
 
-@operation(types.void(types.int64, types.int64, types.int64, types.float32))
-def write_wide(builder: Any, bits: Any, address: Any, source: Any, factor: Any) -> None:
-    """Emit the store of the codes of sixty-four numbers at an address, times a factor."""
-    units = builder.fmul(_wide(builder, source), repeated(builder, factor, WIDE))
-    _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
+@operation(tile(types.int64, types.int64))
+def read_tile(builder: Any, bits: Any, address: Any) -> Any:
+    """Emit the load of sixty-four levels."""
+    return _by_bits(builder, bits, lambda each: _read(builder, each, address, WIDE))
 
 
-@operation(types.void(types.int64, types.int64, types.float32, types.int64))
-def read_wide(builder: Any, bits: Any, address: Any, factor: Any, target: Any) -> None:
-    """Emit the store of sixty-four levels times a factor."""
-    levels = _by_bits(builder, bits, lambda each: _read(builder, each, address, WIDE))
-    # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the same
-    # to the bit with every backend.
-    _store_wide(builder, builder.fmul(levels, repeated(builder, factor, WIDE)), target)
+@operation(tile(types.int64, types.int64, types.float32, tile))
+def subtract_levels(builder: Any, bits: Any, address: Any, factor: Any, numbers: Any) -> Any:
+    """Emit numbers less sixty-four levels times a factor."""
 
+    def emit(each: int) -> Any:
+        levels, factors = _read(builder, each, address, WIDE), repeated(builder, factor, WIDE)
+        product = builder.fmul(levels, factors, flags=("contract",))
+        return builder.fsub(numbers, product, flags=("contract",))
 
-@operation(types.void(types.int64, types.int64, types.float32, types.int64))
-def add_wide(builder: Any, bits: Any, address: Any, factor: Any, target: Any) -> None:
-    """Emit the sum of numbers and of sixty-four levels times a factor, in place."""
-    # Product and sum are rounded one by one, as PyTorch's are. Without any flag Numba would add its own.
-    _combine_wide(builder, builder.fadd, bits, address, factor, target, target, ("nsz",))
-
-
-@operation(types.void(types.int64, types.int64, types.float32, types.int64, types.int64))
-def subtract_wide(builder: Any, bits: Any, address: Any, factor: Any, source: Any, target: Any) -> None:
-    """Emit the store of sixty-four numbers less levels times a factor."""
-    _combine_wide(builder, builder.fsub, bits, address, factor, source, target, ("contract",))
-
-
-def _combine_wide(
-    builder: Any, combine: Any, bits: Any, address: Any, factor: Any, source: Any, target: Any, flags: Any
-) -> None:
-    def emit(each: int) -> None:
-        levels = _read(builder, each, address, WIDE)
-        product = builder.fmul(levels, repeated(builder, factor, WIDE), flags=flags)
-        combined = combine(_wide(builder, source), product, flags=flags)
-        _store_wide(builder, combined, target)
-
-    _by_bits(builder, bits, emit)
-
-
-def _wide(builder: Any, address: Any) -> Any:
-    return builder.load(_at(builder, address, ir.VectorType(FLOAT, WIDE)), align=4)
-
-
-def _store_wide(builder: Any, numbers: Any, address: Any) -> None:
-    builder.store(numbers, _at(builder, address, numbers.type), align=4)
+    return _by_bits(builder, bits, emit)
 
 
 def _write(builder: Any, bits: int, address: Any, units: Any) -> None:

@@ -1,10 +1,10 @@
 """The passes over one matrix after the other: each element is read and written once.
 
-A matrix is taken four rows at a time if that serves: a number of a factor that is loaded serves all four,
-sixteen columns of them at a time, and later rows are already on their way from memory. Factors have four
-rows; those beyond the matrix rank are zero. Addresses and distances are in bytes: `line` is that from one
-row of a matrix to the next, `stride` that of a factor. Right factors are worked on in copies with room for
-whole vectors, which live as long as the loop that fills them.
+A matrix is taken four rows at a time if that serves, sixteen columns of them in a tile: a number of a factor
+that is loaded serves all four, and later rows are already on their way from memory. Factors have four rows;
+those beyond the matrix rank are zero. Addresses and distances are in bytes: `line` is that from one row of a
+matrix to the next, `stride` that of a factor. Right factors are worked on in copies with room for whole
+vectors, which live as long as the loop that fills them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from thinwire.kernels.numba.compiler import Addresses, FactorBatch, Matrix, comp
 from thinwire.kernels.numba.vectors import (
     LANES,
     VECTOR_BYTES,
-    Vector,
+    Tile,
     fetch,
     first_lanes,
     load,
+    rows_of,
     splat,
+    spread,
     store,
     stream,
     streamed,
+    tile_of,
     total,
 )
 
-Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
-"""Sixteen columns of four rows of a matrix or a factor."""
-FourRows: TypeAlias = tuple[Four, Four, Four, Four]
+Tiles: TypeAlias = tuple[Tile, Tile, Tile, Tile]
 
 Coefficients: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = NDArray[Any]
@@ -55,7 +56,7 @@ def all_products(
 ) -> None:
     """Add `scale` times its error to every M and write (M Q)ᵀ to its `left`."""
     rows, line = lefts.shape[2], FLOAT_BYTES * rights.shape[2]
-    scales, right = splat(np.float32(scale)), _room(line)
+    scales, right = spread(splat(np.float32(scale))), _room(line)
     # An address keeps nothing alive: `right` must be used until the loop has ended, which copies into it.
     q, stride = right.ctypes.data, FLOAT_BYTES * right.shape[1]
     together = rows - rows % 4 if line >= WIDE_BYTES else 0
@@ -74,11 +75,10 @@ def all_products(
 
 
 @inlined
-def _products(m: int, e: int, line: int, scale: Vector, q: int, stride: int, count: int) -> FourRows:
+def _products(m: int, e: int, line: int, scale: Tile, q: int, stride: int, count: int) -> Tiles:
     """Add to four rows of M, or to one; M Q of each, still to be totalled."""
-    none = splat(np.float32(0))
-    nothing = (none, none, none, none)
-    p = (nothing, nothing, nothing, nothing)
+    none = spread(splat(np.float32(0)))
+    p = (none, none, none, none)
     whole = line - line % VECTOR_BYTES
     # Whole vectors first, then what is left of the row under a mask: memory behind it is not touched.
     for at in range(0, whole, VECTOR_BYTES):
@@ -91,35 +91,22 @@ def _products(m: int, e: int, line: int, scale: Vector, q: int, stride: int, cou
 
 @inlined
 def _add_products(
-    m: int,
-    e: int,
-    line: int,
-    scale: Vector,
-    q: int,
-    stride: int,
-    p: FourRows,
-    count: int,
-    lanes: int,
-) -> FourRows:
+    m: int, e: int, line: int, scale: Tile, q: int, stride: int, p: Tiles, count: int, lanes: int
+) -> Tiles:
     _fetch_rows(m, line, count)
     _fetch_rows(e, line, count)
-    a, b, c, d = _load_rows(m, line, count, lanes)
-    w, x, y, z = _load_rows(e, line, count, lanes)
-    a, b, c, d = a + scale * w, b + scale * x, c + scale * y, d + scale * z
-    _store_rows(m, line, (a, b, c, d), count, lanes)
+    rows = _load_rows(m, line, count, lanes) + scale * _load_rows(e, line, count, lanes)
+    _store_rows(m, line, rows, count, lanes)
     right = _load_rows(q, stride, 4, LANES)
-    return _plus(p[0], a, right), _plus(p[1], b, right), _plus(p[2], c, right), _plus(p[3], d, right)
+    a, b, c, d = rows_of(rows)
+    p0, p1, p2, p3 = p
+    return p0 + spread(a) * right, p1 + spread(b) * right, p2 + spread(c) * right, p3 + spread(d) * right
 
 
 @inlined
-def _plus(sums: Four, x: Vector, q: Four) -> Four:
-    return sums[0] + x * q[0], sums[1] + x * q[1], sums[2] + x * q[2], sums[3] + x * q[3]
-
-
-@inlined
-def _write_totals(sums: Four, lefts: FactorBatch, k: int, i: int) -> None:
-    lefts[k, 0, i], lefts[k, 1, i] = total(sums[0]), total(sums[1])
-    lefts[k, 2, i], lefts[k, 3, i] = total(sums[2]), total(sums[3])
+def _write_totals(sums: Tile, lefts: FactorBatch, k: int, i: int) -> None:
+    a, b, c, d = rows_of(sums)
+    lefts[k, 0, i], lefts[k, 1, i], lefts[k, 2, i], lefts[k, 3, i] = total(a), total(b), total(c), total(d)
 
 
 @compiled
@@ -133,7 +120,9 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
     for k in range(len(matrices)):
         own[:] = 0
         for i in range(0, together, 4):
-            _project(matrices[k] + i * line, line, _columns(lefts, k, i), t, stride, 4)
+            p, q = _column(lefts, k, i), _column(lefts, k, i + 1)
+            r, s = _column(lefts, k, i + 2), _column(lefts, k, i + 3)
+            _project(matrices[k] + i * line, line, (p, q, r, s), t, stride, 4)
         for i in range(together, rows):
             # The other three rows are loaded as zeros, so it does not matter what they are multiplied with.
             p = _column(lefts, k, i)
@@ -142,27 +131,32 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
 
 
 @inlined
-def _project(m: int, line: int, p: FourRows, t: int, stride: int, count: int) -> None:
+def _column(factors: FactorBatch, k: int, i: int) -> Tile:
+    """Return a column of a factor, each of its numbers in a row of its own."""
+    a, b = splat(factors[k, 0, i]), splat(factors[k, 1, i])
+    return tile_of(a, b, splat(factors[k, 2, i]), splat(factors[k, 3, i]))
+
+
+@inlined
+def _project(m: int, line: int, p: Tiles, t: int, stride: int, count: int) -> None:
     """Add P̂ᵀ M of four rows of M, or of one."""
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         _fetch_rows(m + at, line, count)
-        _add_projections(_load_rows(m + at, line, count, LANES), p, t + at, stride)
+        own = _load_rows(t + at, stride, 4, LANES)
+        own = _plus_products(own, p, _load_rows(m + at, line, count, LANES))
+        _store_rows(t + at, stride, own, 4, LANES)
     if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        _add_projections(_load_rows(m + whole, line, count, lanes), p, t + whole, stride)
+        own = _load_rows(t + whole, stride, 4, LANES)
+        own = _plus_products(own, p, _load_rows(m + whole, line, count, (line - whole) // FLOAT_BYTES))
+        _store_rows(t + whole, stride, own, 4, LANES)
 
 
 @inlined
-def _add_projections(m: Four, p: FourRows, t: int, stride: int) -> None:
-    a, b, c, d = _load_rows(t, stride, 4, LANES)
-    w, x, y, z = m
-    p0, p1, p2, p3 = p
-    a = a + p0[0] * w + p1[0] * x + p2[0] * y + p3[0] * z
-    b = b + p0[1] * w + p1[1] * x + p2[1] * y + p3[1] * z
-    c = c + p0[2] * w + p1[2] * x + p2[2] * y + p3[2] * z
-    d = d + p0[3] * w + p1[3] * x + p2[3] * y + p3[3] * z
-    _store_rows(t, stride, (a, b, c, d), 4, LANES)
+def _plus_products(sums: Tile, tiles: Tiles, rows: Tile) -> Tile:
+    """Add each of four tiles, times a row that is the same for all of it."""
+    a, b, c, d = rows_of(rows)
+    return sums + tiles[0] * spread(a) + tiles[1] * spread(b) + tiles[2] * spread(c) + tiles[3] * spread(d)
 
 
 @compiled
@@ -177,26 +171,45 @@ def reconstruct_all(
 ) -> None:
     """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean."""
     rows, line = sent_lefts.shape[2], FLOAT_BYTES * sent_rights.shape[2]
-    inverse, sent, mean = splat(np.float32(inverse_scale)), _room(line), _room(line)
-    sent_at, mean_at, stride = sent.ctypes.data, mean.ctypes.data, FLOAT_BYTES * sent.shape[1]
-    together = rows - rows % 4
+    inverse, own, mean = spread(splat(np.float32(inverse_scale))), _room(line), _room(line)
+    stride, together = FLOAT_BYTES * own.shape[1], rows - rows % 4
     for k in range(len(matrices)):
-        _copy(sent_rights[k], sent)
+        _copy(sent_rights[k], own)
         _copy(mean_rights[k], mean)
         for i in range(0, together, 4):
             m, e = matrices[k] + i * line, errors[k] + i * line
-            p, q = _columns(sent_lefts, k, i), _columns(mean_lefts, k, i)
+            p = _by_factor_row(sent_lefts, k, i, 4), own.ctypes.data
+            q = _by_factor_row(mean_lefts, k, i, 4), mean.ctypes.data
             # Past the caches: what was there is not read first, and nobody reads it before the next step.
             # Asked out here, where the answer is compiled in, and not for every sixteen numbers.
             if (errors[k] | line) % VECTOR_BYTES == 0:
-                _reconstruct(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, True)
+                _reconstruct(m, e, line, inverse, p, q, stride, 4, True)
             else:
-                _reconstruct(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, False)
+                _reconstruct(m, e, line, inverse, p, q, stride, 4, False)
         for i in range(together, rows):
             m, e = matrices[k] + i * line, errors[k] + i * line
-            a, b = _column(sent_lefts, k, i), _column(mean_lefts, k, i)
-            _reconstruct(m, e, line, inverse, (a, a, a, a), sent_at, (b, b, b, b), mean_at, stride, 1, False)
+            p = _by_factor_row(sent_lefts, k, i, 1), own.ctypes.data
+            q = _by_factor_row(mean_lefts, k, i, 1), mean.ctypes.data
+            _reconstruct(m, e, line, inverse, p, q, stride, 1, False)
     streamed()
+
+
+@inlined
+def _by_factor_row(factors: FactorBatch, k: int, i: int, count: int) -> Tiles:
+    """Return, for each row of a factor, its numbers for four rows of M, or for one."""
+    return (
+        _numbers(factors[k, 0], i, count),
+        _numbers(factors[k, 1], i, count),
+        _numbers(factors[k, 2], i, count),
+        _numbers(factors[k, 3], i, count),
+    )
+
+
+@inlined
+def _numbers(row: Rows, i: int, count: int) -> Tile:
+    if count == 1:
+        return spread(splat(row[i]))
+    return tile_of(splat(row[i]), splat(row[i + 1]), splat(row[i + 2]), splat(row[i + 3]))
 
 
 @inlined
@@ -204,11 +217,9 @@ def _reconstruct(
     m: int,
     e: int,
     line: int,
-    inverse: Vector,
-    sent_left: FourRows,
-    sent_right: int,
-    mean_left: FourRows,
-    mean_right: int,
+    inverse: Tile,
+    sent: tuple[Tiles, int],
+    mean: tuple[Tiles, int],
     stride: int,
     count: int,
     past_caches: bool,
@@ -217,55 +228,26 @@ def _reconstruct(
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         _fetch_rows(m + at, line, count)
-        residual = _residual(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
+        rest = (_load_rows(m + at, line, count, LANES) - _combined(sent, at, stride)) * inverse
         if past_caches:
-            _stream_rows(e + at, line, residual)
+            _stream_rows(e + at, line, rest)
         else:
             _fetch_rows(e + at, line, count)
-            _store_rows(e + at, line, residual, count, LANES)
-        _write_mean(m + at, line, mean_left, mean_right + at, stride, count, LANES)
+            _store_rows(e + at, line, rest, count, LANES)
+        _store_rows(m + at, line, _combined(mean, at, stride), count, LANES)
     if whole < line:
-        m, e, lanes = m + whole, e + whole, (line - whole) // FLOAT_BYTES
-        residual = _residual(m, line, inverse, sent_left, sent_right + whole, stride, count, lanes)
-        _store_rows(e, line, residual, count, lanes)
-        _write_mean(m, line, mean_left, mean_right + whole, stride, count, lanes)
+        lanes = (line - whole) // FLOAT_BYTES
+        rest = (_load_rows(m + whole, line, count, lanes) - _combined(sent, whole, stride)) * inverse
+        _store_rows(e + whole, line, rest, count, lanes)
+        _store_rows(m + whole, line, _combined(mean, whole, stride), count, lanes)
 
 
 @inlined
-def _residual(
-    m: int, line: int, inverse: Vector, left: FourRows, q: int, stride: int, count: int, lanes: int
-) -> Four:
-    """Return what was not sent of four rows of M, or of one."""
-    a, b, c, d = _load_rows(m, line, count, lanes)
-    right = _load_rows(q, stride, 4, LANES)
-    a, b = (a - _combined(left[0], right)) * inverse, (b - _combined(left[1], right)) * inverse
-    return a, b, (c - _combined(left[2], right)) * inverse, (d - _combined(left[3], right)) * inverse
-
-
-@inlined
-def _write_mean(m: int, line: int, left: FourRows, q: int, stride: int, count: int, lanes: int) -> None:
-    right = _load_rows(q, stride, 4, LANES)
-    a, b = _combined(left[0], right), _combined(left[1], right)
-    c, d = _combined(left[2], right), _combined(left[3], right)
-    _store_rows(m, line, (a, b, c, d), count, lanes)
-
-
-@inlined
-def _combined(coefficients: Four, vectors: Four) -> Vector:
-    a, b, c, d = coefficients
-    w, x, y, z = vectors
-    return a * w + b * x + c * y + d * z
-
-
-@inlined
-def _column(factors: FactorBatch, k: int, i: int) -> Four:
-    return splat(factors[k, 0, i]), splat(factors[k, 1, i]), splat(factors[k, 2, i]), splat(factors[k, 3, i])
-
-
-@inlined
-def _columns(factors: FactorBatch, k: int, i: int) -> FourRows:
-    a, b = _column(factors, k, i), _column(factors, k, i + 1)
-    return a, b, _column(factors, k, i + 2), _column(factors, k, i + 3)
+def _combined(pair: tuple[Tiles, int], at: int, stride: int) -> Tile:
+    """Return sixteen columns of what a left and a right factor stand for."""
+    left, right = pair
+    a, b, c, d = rows_of(_load_rows(right + at, stride, 4, LANES))
+    return left[0] * spread(a) + left[1] * spread(b) + left[2] * spread(c) + left[3] * spread(d)
 
 
 @compiled
@@ -285,35 +267,33 @@ def _copy(factor: Matrix, to: Matrix) -> None:
 
 
 @inlined
-def _load_rows(address: int, stride: int, count: int, lanes: int) -> Four:
+def _load_rows(address: int, stride: int, count: int, lanes: int) -> Tile:
     """Return the first `lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
     # For a single row the others are masked out: their addresses are not its, and are never touched.
     mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
-    return (
-        load(address, mask),
-        load(address + stride, others),
-        load(address + 2 * stride, others),
-        load(address + 3 * stride, others),
-    )
+    a, b = load(address, mask), load(address + stride, others)
+    return tile_of(a, b, load(address + 2 * stride, others), load(address + 3 * stride, others))
 
 
 @inlined
-def _store_rows(address: int, stride: int, rows: Four, count: int, lanes: int) -> None:
+def _store_rows(address: int, stride: int, rows: Tile, count: int, lanes: int) -> None:
     """Write sixteen columns of four rows, or of one."""
     mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
-    store(address, rows[0], mask)
-    store(address + stride, rows[1], others)
-    store(address + 2 * stride, rows[2], others)
-    store(address + 3 * stride, rows[3], others)
+    a, b, c, d = rows_of(rows)
+    store(address, a, mask)
+    store(address + stride, b, others)
+    store(address + 2 * stride, c, others)
+    store(address + 3 * stride, d, others)
 
 
 @inlined
-def _stream_rows(address: int, stride: int, rows: Four) -> None:
+def _stream_rows(address: int, stride: int, rows: Tile) -> None:
     """Write four rows past the caches: what was there is not read first. Both are multiples of 64."""
-    stream(address, rows[0])
-    stream(address + stride, rows[1])
-    stream(address + 2 * stride, rows[2])
-    stream(address + 3 * stride, rows[3])
+    a, b, c, d = rows_of(rows)
+    stream(address, a)
+    stream(address + stride, b)
+    stream(address + 2 * stride, c)
+    stream(address + 3 * stride, d)
 
 
 @inlined

@@ -8,7 +8,7 @@ whose registers are shorter takes several of them, and is no faster than such lo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature as signature_of
 from typing import Any, TypeAlias
 
@@ -19,6 +19,8 @@ from numba.extending import intrinsic, models, overload, register_model
 
 Vector: TypeAlias = Any
 """In compiled code: sixteen fp32 numbers. They add, subtract and multiply lane by lane."""
+Tile: TypeAlias = Any
+"""Four of them as one value, such as sixteen columns of four rows."""
 
 LANES = 16
 VECTOR_BYTES = 4 * LANES
@@ -28,35 +30,30 @@ NUMBERS, INDICES, BITS = (ir.VectorType(element, LANES) for element in (FLOAT, I
 ALIGNMENT = INT32(4)  # of a single number: parameters begin anywhere in a bucket
 
 
-class VectorType(types.Type):
-    """Sixteen fp32 numbers."""
+class LanesType(types.Type):
+    """Values side by side, as LLVM has them."""
+
+    def __init__(self, name: str, kind: Any) -> None:
+        super().__init__(name)
+        self.kind = kind
 
 
-class MaskType(types.Type):
-    """Which of sixteen."""
+@register_model(LanesType)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, lanes: Any) -> None:
+        super().__init__(manager, lanes, lanes.kind)  # type: ignore[no-untyped-call]
 
 
-@register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, NUMBERS)  # type: ignore[no-untyped-call]
+vector, tile = LanesType("Vector", NUMBERS), LanesType("Tile", ir.VectorType(FLOAT, 4 * LANES))
+mask_of_lanes = LanesType("Mask", BITS)
 
 
-@register_model(MaskType)
-class _MaskModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, BITS)  # type: ignore[no-untyped-call]
-
-
-vector, mask_of_lanes = VectorType("Vector"), MaskType("Mask")
-
-
-def operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an operation of compiled code of a function that emits it."""
+def operation(signature: Any, of_tiles: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation of compiled code of a function that emits it; of tiles, if it is given any."""
 
     def decorated(emit: Callable[..., Any]) -> Any:
         def typed(typing_context: Any, *arguments: Any) -> Any:
-            return signature, emitted
+            return of_tiles if of_tiles and tile in arguments else signature, emitted
 
         def emitted(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             value = emit(builder, *arguments)
@@ -103,6 +100,18 @@ def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     return call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
 
 
+@operation(tile(types.int64))
+def load_tile(builder: Any, address: Any) -> Any:
+    """Emit the load of sixty-four numbers that lie one after the other."""
+    return builder.load(builder.inttoptr(address, tile.kind.as_pointer()), align=4)
+
+
+@operation(types.void(types.int64, tile))
+def store_tile(builder: Any, address: Any, numbers: Any) -> None:
+    """Emit the store of sixty-four numbers, one after the other."""
+    builder.store(numbers, builder.inttoptr(address, tile.kind.as_pointer()), align=4)
+
+
 @operation(types.void(types.int64, vector))
 def stream(builder: Any, address: Any, numbers: Any) -> None:
     """Emit the store of numbers past the caches."""
@@ -132,33 +141,48 @@ def fetch(builder: Any, address: Any) -> Any:
     return call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
 
 
-# A product and a sum may become one operation.
-@operation(vector(vector, vector))
-def _sum(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fadd(x, y, flags=("contract",))
+@operation(tile(vector, vector, vector, vector))
+def tile_of(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Emit a tile of four vectors."""
+    first, second = (_shuffled(builder, *pair, range(2 * LANES)) for pair in ((a, b), (c, d)))
+    return _shuffled(builder, first, second, range(4 * LANES))
 
 
-@operation(vector(vector, vector))
-def _difference(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fsub(x, y, flags=("contract",))
+@operation(tile(vector))
+def spread(builder: Any, numbers: Any) -> Any:
+    """Emit a tile of one vector, four times."""
+    return _shuffled(builder, numbers, numbers, [*range(LANES)] * 4)
 
 
-@operation(vector(vector, vector))
-def _product(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fmul(x, y, flags=("contract",))
+@operation(types.UniTuple(vector, 4)(tile))  # type: ignore[no-untyped-call]
+def rows_of(builder: Any, rows: Any) -> Any:
+    """Emit the four vectors of a tile."""
+    starts = range(0, 4 * LANES, LANES)
+    some = [_shuffled(builder, rows, rows, range(start, start + LANES)) for start in starts]
+    pack: Any = cgutils.pack_array
+    return pack(builder, some)
 
 
-def _between_vectors(symbol: Any, operation: Any) -> None:
-    """Give an operator of Python its meaning for vectors."""
+def _shuffled(builder: Any, one: Any, other: Any, places: Sequence[int]) -> Any:
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(places)), list(places)))
+
+
+def _between(symbol: Any, emitted: str) -> None:
+    """Give an operator of Python its meaning for vectors and tiles."""
+
+    @operation(vector(vector, vector), tile(tile, tile))
+    def combined(builder: Any, x: Any, y: Any) -> Any:
+        # A product and a sum may become one operation.
+        return getattr(builder, emitted)(x, y, flags=("contract",))
 
     @overload(symbol)
     def chosen(x, y):  # type: ignore[no-untyped-def] # Numba compares signatures, annotations included
-        return (lambda x, y: operation(x, y)) if x is vector and y is vector else None  # noqa: PLW0108
+        return (lambda x, y: combined(x, y)) if x == y and x in (vector, tile) else None  # noqa: PLW0108
 
 
-_between_vectors(operator.add, _sum)
-_between_vectors(operator.sub, _difference)
-_between_vectors(operator.mul, _product)
+_between(operator.add, "fadd")
+_between(operator.sub, "fsub")
+_between(operator.mul, "fmul")
 
 
 def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) -> Any:

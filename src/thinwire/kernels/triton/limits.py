@@ -26,12 +26,23 @@ OLDEST = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
 
 
+def serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
+    """As `Backend.serves`; say so if there is no kernel for something of a device that they reach."""
+    if not reaches(like.device):
+        return False
+    if matrix_rank is None and like.dtype != torch.float32:
+        return tell(f"Triton's kernels for few bits do not take {like.dtype}")
+    if like.dtype not in GRADIENT_TYPES:
+        return tell(f"Triton's kernels do not take {like.dtype}")
+    if matrix_rank is not None and matrix_rank > FACTOR_ROWS:
+        return tell(f"Triton's kernels take matrix ranks up to {FACTOR_ROWS}, this one is {matrix_rank}")
+    return True
+
+
 def reaches(device: torch.device) -> bool:
     """Return whether the kernels are compiled for a device; say so if not."""
     why_not = _why_not(device)
-    if why_not:
-        tell(why_not)
-    return why_not is None
+    return tell(why_not) if why_not else why_not is None
 
 
 # Asked for every group of every step, and a device does not change.
@@ -61,9 +72,7 @@ def installed() -> str | None:
 def can_be_used() -> bool:
     """Return whether Triton is there, new enough, and compiles a small kernel; say so if not."""
     why_not = _why_unusable()
-    if why_not:
-        tell(why_not)
-    return not why_not
+    return tell(why_not) if why_not else True
 
 
 @cache
@@ -82,13 +91,7 @@ def _why_unusable() -> str:
     return ""
 
 
-def lacks(is_lacking: bool, why: str) -> bool:
-    """Return whether something is not served; say so if it is not."""
-    if is_lacking:
-        tell(why)
-    return is_lacking
-
-
-def tell(why: str) -> None:
-    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine that they serve."""
+def tell(why: str) -> bool:
+    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine; return False."""
     note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")
+    return False

@@ -6,7 +6,8 @@ in 16 bits, which could not hold the sum, every kernel adds them as it reads bot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -14,10 +15,9 @@ import torch
 
 from thinwire.kernels import torch_entries, torch_kernels
 from thinwire.kernels.base import Tables
-from thinwire.kernels.batching import alike, batched, empty_as
+from thinwire.kernels.batching import alike, batched, split_as
 from thinwire.kernels.device_tables import table_of, tiles_of
 from thinwire.kernels.matrices import DEPENDENT_BELOW, Asked, MatrixGroup, Reconstruction, Rows, Write
-from thinwire.kernels.residual_layout import as_kept
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
@@ -57,40 +57,24 @@ def _launch(
 def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     """Take one launch for each type of gradients."""
     results, launches = _results_and_launches(items, side=0)
-    for given, factors, outs in launches:
-        shape = _Shape(given.groups, keeps=given.is_kept)
-        _launch(
-            "compiled_matrices.products",
-            outs[0].device,
-            [(*row, q.data_ptr(), p.data_ptr()) for row, q, p in zip(given.rows, factors, outs, strict=True)],
-            [-(-row[3] // shape.rows) for row in given.rows],
-            {**shape.constants(), "KEEPS": given.is_kept},
-            [*given.read, *factors],
-            [*given.written, *outs],
-        )
+    for matrices, factors, outs in launches:
+        counts = [-(-row[3] // matrices.tile[0]) for row in matrices.rows]
+        matrices.launch("products", [factors, outs], outs, counts, {"KEEPS": matrices.is_kept})
     return results
 
 
 def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
     """Take two launches for each type of gradients."""
     results, launches = _results_and_launches(items, side=1)
-    for given, factors, outs in launches:
-        shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows
+    for matrices, factors, outs in launches:
         # Parts and a second launch, and no atomic additions: those come in a different order every time.
-        splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
-        parts = empty_as(outs[0], [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)])
-        _launch(
-            "compiled_matrices.projections",
-            outs[0].device,
-            [
-                (*row, p.data_ptr(), part.data_ptr())
-                for row, p, part in zip(rows, factors, parts, strict=True)
-            ],
-            [count * -(-row[4] // shape.columns) for count, row in zip(splits, rows, strict=True)],
-            {**shape.constants(), "SPLIT": SPLIT_ROWS, "KEEPS": given.is_kept},
-            [*given.read, *factors],
-            [*given.written, *parts],
-        )
+        splits = [-(-row[3] // SPLIT_ROWS) for row in matrices.rows]
+        sizes = [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)]
+        parts = _empty(sizes, torch.float32, outs[0].device)
+        across = [-(-row[4] // matrices.tile[1]) for row in matrices.rows]
+        counts = [count * each for count, each in zip(splits, across, strict=True)]
+        constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept}
+        matrices.launch("projections", [factors, parts], parts, counts, constants)
         sums = zip(parts, splits, outs, strict=True)
         _launch(
             "compiled_matrices.add_splits",
@@ -104,7 +88,7 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
     return results
 
 
-Launch: TypeAlias = "tuple[_Given, list[torch.Tensor], list[torch.Tensor]]"
+Launch: TypeAlias = "tuple[_Matrices, list[torch.Tensor], list[torch.Tensor]]"
 """Gradients and residuals, factors, and results, matrix by matrix."""
 
 
@@ -116,7 +100,7 @@ def _results_and_launches(items: Sequence[Asked], *, side: int) -> tuple[list[to
     launches: list[Launch] = []
     for kind in alike(items, lambda item: item.group.matrices[0].dtype):
         some = [items[index] for index in kind]
-        given = _Given([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+        given = _Matrices([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
         outs = each_of([results[index] for index in kind])
         launches.append((given, each_of([item.factor for item in some]), outs))
     return results, launches
@@ -126,12 +110,12 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     """Take one launch for each type; what a 16-bit gradient can't hold of a mean goes to its residual."""
     for kind in alike(items, lambda item: (item.group.matrices[0].dtype, len(item.terms))):
         some = [items[index] for index in kind]
-        given = _Given([item.group for item in some], some[0].loss_scale, is_first=False)
         # Errors are mostly written where the group's own are read: a program has read all of its tile before
         # it writes any of it, and no other program has that tile.
-        shape = _Shape(given.groups, reconstructs=True)
         nothing: list[torch.Tensor | None] = [None]
         new = [e for item in some for e in (item.errors or nothing * len(item.group.matrices))]
+        groups = [item.group for item in some]
+        matrices = _Matrices(groups, some[0].loss_scale, is_first=False, written=new)
         # Of each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
         pairs = [[item.sent, *item.means] for item in some]
@@ -140,32 +124,21 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
             for term in range(len(pairs[0]))
             for side in (0, 1)
         ]
-        dtype, is_healthy = given.groups[0].matrices[0].dtype, some[0].is_healthy
+        dtype = groups[0].matrices[0].dtype
         # In fp32 a mean beyond the range is infinite, and its step is not healthy.
         limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-        _launch(
-            "compiled_matrices.reconstruct",
-            given.groups[0].matrices[0].device,
-            [
-                (*row, _address(error), *(factor.data_ptr() for factor in of_matrix))
-                for row, error, of_matrix in zip(given.rows, new, zip(*factors, strict=True), strict=True)
-            ],
-            [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in given.rows],
-            {**shape.constants(new), "TERMS": len(some[0].terms), "LIMIT": limit},
-            [*given.read, *(each for side in factors for each in side)],
-            [*_matrices(given.groups), *(error for error in new if error is not None)],
-            _flag(is_healthy),
-        )
+        rows, columns = matrices.tile
+        counts = [-(-row[3] // rows) * -(-row[4] // columns) for row in matrices.rows]
+        constants = {"TERMS": len(some[0].terms), "LIMIT": limit}
+        matrices.launch("reconstruct", [new, *factors], new, counts, constants, _flag(some[0].is_healthy))
 
 
 def write(items: Sequence[Write]) -> list[torch.Tensor]:
     """Write in place, by one launch for each type; what stays is read and written in unhealthy steps only."""
 
     def launch(some: Sequence[Write]) -> list[torch.Tensor]:
-        healthy, targets = (
-            [item.healthy for item in some if item.healthy is not None],
-            [i.target for i in some],
-        )
+        targets = [item.target for item in some]
+        healthy = [item.healthy for item in some if item.healthy is not None]
         # Types are compiled in; all else a launch looks up for each tensor. What stays is put back from its
         # own type.
         dtype, source = kind(some[0])
@@ -240,82 +213,87 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flags.view(torch.bool).all()
 
 
-class _Given:
+class _Matrices:
     """The gradients and residuals of a launch.
 
     Attributes:
         is_kept: Whether the launch leaves gradient plus residual where the gradient was.
-        read: What a kernel reads of them.
-        written: What it writes of them, beside its results.
+        tile: Rows and columns that a program has at a time.
         rows: What `compiled_matrices._matrix` reads of each matrix.
     """
 
     def __init__(
-        self, groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | None, *, is_first: bool
+        self,
+        groups: Sequence[MatrixGroup],
+        loss_scale: torch.Tensor | None,
+        *,
+        is_first: bool,
+        written: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        self.groups = groups
-        is_fp32 = groups[0].matrices[0].dtype == torch.float32
+        matrices = [matrix for group in groups for matrix in group.matrices]
+        errors = [error for group in groups for error in group.errors]
+        known = [error for error in errors if error is not None]
+        is_fp32, reconstructs = matrices[0].dtype == torch.float32, written is not None
         # In fp32 those that come later find the sum.
         adds = is_first or not is_fp32
-        errors = [error for group in groups for error in group.errors if error is not None]
-        self.is_kept = bool(errors) and is_first and is_fp32
-        self.read = [*_matrices(groups), *(errors if adds else [])]
-        self.written = _matrices(groups) if self.is_kept else []
+        self.is_kept = bool(known) and is_first and is_fp32
+        self._read = [*matrices, *(known if adds else [])]
+        self._written = matrices if self.is_kept or reconstructs else []
         # A kernel gets the address of the scale, so the host need not wait for its value.
         self._scale = None if loss_scale is None else loss_scale.float()
+        ranks = [group.matrix_rank for group in groups for _ in group.matrices]
         self.rows = [
-            (
-                m.data_ptr(),
-                _address(error if adds else None),
-                _address(self._scale),
-                *m.shape,
-                group.matrix_rank,
-            )
-            for group in groups
-            for m, error in zip(group.matrices, group.errors, strict=True)
+            (m.data_ptr(), _address(error if adds else None), _address(self._scale), *m.shape, matrix_rank)
+            for m, error, matrix_rank in zip(matrices, errors, ranks, strict=True)
         ]
-
-
-class _Shape:
-    """The tiles of a launch."""
-
-    def __init__(
-        self, groups: Sequence[MatrixGroup], *, reconstructs: bool = False, keeps: bool = False
-    ) -> None:
-        self._groups = groups
-        self.factor_rows = padded(max(group.matrix_rank for group in groups))
-        self._warps = 4
-        if self.factor_rows >= DOT_ROWS:
-            self.rows, self.columns = 32, 64
+        factor_rows, warps = padded(max(ranks)), 4
+        if factor_rows >= DOT_ROWS:
+            self.tile = (32, 64)
         else:
             # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane.
             # What a program adds up, factor rows · rows · columns, stays in its registers. With a loop over
             # its rows unrolled, a factor of eight would not leave `reconstruct` enough of them; nor anything
             # that writes what it has read as well.
-            is_tight = self.factor_rows > 4
-            few = 8 if is_tight else 16
-            self.rows = few if reconstructs or (keeps and is_tight) else max(16, 64 // self.factor_rows)
-            self.columns = 128
-            self._warps = 8 if is_tight and not (reconstructs or keeps) else 4
-
-    def constants(self, written: Sequence[torch.Tensor | None] = ()) -> dict[str, object]:
-        """Return the compile-time arguments, and options."""
-        # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
-        dot = "ieee" if torch.version.hip else "tf32x3"
-        errors = [error for group in self._groups for error in group.errors]
-        touched = [each for each in [*_matrices(self._groups), *errors, *written] if each is not None]
-        # Given to the compiler, which else reads one number at a time: an address from a table may be any.
-        is_aligned = all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched)
-        return {
-            "G": LETTERS[self._groups[0].matrices[0].dtype],
-            "R": self.factor_rows,
-            "ROWS": self.rows,
-            "COLUMNS": self.columns,
-            "ALIGNED": is_aligned,
-            "DOT": dot if self.factor_rows >= DOT_ROWS else "",
+            is_tight = factor_rows > 4
+            is_short = reconstructs or (self.is_kept and is_tight)
+            self.tile = ((8 if is_tight else 16) if is_short else max(16, 64 // factor_rows), 128)
+            warps = 8 if is_tight and not (reconstructs or self.is_kept) else 4
+        touched = [*matrices, *known, *(each for each in written or () if each is not None)]
+        self._constants: dict[str, object] = {
+            "G": LETTERS[matrices[0].dtype],
+            "R": factor_rows,
+            "ROWS": self.tile[0],
+            "COLUMNS": self.tile[1],
+            # Without this the compiler reads one number at a time: an address from a table may be any.
+            "ALIGNED": all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched),
+            # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
+            "DOT": ("ieee" if torch.version.hip else "tf32x3") if factor_rows >= DOT_ROWS else "",
             **FUSED,
-            "num_warps": self._warps,
+            "num_warps": warps,
         }
+
+    def launch(
+        self,
+        kernel: str,
+        beside: Sequence[Sequence[torch.Tensor | None]],
+        outs: Sequence[torch.Tensor | None],
+        counts: Sequence[int],
+        constants: Mapping[str, object],
+        *arguments: torch.Tensor | None,
+    ) -> None:
+        """Launch a kernel: each row of its table ends with the addresses of what is beside the matrix."""
+        ends = zip(*(map(_address, column) for column in beside), strict=True)
+        reads = [each for column in beside if column is not outs for each in column if each is not None]
+        _launch(
+            f"compiled_matrices.{kernel}",
+            self._read[0].device,
+            [(*row, *end) for row, end in zip(self.rows, ends, strict=True)],
+            counts,
+            {**self._constants, **constants},
+            [*self._read, *reads],
+            [*self._written, *(each for each in outs if each is not None)],
+            *arguments,
+        )
 
 
 def _empty(
@@ -323,11 +301,7 @@ def _empty(
 ) -> list[torch.Tensor]:
     """Allocate tensors one after the other in one memory."""
     # The type is named wherever an address goes to a kernel: the default one is the user's to set.
-    return empty_as(torch.empty(0, dtype=dtype, device=device), shapes)
-
-
-def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
-    return [matrix for group in groups for matrix in group.matrices]
+    return split_as(torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device), shapes)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -345,14 +319,12 @@ def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [each for batch in whole for each in batch.unbind()]
 
 
-# What is subtracted between iterations is taken from the gradient in memory, by PyTorch's products. Residuals
-# are found by their addresses, wherever they lie.
+# What is subtracted between iterations is taken from the gradient in memory, by PyTorch's products.
 LOW_RANK = replace(
     torch_kernels.LOW_RANK,
     gradient_types=GRADIENT_TYPES,
     products=products,
     projections=projections,
-    residual_rooms=as_kept,
     reconstruct=reconstruct,
     write=write,
     orthonormal_rows=orthonormal_rows,
