@@ -233,6 +233,7 @@ def main() -> None:
     parser = whole_steps.parser_of(__doc__, CONTENDERS, RATES, rounds=4)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
     parser.add_argument("--processes-per-machine", type=int, default=1)
+    parser.add_argument("--latency", default="0ms", help="a round trip between hosts, such as 20ms")
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
@@ -245,14 +246,16 @@ def main() -> None:
         names = [name for name in names if packages or name != EPFML]
         processes = arguments.processes_per_machine
         by_hosts = {
-            hosts: [Setting(hosts, rate, processes) for rate in arguments.rates] for hosts in arguments.hosts
+            hosts: [Setting(hosts, rate, processes, arguments.latency) for rate in arguments.rates]
+            for hosts in arguments.hosts
         }
         every = [setting for settings in by_hosts.values() for setting in settings]
         runs = Runs(__file__, arguments, names, every, KEPT, WHOLE, packages)
         with runs.progress:
             for hosts, settings in by_hosts.items():
                 several = f"-of-{processes}" if processes > 1 else ""
-                compare(runs, settings, f"{hosts}-hosts{several}")
+                late = "" if arguments.latency == "0ms" else f"-{arguments.latency}"
+                compare(runs, settings, f"{hosts}-hosts{several}{late}")
     KEPT.finish()
 
 

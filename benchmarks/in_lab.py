@@ -26,6 +26,7 @@ def run_in_lab(
     script: Sequence[str],
     *,
     processes: int = 1,
+    latency: str = "0ms",
     packages: str = "",
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Any:
@@ -36,6 +37,7 @@ def run_in_lab(
         rate: Of each host's link, such as "100mbit", or `UNSHAPED`.
         script: Its path and arguments; it is given `--work=FILE`, for `leave_job`.
         processes: On each host.
+        latency: A round trip between hosts, such as "20ms".
         packages: A folder with more packages to import.
         meanwhile: Is called twice a second.
 
@@ -44,6 +46,7 @@ def run_in_lab(
     """
     command = [sys.executable, "-m", "thinwire", "lab", f"--machines={hosts}"]
     command += [f"--processes-per-machine={processes}", *([] if rate == UNSHAPED else [f"--rate={rate}"])]
+    command += [] if latency == "0ms" else [f"--latency={latency}"]
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with TemporaryDirectory() as folder:

@@ -57,10 +57,12 @@ class Setting:
     hosts: int
     rate: str
     processes: int = 1
+    latency: str = "0ms"
 
     def __str__(self) -> str:
         several = f" of {self.processes} processes" if self.processes > 1 else ""
-        return f"{self.hosts} hosts{several}, {self.rate}"
+        late = "" if self.latency == "0ms" else f", round trips of {self.latency}"
+        return f"{self.hosts} hosts{several}, {self.rate}{late}"
 
 
 def parser_of(
@@ -148,6 +150,7 @@ class Runs:
             setting.rate,
             [*script, "--contenders", *self.names],
             processes=setting.processes,
+            latency=setting.latency,
             packages=self._packages,
             meanwhile=lambda: self.progress.show(self._turns_done() - self._before, setting),
         )

@@ -13,6 +13,7 @@ import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ from thinwire import (
     StateError,
 )
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.checkpoint import load, save
+from thinwire.channel import InProcessTransport
+from thinwire.checkpoint import load, merge, save
 from thinwire.simulation import Simulation
 from training import flat
 
@@ -429,3 +431,69 @@ def test_distributed_checkpoint_resumes_to_the_bit(asynchronous: bool, tmp_path:
         loading = {"model": other.module} if is_forgetful else {"model": other.module, "sync": its}
         dcp_load(loading, checkpoint_id=tmp_path / "dcp")
         assert torch.equal(train(other, range(4, 8)), straight) == (not is_forgetful)
+
+
+# Each process for itself, without a message
+
+
+def local_entries() -> list[Entry]:
+    return [entry for entry in ENTRIES if getattr(entry.algorithm, "warmup_steps", 0) < 100]
+
+
+@pytest.mark.parametrize("entry", local_entries(), ids=str)
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_what_each_process_saves_for_itself_goes_on_to_the_bit(
+    entry: Entry, per_machine: int, tmp_path: Path
+) -> None:
+    def run(simulation: Simulation, steps: range) -> list[Tensor]:
+        ran(simulation, steps, sums := zeros(), zeros())
+        return sums
+
+    def simulated() -> Simulation:
+        return Simulation(entry.algorithm, buckets(), num_workers=4, workers_per_machine=per_machine)
+
+    simulation = simulated()
+    run(simulation, range(6))
+    with patch.object(InProcessTransport, "start", side_effect=AssertionError("a message")):
+        for rank, sync in enumerate(simulation.syncs):
+            save(sync.local_state_dict(), tmp_path / f"{rank}.pt")
+    resumed = simulated()
+    for rank, sync in enumerate(resumed.syncs):
+        sync.load_state_dict(load(tmp_path / f"{rank}.pt"))
+    expected, got = (run(each, range(6, 9)) for each in (simulation, resumed))
+    assert all(map(torch.equal, got, expected))
+    for state, again in zip(simulation.state_dicts(), resumed.state_dicts(), strict=True):
+        assert_same_state(state, again)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.feedback], ids=str)
+@pytest.mark.parametrize("per_machine", [1, 2])
+def test_merged_they_lose_nothing_on_another_number_of_processes(entry: Entry, per_machine: int) -> None:
+    sums, means = zeros(), zeros()
+    first = Simulation(entry.algorithm, buckets(), num_workers=4, workers_per_machine=per_machine)
+    ran(first, range(6), sums, means)
+    merged = merge(sync.local_state_dict() for sync in reversed(first.syncs))
+    second = Simulation(entry.algorithm, buckets(), num_workers=3)
+    for sync in second.syncs:
+        sync.load_state_dict(merged)
+    ran(second, range(6, 9), sums, means)
+    final = second.state_dicts()[0]
+    exact = entry.tolerance <= 1e-5
+    for total, true, bucket in zip(sums, means, buckets(), strict=True):
+        gap = (total + flat_error(final, bucket) - true).norm() / true.norm()
+        assert gap < (1e-6 if exact else entry.tolerance)
+
+
+def test_local_states_of_other_layouts_runs_and_steps_are_refused() -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    ran(simulation, range(2), zeros(), zeros())
+    states = [sync.local_state_dict() for sync in simulation.syncs]
+    with pytest.raises(StateError, match="saved by process 1 of 2, 1 a machine, and this is process 0 of 2"):
+        simulation.syncs[0].load_state_dict(states[1])
+    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0$"):
+        merge(states[:1])
+    ran(simulation, range(2), zeros(), zeros())
+    with pytest.raises(StateError, match="not of one step of one run"):
+        merge([states[0], simulation.syncs[1].local_state_dict()])
+    with pytest.raises(StateError, match="damaged"):
+        simulation.syncs[0].load_state_dict(states[0] | {"members": 3})

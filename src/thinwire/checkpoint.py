@@ -30,15 +30,18 @@ import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync.checksum import check_readable, check_undamaged
+from thinwire.sync.local_state import checked_local, is_local, merge
 from thinwire.sync.state import checked_state
 
-__all__ = ["load", "save"]
+__all__ = ["load", "merge", "save"]
 
 SAFETENSORS = ".safetensors"
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state that `state_dict` returned, on any one process: all have the same.
+
+    What `local_state_dict` returned is of one process: let each write its own, under a name with its number.
 
     The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
     last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put
@@ -122,7 +125,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _check(state: object) -> None:
     """Refuse what is no state, or damaged."""
-    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
+    if isinstance(state, Mapping) and is_local(state):
+        state = checked_local(state)
+    elif isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
         # A LocalSGD's shapes are checked against its model when it is loaded.
         check_readable(state)
         check_undamaged(state)

@@ -31,18 +31,40 @@ def test_among_four() -> None:
 
 
 @in_each_process(2)
-def test_between_two_processes_long_messages_travel_in_pieces() -> None:
-    """Pieces of two bytes carry what whole messages do, and make one future."""
-    with patch.object(process_group, "PIECE_BYTES", 2):
-        check_every_collective(ProcessGroupTransport())
-        transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
-        rows = torch.empty(2, 9, dtype=torch.int64)
-        assert transport.backend_for(own.device) == "gloo"
-        transport.group = group = Mock(wraps=transport.group)
-        gathered = transport.all_gather(rows, own, "a gather")
-        assert future_of(gathered, lambda: rows.sum().item()).wait() == 9
-        transport.all_to_all(rows, rows.clone(), "an exchange").wait()
-    assert group.allgather.call_count == group.alltoall_base.call_count == 8
+def test_between_two_messages_go_directly() -> None:
+    """And carry what Gloo's own collectives do, to the bit."""
+    transport, indirect = ProcessGroupTransport(), ProcessGroupTransport()
+    indirect.directly = False
+    check_every_collective(indirect)
+    assert transport.backend_for(torch.device("cpu")) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    own, rows = torch.full((9,), transport.rank), torch.empty(2, 9, dtype=torch.int64)
+    gathered = transport.all_gather(rows, own, "a gather")
+    gathered.wait()
+    gathered.wait()  # which must not wait for a second message
+    assert rows.sum() == 9
+    transport.all_to_all(rows, rows.clone(), "an exchange").wait()
+    sums = []
+    for each in (transport, indirect):
+        numbers = torch.randn(1000, generator=torch.Generator().manual_seed(transport.rank))
+        sums.append(numbers.to(torch.bfloat16))
+        each.mean(sums[-1], "a mean").wait()
+    assert torch.equal(*sums)
+    assert (group.send.call_count, group.recv.call_count) == (3, 3)
+    for collective in (group.allgather, group.alltoall_base, group.allreduce):
+        assert not collective.called
+
+
+@in_each_process(4)
+def test_among_four_short_gathers_go_directly() -> None:
+    transport, rows = ProcessGroupTransport(), torch.empty(4, 1)
+    assert transport.backend_for(rows.device) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    for most, calls in ((4, (3, 0)), (3, (3, 1))):
+        with patch.object(process_group, "MAX_DIRECT_BYTES", most):
+            transport.all_gather(rows, torch.ones(1), "a gather").wait()
+            check_every_collective(ProcessGroupTransport())
+        assert (group.send.call_count, group.allgather.call_count) == calls
 
 
 @in_each_process(4)
@@ -62,6 +84,7 @@ def test_ranks_are_those_of_the_group() -> None:
 @in_each_process(2)
 def test_then_gives_a_future_of_what_is_made_of_the_result() -> None:
     transport = ProcessGroupTransport()
+    transport.directly = False
     tensor = torch.tensor([float(transport.rank)])
     assert future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait() == 7
 
@@ -98,7 +121,7 @@ def test_only_what_a_backend_raises_is_renamed() -> None:
 def test_a_message_that_the_backend_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     transport = on_a_machine_with_gpus(monkeypatch, "cpu:gloo")
     group: Any = transport.group
-    group.allreduce.side_effect = RuntimeError("Invalid scalar type")
+    group.recv.side_effect = RuntimeError("Invalid scalar type")
     words = "step 3: the average of 2 × torch.int16 failed: Invalid scalar type. .* can't carry this type"
     with pytest.raises(CommunicationError, match=words):
         transport.all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")

@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
-from thinwire.channel import process_group
 from thinwire.channel.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
@@ -282,7 +281,7 @@ def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_
     assert client.should_commit == client._inner.should_commit
 
 
-def test_between_two_members_long_messages_travel_in_pieces() -> None:
+def test_messages_go_directly_between_members() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def exchanged(rank: int) -> tuple[list[int], list[int], int]:
@@ -291,16 +290,19 @@ def test_between_two_members_long_messages_travel_in_pieces() -> None:
         transport = GroupTransport(group, rank, 2)
         gathered, swapped = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32)
         own = torch.arange(6, dtype=torch.int32).view(2, 3) + 10 * rank
-        with patch.object(group, "alltoall_base", wraps=group.alltoall_base) as started:
+        total = torch.tensor([rank + 1.0])
+        with patch.object(group, "send", wraps=group.send) as started:
+            transport.mean(total, "a mean").wait()
             transport.all_gather(gathered, own[0], "a gather").wait()
             transport.all_to_all(swapped, own, "an exchange").wait()
         group.abort()
+        assert total.item() == 1.5
         return gathered.flatten().tolist(), swapped.flatten().tolist(), started.call_count
 
-    with patch.object(process_group, "PIECE_BYTES", 4), ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor() as threads:
         assert list(threads.map(exchanged, range(2))) == [
-            ([0, 1, 2, 10, 11, 12], [0, 1, 2, 10, 11, 12], 6),
-            ([0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], 6),
+            ([0, 1, 2, 10, 11, 12], [0, 1, 2, 10, 11, 12], 3),
+            ([0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], 3),
         ]
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 import thinwire
+from advice.ways import network
 from cli.test_cli import exit_code
 from crash import listening_on
 from launcher import run_in_network, run_job
@@ -28,11 +29,11 @@ from pool import Pool
 from test_lab import real, undisturbed
 from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.common import alone
-from thinwire.cli.probe import show
+from thinwire.cli.probe import _counts, show, told_streams
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import Link, Network
 from thinwire.probe import PairTiming, Probe, Timing, measure, probe, result
-from thinwire.probe.measure import _Meter
+from thinwire.probe.measure import _Meter, compare_streams
 from thinwire.probe.result import nodes_of
 
 
@@ -339,3 +340,37 @@ def test_nodes() -> None:
     assert nodes_of(4, pairs(p02=0.1, p13=0.1, p01=1.0, p03=1.0, p12=1.0, p23=1.0)) == [[0, 2], [1, 3]]
     assert nodes_of(3, pairs(p01=0.1, p12=1.0)) == [[0, 1], [2]]
     assert nodes_of(2, pairs(p01=0.1)) == [[0, 1]]
+
+
+# Several connections of Gloo's
+
+
+def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(pool2: Pool) -> None:
+    for rates, interface in pool2.run(_compared_streams):
+        assert sorted(rates) == [1, 3]
+        assert min(rates.values()) > 1e6
+        assert interface == "lo"
+    assert told_streams({1: 97e6, 4: 153e6, 8: 162e6}) == (
+        "connections 97 Mbit/s by 1, 153 Mbit/s by 4, 162 Mbit/s by 8, eight averagings in flight: set "
+        "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 (your interface, 4 times) on every machine"
+    )
+    assert told_streams({1: 167e6, 8: 169e6}).endswith("one is enough")
+
+
+def _compared_streams() -> tuple[dict[int, float], str]:
+    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
+        return compare_streams([1, 3], network(1e8)), os.environ["GLOO_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize("streams", ["", "0", "1,,4", "17", "four"])
+def test_numbers_of_connections_are_checked(streams: str) -> None:
+    with pytest.raises(ConfigError, match="--streams must be numbers from 1 to 16"):
+        _counts(streams)
+    assert _counts("8,4") == [1, 4, 8]
+    assert _counts(None) == []
+
+
+def test_connections_are_those_of_a_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(ConfigError, match="set GLOO_SOCKET_IFNAME=eth0"):
+        compare_streams([1, 4], network(1e8))

@@ -16,6 +16,7 @@ from thinwire.channel.process_group import (
     checked_group,
     future_of,
     group_of,
+    over_connections,
     own_subgroup,
 )
 from thinwire.channel.transport import Collective, Message, Transport, Work
@@ -47,6 +48,7 @@ __all__ = [
     "machines_of",
     "machines_of_subgroups",
     "message_bytes_of",
+    "over_connections",
     "own_subgroup",
     "ranks_by_machine",
     "run_members",

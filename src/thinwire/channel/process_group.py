@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,11 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
 from thinwire.channel.in_process import InProcessTransport
-from thinwire.channel.transport import Message, Operation, Transport, Work
+from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
-Works = Sequence[dist.Work]
+Works: TypeAlias = "Sequence[dist.Work | Direct]"
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -36,10 +38,18 @@ WHY_IN_A_CHANGING_GROUP = (
     "averaging off because one of its messages failed"
 )
 
-# Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
-# one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
-# Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.
-PIECE_BYTES, MAX_PIECES = 1 << 18, 8
+# Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
+# a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one. Of
+# more than two members, long messages go by Gloo's ring, which was not slower.
+MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
+# A longer sum is Gloo's own: in its thread, beside the backward pass.
+MAX_DIRECT_SUM_BYTES = 1 << 22
+# Messages of one tag match in the order in which they are sent; nobody else's have these tags. Gloo chooses
+# by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
+NUM_TAGS = 8
+TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
+# By group, as Gloo counts its collectives: members may send by different transports of one group.
+_NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 
 
@@ -49,10 +59,12 @@ class GroupTransport(Transport):
     `torch.distributed` need not know the group. When the members change, take a new transport.
     """
 
+    directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
     why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
+        self._numbers: Iterator[int] = count()  # of messages: a changed group begins again
 
     def backend_for(self, device: torch.device) -> str:
         """Return the name of the backend that carries a device's tensors."""
@@ -64,7 +76,7 @@ class GroupTransport(Transport):
         if message.collective == "all_reduce":
             what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
             return self._started(
-                f"{message.purpose}: {what}", partial(self._reduce, tensor, message.operation)
+                f"{message.purpose}: {what}", partial(self._reduced, tensor, message.operation)
             )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
         sent, received = _as_bytes(tensor), _as_bytes(message.output)
@@ -107,29 +119,49 @@ class GroupTransport(Transport):
         options.rootRank = source
         return [self.group.broadcast([tensor], options)]
 
-    def _num_pieces(self, sent: torch.Tensor) -> int:
-        if self.size != 2 or self.backend_for(sent.device) not in GLOO:
-            return 1
-        return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
+    def _goes_directly(self, tensor: torch.Tensor) -> bool:
+        is_on_gloo = tensor.device.type == "cpu" and self.backend_for(tensor.device) in GLOO
+        return self.directly and is_on_gloo and 1 < self.size <= MAX_DIRECT_MEMBERS and tensor.numel() > 0
+
+    def _direct(
+        self,
+        collective: Collective,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        finish: Callable[[], object] = lambda: None,
+    ) -> Works:
+        """Send a row to each of the other members, and receive the rows of bytes that they send."""
+        tag = TAGS[collective] + next(self._numbers) % NUM_TAGS
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        # All are asked for before anything is sent, or the question would wait behind what this member sends.
+        works = [self.group.recv([received[each]], each, tag) for each in others]
+        works += [self.group.send([sent[each]], each, tag) for each in others]
+        return [Direct(works, finish)]
+
+    def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
+        if self.size != 2 or not self._goes_directly(tensor) or tensor.nbytes > MAX_DIRECT_SUM_BYTES:
+            return self._reduce(tensor, operation)
+        if operation == "mean":
+            tensor.div_(2)
+        other = torch.empty_like(tensor)
+        # In one order on both, for the same bits.
+        first, second = (tensor, other) if self.rank == 0 else (other, tensor)
+        function = torch.maximum if operation == "max" else torch.add
+        received, sent = [_as_bytes(other)] * 2, [_as_bytes(tensor)] * 2
+        return self._direct("all_reduce", received, sent, lambda: function(first, second, out=tensor))
 
     def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
-        num_pieces = self._num_pieces(own)
-        parts = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
-        return [self.group.allgather([into], [piece], AllgatherOptions()) for piece, *into in parts]
+        if not self._goes_directly(own) or (self.size > 2 and own.nbytes > MAX_DIRECT_BYTES):
+            return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
+        rows[self.rank].copy_(own)
+        return self._direct("all_gather", list(rows), [own] * self.size)
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
-        num_pieces = self._num_pieces(sent)
-        if num_pieces == 1:
+        if not self._goes_directly(sent):
             return [self._exchange_parts(received, sent, [], [])]
-        # Between two: each has a row for the other one, and its own only changes places.
-        other, into, rows = 1 - self.rank, received.view(2, -1), sent.view(2, -1)
+        into, rows = received.view(self.size, -1), sent.view(self.size, -1)
         into[self.rank].copy_(rows[self.rank])
-        works = []
-        parts = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
-        for to, piece in parts:
-            sizes = [piece.numel() * (each == other) for each in range(2)]
-            works.append(self._exchange_parts(to, piece, sizes, sizes))
-        return works
+        return self._direct("all_to_all", list(into), list(rows))
 
     def _exchange_parts(
         self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
@@ -148,6 +180,7 @@ class ProcessGroupTransport(GroupTransport):
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         checked = checked_group(group)
         super().__init__(checked, checked.rank(), checked.size())
+        self._numbers = _NUMBERS.setdefault(checked, count())
         self.gradient_device = device
 
     @property
@@ -246,11 +279,24 @@ class ProcessGroupTransport(GroupTransport):
         return (time.perf_counter() - start) / 2
 
 
-class ProcessGroupWork(NamedTuple):
-    """Collectives under way that carry one message, in pieces if there are several.
+class Direct:
+    """Messages from each member to each other one, as one `dist.Work`; `finish` makes the result of them."""
 
-    `where` and `why` are as of `named_failure`.
-    """
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> None:
+        """As `dist.Work.wait`."""
+        # Taken out first: waiting for one of Gloo's again would never end.
+        works, self._works = self._works, ()
+        for each in works:
+            each.wait()
+        if works:
+            self._finish()
+
+
+class ProcessGroupWork(NamedTuple):
+    """A collective under way that carries one message; `where` and `why` are as of `named_failure`."""
 
     works: Works
     where: str
@@ -264,9 +310,9 @@ class ProcessGroupWork(NamedTuple):
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
-    """Return a future of what `result` makes of a process group's finished collective."""
+    """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
     assert isinstance(work, ProcessGroupWork)
-    futures = [each.get_future() for each in work.works]
+    futures = [cast(dist.Work, each).get_future() for each in work.works]
 
     def finished(_: Future[object]) -> Result:
         # Torch calls back for a failure, too; it is `value` that raises it.
@@ -342,6 +388,17 @@ def processes_of_job(timeout_seconds: float) -> Transport:
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a new group of some processes of the job, all of which call this. Collective."""
     return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+
+
+def over_connections(interface: str, number: int) -> ProcessGroupTransport:
+    """Return a new Gloo group of all processes with so many connections to each. Collective."""
+    # Gloo reads it when a group is made.
+    before = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
+    try:
+        return ProcessGroupTransport(dist.new_group(backend="gloo"))
+    finally:
+        os.environ["GLOO_SOCKET_IFNAME"] = before
 
 
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,11 +13,13 @@ from rich.table import Table
 
 from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here, shown_measuring
 from thinwire.errors import ConfigError
+from thinwire.probe.measure import compare_streams
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, Timing, ring_share
 
 BAR_WIDTH = 20
 SHOWN_FACTOR = 1.2
+MAX_STREAMS, WORTH_A_CONNECTION = 16, 1.1
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -35,6 +38,9 @@ def probe(
         None, metavar="FILE", help="Draw time against message size: .png, .svg, .pdf."
     ),
     processes: int | None = PROCESSES,
+    streams: str | None = typer.Option(
+        None, metavar="1,4,8", help="Also compare so many connections of Gloo's to each process."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
@@ -46,6 +52,7 @@ def probe(
 
     Example: `thinwire lab --machines 2 --rate 100mbit -- thinwire probe`
     """
+    counts = _counts(streams)
     # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
@@ -62,13 +69,39 @@ def probe(
             found = measure(
                 budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=show_measuring
             )
+        rates = compare_streams(counts, found) if counts else {}
         if is_first:
             # All hold the same result.
             print(found.to_json()) if as_json else show(found, Console())
+            if rates:
+                Console(stderr=as_json).print(told_streams(rates), highlight=False, soft_wrap=True)
             if save is not None:
                 found.save(save)
             if plot is not None:
                 save_plot(found, plot)
+
+
+def _counts(streams: str | None) -> list[int]:
+    """Return the numbers of connections to compare; one is always among them."""
+    parts = [] if streams is None else streams.split(",")
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_STREAMS for part in parts):
+        raise ConfigError(
+            f"--streams must be numbers from 1 to {MAX_STREAMS}, such as 1,4,8; got {streams!r}"
+        )
+    return sorted({1, *map(int, parts)}) if parts else []
+
+
+def told_streams(rates: Mapping[int, float]) -> str:
+    """Return the rates by connections, and which setting to use."""
+    told = ", ".join(f"{1e-6 * rate:,.0f} Mbit/s by {count}" for count, rate in rates.items())
+    best = max(rates, key=lambda count: rates[count])
+    # The fewest that are about as good: each connection has a thread that works on it.
+    fewest = min(count for count, rate in rates.items() if rate >= rates[best] / WORTH_A_CONNECTION)
+    do = "one is enough"
+    if fewest > 1:
+        names = ",".join(["eth0"] * fewest)
+        do = f"set GLOO_SOCKET_IFNAME={names} (your interface, {fewest} times) on every machine"
+    return f"connections {told}, eight averagings in flight: {do}"
 
 
 def save_plot(found: Probe, path: Path) -> None:

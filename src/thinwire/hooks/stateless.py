@@ -157,6 +157,7 @@ def sent_mean(
 ) -> Future[torch.Tensor]:
     """Average a bucket by one message, for which DDP waits; nothing is kept between steps."""
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
+    transport.directly = False  # for its future
     work = transport.mean(message, purpose)
     # The closure keeps the message, which the backend reads and writes until then.
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
@@ -193,6 +194,7 @@ def _in_8_bits(
     message = _codes(flat, scaled_elements or flat.numel())
 
     gathered = message.new_empty(transport.size, message.numel())
+    transport.directly = False  # for its future
     work = transport.all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
 
     def mean() -> torch.Tensor:

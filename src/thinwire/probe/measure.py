@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from socket import gethostname
 from statistics import fmean, median
@@ -18,10 +19,11 @@ from thinwire.channel import (
     agree,
     gather_bytes,
     gather_numbers,
+    over_connections,
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
-from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
+from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of, ring_share
 from thinwire.tensors.accelerators import wait_for
 
 # Four times from one to the next: between them, `average_seconds` is linear.
@@ -33,6 +35,7 @@ MAX_PROCESSES_FOR_ALL_PAIRS = 8
 # By which one process comes later than the others, besides a latency: in training they never come at once,
 # and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
+IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
 
 Progress = Callable[[str], None]
 
@@ -89,6 +92,36 @@ def probe(
         wire_factors=wire_factors,
         hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, "a probe")],
     )
+
+
+def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
+    """Return the bits per second of averagings in flight, by the connections that Gloo makes. Collective.
+
+    Gloo makes as many to each process as `GLOO_SOCKET_IFNAME` names interfaces, also one of them twice.
+    Each number has a group of its own here. Of the default process group.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if not interface or found.backend != "gloo":
+        raise ConfigError(
+            "streams compares settings of Gloo's for one network interface: set GLOO_SOCKET_IFNAME=eth0, or "
+            "what it is called, on every machine"
+        )
+    # A tenth of a second each, so that one alone does not tell a latency.
+    message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, found.known_rate() / 10))) // 4 * 4
+    transports = {count: over_connections(interface, count) for count in counts}
+    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    for _ in range(STREAM_REPETITIONS + 1):
+        for count, transport in transports.items():
+            messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
+            gather_numbers([0.0], transport, "a probe")
+            start = time.perf_counter()
+            for work in [transport.mean(each, "a probe") for each in messages]:
+                work.wait()
+            took = gather_numbers([time.perf_counter() - start], transport, "a probe")
+            seconds[count].append(fmean(each for (each,) in took))
+    sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(found.world_size)
+    # The first finds out how fast connections are.
+    return {count: sent_bits / median(of_count[1:]) for count, of_count in seconds.items()}
 
 
 class _Meter:

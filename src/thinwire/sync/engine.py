@@ -13,10 +13,12 @@ import torch
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Machines, Metered, Traffic, Transport, agree
-from thinwire.errors import NonfiniteError, StepError
+from thinwire.errors import NonfiniteError, StateError, StepError
 from thinwire.plan import ParameterSpec
+from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lanes import Lane, Lanes, Parts
+from thinwire.sync.local_state import is_local, own_state
 from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
@@ -315,10 +317,7 @@ class Engine(Lanes):
             agree(self.transport, self.described("state_dict()", self.device, has_progress=True), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()
-            # Drop these here too: a resumed run won't have them, and both must continue bit for bit alike.
-            for slot, tensors in self.memory.slots.items():
-                if slot.is_local and not slot.is_saved:
-                    tensors.clear()
+            self._drop_unsaved()
             if self.differing:
                 # Only those: what has been averaged and is averaged again may change in its last bits, and of
                 # parameters whose bucket has not come since a load nothing is in memory.
@@ -332,6 +331,36 @@ class Engine(Lanes):
             unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items()}
             return self.places.whole_state(self._packed(self.memory, {}), self.known_specs, unclaimed)
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """As `GradientSync.local_state_dict`."""
+        self.check_between_steps("local_state_dict()")
+        places, transport, common = self.places, self.transport, self.common_state()
+        if places is not None and any(self.unclaimed.values()):
+            raise StateError("what was loaded is not divided before the first step; make a step, then save")
+        with full_precision(torch.device("cpu")):
+            self._drop_unsaved()
+            own = self._packed(self.memory, self.unclaimed)
+            if places is not None:
+                own = places.whole_state(own, self.known_specs, {}, of_all=False)
+                common = self._packed(Memory(self.memory.step), {})  # they remember different parts
+        return with_checksum(
+            {
+                "own": own,
+                "member": transport.rank,
+                "members": transport.size,
+                "place": 0 if places is None else places.inside.rank,
+                "places": 1 if places is None else places.inside.size,
+                "differing": tuple(sorted(self.differing)),
+                "common": common["checksum"],
+            }
+        )
+
+    def _drop_unsaved(self) -> None:
+        """Drop what a resumed run won't have: both must continue bit for bit alike."""
+        for slot, tensors in self.memory.slots.items():
+            if slot.is_local and not slot.is_saved:
+                tensors.clear()
+
     def _packed(self, memory: Memory, unclaimed: Mapping[Slot, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
         specs = self.known_specs
         if self.places is not None:
@@ -343,7 +372,15 @@ class Engine(Lanes):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`."""
-        self.load(self.check_state_dict(state, strict=strict))
+        if not is_local(state):
+            self.load(self.check_state_dict(state, strict=strict))
+            return
+        places = 1 if self.places is None else self.places.inside.size
+        own = own_state(state, self.transport.rank, self.transport.size, places)
+        loaded = self.check_state_dict(own, strict=strict)
+        # All members compare what is the same in their files.
+        self.load(loaded._replace(checksum=state["common"]))
+        self.differing = set(state["differing"])
 
     def load(self, loaded: LoadedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it.

@@ -265,14 +265,19 @@ class Places:
         own: Mapping[str, Any],
         specs: Mapping[str, ParameterSpec],
         unclaimed: Mapping[str, Mapping[str, torch.Tensor]],
+        *,
+        of_all: bool = True,
     ) -> dict[str, Any]:
         """Return the state of the whole model from the packed ones of all processes. Collective inside.
 
-        To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters.
+        To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters. If it is
+        not to be `of_all`, it is of this process alone, with zeros for the parts of others. Not collective.
         """
         is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
         whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-        for place, (slot, label, tensor) in tensors_of_all(own, is_elementwise, self.inside):
+        mine = ((self.inside.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
+        everyone = tensors_of_all(own, is_elementwise, self.inside) if of_all else mine
+        for place, (slot, label, tensor) in everyone:
             spec = specs.get(label)
             # Of one process alone it is packed in the parameter's shape.
             if not is_elementwise[slot] or spec is None or tensor.numel() == spec.numel:

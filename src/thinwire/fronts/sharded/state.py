@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport
 from thinwire.channel.agreement import alike_on_all_shards
+from thinwire.errors import StateError
 from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
@@ -48,6 +49,13 @@ class ShardedSync(GradientSync):
         Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
         """
         return _whole_state(self.own_state(), self.pieces, self.shards)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """As `GradientSync.local_state_dict`, which is not for sharded models."""
+        raise StateError(
+            "the model is sharded: save distributed_state() by torch.distributed.checkpoint, where each "
+            "process writes its shards, or state_dict()"
+        )
 
     def own_state(self) -> dict[str, Any]:
         """Return the state of this shard, once all shards have made the same steps."""

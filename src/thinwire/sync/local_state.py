@@ -1,0 +1,94 @@
+"""States that each process saves for itself, without a message: read again by itself, or merged into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from thinwire.errors import StateError
+from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
+
+KEYS = {"own", "member", "members", "place", "places", "differing", "common", "checksum"}
+NUMBERS = ("member", "members", "place", "places")
+
+
+def is_local(state: object) -> bool:
+    """Return whether `local_state_dict` has made a state, by its keys."""
+    return isinstance(state, Mapping) and state.keys() == KEYS
+
+
+def checked_local(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is to be checked further: the state of the process, within that which it has saved."""
+    check_readable(state)
+    check_undamaged(state)
+    differing = state["differing"]
+    is_fine = all(type(state[name]) is int and state[name] >= 0 for name in NUMBERS)
+    is_fine &= isinstance(differing, list | tuple) and all(isinstance(name, str) for name in differing)
+    if not (is_fine and isinstance(state["own"], Mapping) and isinstance(state["common"], str)):
+        raise StateError("expected a state made by local_state_dict(), got other values; load an earlier one")
+    own: Mapping[str, Any] = state["own"]
+    return own
+
+
+def own_state(state: Mapping[str, Any], member: int, members: int, places: int) -> Mapping[str, Any]:
+    """Return the state of a process; refuse that of a different one."""
+    own = checked_local(state)
+    saved, here = (state["member"], state["members"], state["places"]), (member, members, places)
+    if saved != here:
+        of, is_of = (f"process {each[0]} of {each[1]}, {each[2]} a machine" for each in (saved, here))
+        raise StateError(
+            f"the state was saved by {of}, and this is {is_of}; load each process's own file, or on all "
+            "processes thinwire.checkpoint.merge(…) of all files"
+        )
+    return own
+
+
+def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state, as `state_dict` would have, of the states that all processes saved for themselves.
+
+    It is for `load_state_dict` on any number of processes: residuals become their mean, so nothing is lost.
+
+    Args:
+        states: What `local_state_dict` returned on each process, in any order; read one after the other.
+
+    Cost: as much memory as a state in fp64, beside the one being read.
+
+    Raises:
+        StateError: One is damaged, twice there or missing, or they are not of one step of one run.
+    """
+    first: Mapping[str, Any] | None = None
+    found: set[int] = set()
+    merged: dict[str, dict[str, torch.Tensor]] = {}
+    dtypes: dict[str, dict[str, torch.dtype]] = {}
+    for state in states:
+        own = checked_local(state)
+        first = first or state
+        if any(state[key] != first[key] for key in ("members", "places", "common")):
+            raise StateError(
+                "the states are not of one step of one run; merge those that were saved together"
+            )
+        found.add(state["member"])
+        for slot, (is_local_slot, is_elementwise) in own["slots"]:
+            of_slot = merged.setdefault(slot, {})
+            for label, tensor in own[slot]:
+                dtypes.setdefault(slot, {})[label] = tensor.dtype
+                if not is_elementwise:
+                    of_slot.setdefault(label, tensor)
+                    continue
+                # Of the processes of a machine each has its part, and zeros; machines average.
+                machines = state["members"] // state["places"] if is_local_slot else 1
+                if is_local_slot or state["member"] // state["places"] == 0:
+                    share = tensor.double() / machines
+                    of_slot[label] = of_slot[label] + share if label in of_slot else share
+    if first is None or found != set(range(first["members"])):
+        there = ", ".join(map(str, sorted(found))) or "none"
+        raise StateError(
+            f"expected the states of all processes, of {first['members'] if first else 'any'}, got {there}"
+        )
+    slots = {
+        slot: tuple((label, tensors[label].to(dtypes[slot][label])) for label in sorted(tensors))
+        for slot, tensors in merged.items()
+    }
+    return with_checksum({**first["own"], **slots})
