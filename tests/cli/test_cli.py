@@ -30,7 +30,7 @@ from thinwire.version import __version__
 SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
-    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --json",
+    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --streams --json",
     "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",

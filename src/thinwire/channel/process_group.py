@@ -59,7 +59,9 @@ class GroupTransport(Transport):
     `torch.distributed` need not know the group. When the members change, take a new transport.
     """
 
-    directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
+    # Whether Gloo's messages may be sent to each member directly. Those have no futures. And if a member dies,
+    # its last message may have reached some members only; of a collective it reaches all, or mostly none.
+    directly = False
     why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -175,6 +177,7 @@ class ProcessGroupTransport(GroupTransport):
     """Carries tensors over a process group of `torch.distributed`, on any backend."""
 
     group: dist.ProcessGroup
+    directly = True
     why = WHY_IN_A_FIXED_GROUP
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:

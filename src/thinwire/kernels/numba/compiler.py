@@ -54,8 +54,8 @@ def generator(function: Function) -> Function:
 
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
-    # Numba has no public word for what it compares; if that is gone, `dispatch` does without Numba. The files'
-    # names change too: those of an older version may name types that are gone, and Numba could not read them.
+    # Numba has no public word for what it compares; if that is gone, `dispatch` does without Numba. Names of
+    # files change too: those of an older version may name types that are gone, and Numba could not read them.
     file = dispatcher._cache._cache_file
     file._source_stamp = SOURCES
     file._index_path = file._index_path.replace(".nbi", f".{SOURCES[:8]}.nbi")
