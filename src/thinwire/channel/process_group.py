@@ -59,8 +59,8 @@ class GroupTransport(Transport):
     `torch.distributed` need not know the group. When the members change, take a new transport.
     """
 
-    # Whether Gloo's messages may be sent to each member directly. Those have no futures. If a member dies, its
-    # last message may have reached some members only; of a collective it reaches all, or mostly none.
+    # Whether Gloo's messages may be sent to each member directly. Those have no futures. If a member dies,
+    # its last one may reach some members only; one of Gloo's own collectives reaches all or, mostly, none.
     directly = False
     why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
 
