@@ -54,8 +54,9 @@ def main(path: str, settings: dict[str, Any]) -> None:
 
 
 def held_checksum(model: nn.Module) -> str:
-    """Of what this process holds."""
-    flat = torch.cat([held_of(each).float().view(-1) for each in model.state_dict().values()])
+    """Of what this process holds and what is averaged: a BatchNorm's count of steps is not."""
+    held = [held_of(each) for each in model.state_dict().values() if each.is_floating_point()]
+    flat = torch.cat([each.float().view(-1) for each in held])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 
 

@@ -239,7 +239,7 @@ else:
     [
         (["--latency=60ms"], 0.06, 400),
         (["--latency=60ms", "--jitter=10ms"], 0.05, 400),
-        (["--latency=60ms", "--loss=30%"], 0.06, 360),
+        (["--latency=60ms", "--loss=10%"], 0.06, 390),
     ],
     ids=["latency", "jitter", "loss"],
 )
