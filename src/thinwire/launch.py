@@ -414,7 +414,7 @@ class ElasticJob(Job):
     def _goes_on(self) -> bool:
         """Start again those that have died; return whether the job goes on.
 
-        It does not when all have ended, so many have died for good that the others would only wait, or what
+        It does not when all have ended, too many have died for good for the others to go on, or what
         they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
         few for an averaging, have not.
         """

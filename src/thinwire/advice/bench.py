@@ -251,7 +251,7 @@ def local_seconds(
     hidden_steps = min(local.every_steps, fragments * local.streaming.delay_steps)
     exposed_seconds = max(0.0, waited_seconds - hidden_steps * step_seconds)
     extra_seconds = (arithmetic_seconds + exposed_seconds) / local.every_steps
-    # Between two averagings no one waits: the mean of so many steps varies so much less than one of them.
+    # Between two averagings no one waits: their mean varies much less than a step does.
     # With the quartiles of single steps, all ways would tie on a machine with other work.
     narrower = math.sqrt(local.every_steps / fragments)
     middle, low, high = (step_seconds + (each - step_seconds) / narrower + extra_seconds for each in alone)

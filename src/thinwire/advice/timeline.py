@@ -15,7 +15,7 @@ from thinwire.tensors.accelerators import wait_for
 
 # Seconds of a collective, by the bytes that each process hands over.
 Network = Callable[[Collective, int], float]
-# A group of Gloo's works on so many collectives at once, if it has one network interface.
+# How many collectives a Gloo group with one network interface works on at once.
 AT_ONCE = 2
 
 

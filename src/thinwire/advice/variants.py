@@ -37,7 +37,7 @@ class LocalVariant:
     front: type[LocalSGD]
     every_steps: int
     options: Mapping[str, Any] = field(default_factory=dict)
-    # What surely loses less, as it is written in code, if this was not measured.
+    # An algorithm that surely loses less, as it is written in code, if this was not measured.
     loses_more_than: str = ""
 
     @property
@@ -99,7 +99,7 @@ def lines_to_paste(advice: Advice) -> dict[str, str]:
     """Return lines by front, in its users' names: model, optimizer, mesh, accelerator, trainer."""
     if advice.adds_nothing:
         return {}  # exact averaging is what they do by themselves
-    # What is priced of a sharded model is of FSDP2 alone; native HSDP needs no Thinwire.
+    # Only FSDP2 alone is priced for a sharded model; native HSDP needs no Thinwire.
     lines = _lines_by_front(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
     imported = "import thinwire\n"
     return {front: imported * ("thinwire." in text) + text for front, text in lines.items()}

@@ -23,7 +23,7 @@ MAX_SETTING_LENGTH = 60
 Kind = TypeVar("Kind", bound="Algorithm")
 
 Indivisible: TypeAlias = "int | Literal['parameter', 'bucket']"
-"""What processes of a machine do not divide: so many elements of a parameter, a parameter, or a bucket."""
+"""What processes of a machine do not divide: some elements of a parameter, a parameter, or a bucket."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Algorithm(ABC):
     # Settings that are shown even with their default.
     always_shown: ClassVar[tuple[str, ...]] = ()
 
-    # What others call its settings, to tell whoever types such a name.
+    # Other libraries' names of its settings, to tell a user who types one.
     names_elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     # Whether a bucket's later messages are so large that each had better travel while gradients of other
@@ -312,7 +312,7 @@ def _respelt(
         return f"{called} has no setting {unknown!r}; it has {', '.join(names) or 'none'}"
     if not names:
         return f"{called} has no settings, got {args[0]!r}; write {called}()"
-    # Not a model, say, that stands where another library has it.
+    # It may be a model, say, in the place that a different library has for it.
     value = args[0] if isinstance(args[0], int | float | str) else defaults[names[0]]
     return (
         f"{called} takes settings by name, got {args[0]!r} without one; write {called}({names[0]}={value!r})"

@@ -35,7 +35,7 @@ class Compensated(NamedTuple):
 
     # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
     parts: list[torch.Tensor]
-    # What does not fit into the range of the types on the way, by parameter: the same names on all members.
+    # Parts outside the range of the types on the way, by parameter: the same names on all members.
     remainders: dict[str, torch.Tensor]
 
 
@@ -59,7 +59,7 @@ def compensated(
                 room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
                 fitting = residual.clamp(-room, room)
                 remainder = residual - fitting
-                # Even where it is zero: names must be the same on all members, whose amounts differ.
+                # Even if it is zero: names must be the same on all members, whose amounts differ.
                 sent.remainders[name] = remainder if scale is None else remainder / scale
             gradient = gradient + fitting
         sent.parts.append(gradient)

@@ -27,7 +27,7 @@ class _Uncompressed(Algorithm):
 
     @property
     def indivisible(self) -> int:
-        """As `Algorithm.indivisible`: an element."""
+        """See `Algorithm.indivisible`: an element."""
         return 1
 
 
@@ -46,7 +46,7 @@ class AllReduce(_Uncompressed):
     """
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: all travels uncompressed."""
+        """See `Algorithm.prepare`: all travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)
 
 
@@ -66,7 +66,7 @@ class UncompressedPlan(BucketPlan):
         return cls(tuple(specs), tuple(routes), wire_dtype)
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: one round, of the flat gradient."""
+        """See `BucketPlan.exchange`: one round, of the flat gradient."""
         yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
 
 
@@ -136,5 +136,5 @@ class Cast(_Uncompressed):
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
+        """See `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
         return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

@@ -25,7 +25,7 @@ class Variant:
     is_checked: bool = False  # by `thinwire check`
     is_priced: bool = False  # by `thinwire.advise`, which has a table of what it costs in loss
     keeps_16_bits: bool = False  # whether its means are as good as 16 bits
-    # What surely loses less, and more, as `str` of an algorithm, if this one was not measured.
+    # Algorithms that surely lose less, and more, as `str` of an algorithm, if this one was not measured.
     loses_more_than: str = ""
     loses_less_than: str = ""
 

@@ -29,7 +29,7 @@ MAX_CHUNK = 1 << 16
 PARTS = 1 << 46
 
 REDUCTION = Slot("reduction", is_local=True, is_saved=False)
-"""By how much sending has reduced the squared norm of this member's residual, one number for each parameter:
+"""How much sending has reduced the squared norm of this member's residual, one number for each parameter:
 shows how much was not sent."""
 
 
@@ -112,11 +112,11 @@ class TopK(Algorithm):
 
     @property
     def indivisible(self) -> int:
-        """As `Algorithm.indivisible`: a chunk."""
+        """See `Algorithm.indivisible`: a chunk."""
         return self.chunk
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
+        """See `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
         routes = [
             Route(
@@ -149,7 +149,7 @@ class TopKPlan(BucketPlan):
     message: Message
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: one round; none for a bucket without elements."""
+        """See `BucketPlan.exchange`: one round; none for a bucket without elements."""
         if not self.message.parts:
             yield Commit(all_finite, writes=False)
             return
@@ -216,7 +216,7 @@ class TopKPlan(BucketPlan):
         dtype = accelerators.widest_dtype(before.device)
         less = before.to(dtype).square() - after.to(dtype).square()
         reductions: dict[str, torch.Tensor] = {}
-        # By run, which lie one behind the other: to add entry by entry to their parameters would be to add in
+        # Run by run, as they lie: to add entry by entry to their parameters would be to add in
         # an order that CUDA does not promise.
         parameters, sizes = zip(*self.message.runs, strict=True)
         for parameter, of_run in zip(parameters, less.split_with_sizes(sizes), strict=True):
@@ -249,7 +249,7 @@ class TopKPlan(BucketPlan):
 
 
 def on_the_wire(values: torch.Tensor) -> torch.Tensor:
-    """Return values in bf16, where finite ones stay so."""
+    """Return values in bf16; finite ones stay finite."""
     # Rounded up, the largest numbers of fp32 and all above of fp64 would be infinite, and the step skipped.
     limit = torch.finfo(SCALE_DTYPE).max
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(SCALE_DTYPE)

@@ -48,7 +48,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    # A timer of its own, for a group's timeout may be half an hour, and until then no one would know why
+    # A separate timer: a group's timeout may be half an hour, and until then no one would know why
     # nothing happens. It is a daemon: a process that ends meanwhile must not wait for it.
     alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
     alarm.daemon = True

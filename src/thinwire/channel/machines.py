@@ -36,7 +36,7 @@ MAGIC = 0x6D616368  # before what each process says of its machine
 
 @dataclass(frozen=True)
 class Machines:
-    """The two groups of a process on a machine of several, where all machines have as many."""
+    """The two groups of a process on a machine of several, if all machines have as many."""
 
     inside: Transport  # the processes of this machine; a process's rank in it is its place
     between: Transport  # those of the same place, one on each machine; the rank in it is the machine
@@ -76,7 +76,7 @@ def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
 ) -> tuple[Machines | None, str]:
-    """Return what `machines_of` does, where each process has a subgroup of its machine. Collective."""
+    """Return what `machines_of` does, if each process has a subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
     said = gather_bytes(own, transport, "which processes are a subgroup")

@@ -44,11 +44,11 @@ WHY_IN_A_CHANGING_GROUP = (
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_BYTES = 1 << 22
-# Messages of one tag match in the order in which they are sent; nobody else's have these tags. Gloo chooses
+# Messages of one tag match in the order in which they are sent; no one else's have these tags. Gloo chooses
 # by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
 TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
-# By group, as Gloo counts its collectives: members may send by different transports of one group.
+# Message numbers belong to the group, as Gloo's collectives do: members may use several transports of it.
 _NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 
@@ -168,7 +168,7 @@ class GroupTransport(Transport):
     def _exchange_parts(
         self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
     ) -> dist.Work:
-        """Start an all-to-all of so many bytes from and to each member; of equal parts if none are said."""
+        """Start an all-to-all of these byte counts from and to each member; empty lists mean equal parts."""
         work: dist.Work = self.group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
         return work
 
@@ -232,7 +232,7 @@ class ProcessGroupTransport(GroupTransport):
     def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
         if self.backend_for(own.device) != "nccl":
             return super()._gather(rows, own)
-        # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
+        # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
         # name where there is one: there the older one warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
@@ -242,7 +242,7 @@ class ProcessGroupTransport(GroupTransport):
         return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
+        """See `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._shares_evenly(flat, lengths):
@@ -255,7 +255,7 @@ class ProcessGroupTransport(GroupTransport):
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """As `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
+        """See `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
@@ -350,7 +350,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]:
     """Turn a backend's error into Thinwire's."""
-    # What backends raise, for a dead peer, a timeout and a refused type alike.
+    # Backends raise this for a dead peer, a timeout and a refused type alike.
     try:
         yield
     except RuntimeError as error:
@@ -373,7 +373,7 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
 
 
 def alone() -> dist.ProcessGroup:
-    """Return a new process group of this process only. Not collective."""
+    """Return a new process group of this process only. This is not collective."""
     # Without that flag every process of the job would have to call it as well, and wait for the others.
     return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
@@ -394,7 +394,7 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:
-    """Return a new Gloo group of all processes with so many connections to each. Collective."""
+    """Return a new Gloo group of all processes, with `number` connections between any two. Collective."""
     # Gloo reads it when a group is made.
     before = os.environ.get("GLOO_SOCKET_IFNAME", "")
     os.environ["GLOO_SOCKET_IFNAME"] = ",".join([interface] * number)
@@ -418,13 +418,13 @@ def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGrou
 def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
     """Tell the join context that this process contributes, and learn how many do: shape (1,).
 
-    None outside a join context, and where another joinable speaks for this process.
+    None outside a join context, and if a different joinable speaks for this process.
     """
     # It begins the step's messages: who has no input comes in with it, and shadows what follows.
     work = Join.notify_join_context(joinable)
     if work is None:
         return None
-    # The join context has asked already; to ask once more would send a message that nobody shadows.
+    # The join context has asked already; to ask once more would send a message that no one shadows.
     (contributors,) = work.get_future().wait()
     # Torch counts in its default type, in which 4/3 would be rounded where that is bf16.
     return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]

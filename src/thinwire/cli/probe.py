@@ -39,7 +39,7 @@ def probe(
     ),
     processes: int | None = PROCESSES,
     streams: str | None = typer.Option(
-        None, metavar="1,4,8", help="Also compare so many connections of Gloo's to each process."
+        None, metavar="1,4,8", help="Also compare these numbers of Gloo connections to each process."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
@@ -56,11 +56,11 @@ def probe(
     # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
-    # Where it is written: the other machines of a job need no such folder.
+    # Only on the process that writes: the other machines of a job need no such folder.
     if os.environ.get("RANK", "0") == "0":
         check_output("--plot", plot)
         check_output("--save", save)
-    # As in `thinwire check`: where it starts processes it does not return.
+    # As in `thinwire check`: if it starts processes it does not return.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
@@ -157,7 +157,7 @@ def _table(found: Probe) -> Table:
     table = Table(title=f"Averaging on {found.world_size} processes, {found.backend}, {found.device}")
     for name in ("message", "ms, median", "spread", "times", "Mbit/s", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    # Of what leaves each process, as on a ring: that is what its link carries.
+    # Counts what leaves each process, as on a ring: that is what its link carries.
     megabits = 8e-6 * ring_share(found.world_size)
     rates = [megabits * each.message_bytes / each.median_seconds for each in found.timings]
     for timing, rate in zip(found.timings, rates, strict=True):

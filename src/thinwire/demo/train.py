@@ -85,7 +85,7 @@ class DemoOptions:
 
     def algorithm(self, name: str) -> Algorithm:
         """Return the algorithm of a name, with this run's settings."""
-        # Those that have no such setting leave it aside.
+        # Algorithms without such a setting leave it aside.
         return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
     def record_path(self, name: str | int) -> Path:

@@ -279,7 +279,7 @@ class _Parameters:
             id(parameter): (parameter, name) for parameter, name in (names or {}).items()
         }
         self._specs: dict[tuple[int, ...], Specs] = {}
-        # Those in no bucket that was seen; None to look for them.
+        # Parameters in no bucket that was seen; None to look for them.
         self._outside: list[tuple[torch.Tensor, str]] | None = None
 
     def specs_of(self, parameters: list[torch.Tensor]) -> Specs:

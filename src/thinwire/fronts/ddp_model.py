@@ -73,7 +73,7 @@ def _ddp_models() -> list[DistributedDataParallel]:
     return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
 
 
-# What can't be attached.
+# Models that can't be attached.
 
 
 def is_sharded(model: object, kinds: Collection[str] = (FSDP2, FSDP1)) -> bool:
@@ -88,7 +88,7 @@ def is_fsdp2(model: object) -> bool:
 
 
 def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
-    # By base classes: FSDP2 makes a new class for each kind of module.
+    # Compared by base classes: FSDP2 makes a new class for each kind of module.
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 

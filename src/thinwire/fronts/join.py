@@ -66,7 +66,7 @@ def join(
     joinable = _joinable(joined)
     model = joinable if isinstance(joinable, DistributedDataParallel) else None
     shadows = enable and not throw_on_early_termination
-    # Of a DDP model or a LocalSGD; an aggregator knows none.
+    # A DDP model or a LocalSGD has one; an aggregator knows none.
     module = getattr(joinable, "module", None)
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
     if shadows and any(isinstance(each, torch.nn.SyncBatchNorm) for each in modules):

@@ -133,7 +133,7 @@ class StepFront(Joinable):
         """Return the parameters that have a gradient on some process, by index."""
         # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
-        # Not through `engine.wire`: the step has not begun, and faults are scheduled by its messages.
+        # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
         flags = accelerators.sent_to(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
         if self.engine.places is not None:

@@ -33,7 +33,7 @@ NO_MACHINE = (
 )
 
 
-# What can be set, in the constructor and later; each takes the name, for errors, and the value.
+# Checks of what can be set, in the constructor and later; each takes the name, for errors, and the value.
 CHECKS: dict[str, Callable[[str, object], object]] = {
     "process_group": lambda name, group: None if group is None else checked_group(group, name),
     "subgroup": lambda name, group: None if group is None else checked_group(group, name),

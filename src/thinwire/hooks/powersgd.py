@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What to do instead of setting an attribute of torch's.
+# The remedy for setting an attribute of torch's.
 INSTEAD = {
     "orthogonalization_epsilon": "Thinwire's orthonormalisation is safe without, and does not use it",
     "batch_tensors_with_same_shape": "what gains from batching always is batched",
@@ -320,11 +320,11 @@ class PowerSGDState:
         return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """As `GradientSync.load_state_dict`: that the state is of another model shows at the first step."""
+        """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
         if self._front is not None:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
-            # What can be checked without a model; the rest when the first step shows it.
+            # Check what can be checked without a model; the first step shows the rest.
             checked_saved_state(state, specs=None)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 

@@ -55,7 +55,7 @@ CASTS: dict[object, WireDtype] = {
 }
 
 
-# What `attach` takes beside the algorithm; the scaler is the Accelerator's.
+# Settings of `attach` beside the algorithm; the scaler is the Accelerator's.
 OF_STEPS = ("host_check", "machines", "on_nonfinite")
 
 

@@ -18,7 +18,7 @@ from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
 SUCH_AS = "such as thinwire.hooks.powerSGD_hook"
 Hooks: TypeAlias = "tuple[Callable[..., Any], ...]"
 
-# What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
+# The state that each hook is registered with: DDP takes any, and the mistake would show in the first step.
 STATES: list[tuple[str, tuple[type, ...], Hooks]] = [
     ("a thinwire.hooks.PowerSGDState", (PowerSGDState,), (hooks.powerSGD_hook, hooks.batched_powerSGD_hook)),
     ("a thinwire.hooks.PostLocalSGDState", (PostLocalSGDState,), (hooks.post_localSGD_hook,)),

@@ -223,7 +223,7 @@ class ThinwireCallback(TrainerCallback):
         if control.should_evaluate or control.should_save or control.should_training_stop:
             self.local.average()
 
-    # What happens after each epoch is decided in the same way.
+    # Each epoch's end decides in the same way.
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **unused: Any) -> None:

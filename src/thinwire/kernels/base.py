@@ -51,7 +51,7 @@ class Kernels:
     """
 
     write: Callable[[Sequence[Write]], list[torch.Tensor]]
-    """Writes what a step leaves. Of each item the target; or, if that was to stay, a tensor in its place."""
+    """Writes what a step leaves. Returns each item's target or, if that stays, a tensor in its place."""
 
     orthonormal_rows: Callable[[Sequence[Rows]], list[torch.Tensor]]
     """An orthonormal basis of the rows of every matrix: new tensors of the same shapes and types.
@@ -123,7 +123,7 @@ class EntryKernels:
     largest: Callable[[torch.Tensor, Chunks], tuple[torch.Tensor, torch.Tensor]]
     """The entries of largest magnitude of each chunk: positions in it, ascending, int64, and values.
 
-    Both (chunks, kept). NaN counts as the largest, then infinity. Of equal ones any may be taken.
+    Both (chunks, kept). NaN counts as the largest, then infinity. Any of equal ones may be taken.
     """
 
     add: Callable[[torch.Tensor, SentEntries], None]

@@ -42,7 +42,7 @@ def on_device(
     return found
 
 
-# Of Triton's kernels: addresses and sizes of many tensors. In most steps nothing is new in them: DDP's
+# For Triton's kernels: addresses and sizes of many tensors. In most steps nothing is new in them: DDP's
 # buckets and the residuals stay where they are, and the allocator gives a step the memory of the one before.
 
 

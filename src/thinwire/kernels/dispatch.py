@@ -47,7 +47,7 @@ def _load_numba() -> Tables | None:
     if find_spec("numba") is None:
         return None
     try:
-        # Not at the head of this file: Numba is an extra, and takes longer to import than all else.
+        # Imported here: Numba is an extra, and takes longer to import than all else.
         return cast("Tables", import_module("thinwire.kernels.numba.tables").TABLES)
     # Numba's own, that it finds no place for its cache, and that it keeps it otherwise than is known.
     except (ImportError, RuntimeError, AttributeError) as error:
@@ -86,7 +86,7 @@ TRITON = Backend(
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
-"""By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:
+"""Preferred ones first; the last one serves everything. Tests and benchmarks switch it, read at every call:
 `dispatch.backends = (dispatch.TORCH,)` makes PyTorch's products serve all.
 """
 
@@ -118,7 +118,7 @@ def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
-    """Return who serves, with version and kind of device: where these differ, so may the last bits."""
+    """Return who serves, with version and kind of device: if these differ, so may the last bits."""
     backend, _ = _serving(like, matrix_rank)
     name = f"{backend.name} {backend.version()}"
     if like.device.type != "cuda":

@@ -64,7 +64,7 @@ class Asked(NamedTuple):
 
     group: MatrixGroup
     factor: torch.Tensor  # of each matrix Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows)
-    # What the loss was multiplied by, one tensor for all of a device in a step; None for 1.
+    # The loss scale, one tensor for all of a device in a step; None for 1.
     loss_scale: torch.Tensor | None
     add_error: bool  # whether this is the first time in the step: so of all that are asked together
 
@@ -80,7 +80,7 @@ class Reconstruction(NamedTuple):
     """A group that is to become the mean: every matrix is M less what all terms but the last have sent."""
 
     group: MatrixGroup
-    # Where to write the new residual of each matrix, (rows, columns): they may be the group's own `errors`.
+    # Takes the new residual of each matrix, (rows, columns): they may be the group's own `errors`.
     # None to forget it.
     errors: Sequence[torch.Tensor] | None
     terms: Terms
@@ -113,7 +113,7 @@ class Rows(NamedTuple):
 
     # fp32 or fp64, (matrices, rows, columns), few rows and many columns; given away if any are drawn.
     rows: torch.Tensor
-    # What replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
+    # Replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
     drawn: torch.Tensor | None = None
 
 
@@ -150,7 +150,7 @@ def round_all_into(
             round_into(*item, loss_scale)
         return
     rounded, kept = [item[0] for item in items], [item[1] for item in items]
-    # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
+    # Cut off at the range: what is beyond stays in the residual; an infinite gradient would be lost.
     limit = min(torch.finfo(rounded[0].dtype).max, torch.finfo(kept[0].dtype).max)
     # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
     torch._foreach_copy_(rounded, kept)
@@ -171,7 +171,7 @@ def round_all_into(
 def round_into(
     gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
 ) -> None:
-    """Store the mean in a gradient of another type; what its type can't hold goes to the residual."""
+    """Store the mean in a gradient of a different type; what its type can't hold goes to the residual."""
     limit = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
     together = ROUNDED_ELEMENTS if mean.device.type == "cpu" else max(1, len(mean))
     for start in range(0, len(mean), together):

@@ -33,7 +33,7 @@ from thinwire.tensors.layout import as_one, stacked
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
 
-# Of matrices (two dimensions), and of batches of them.
+# These take matrices (two dimensions), and batches of them.
 PRODUCT: dict[int, Callable[..., torch.Tensor]] = {2: torch.mm, 3: torch.bmm}
 SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 
@@ -42,11 +42,11 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     """Read every matrix once, and write it once if its residual is added."""
     lefts = []
     for group, right, loss_scale, add_error in items:
-        # Of the factor's type: the message is made of what is written here, without a copy.
+        # It has the factor's type: the message is made of what is written here, without a copy.
         left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
         for k, rows, matrix, error in _parts(group.matrices, group.errors if add_error else None):
             _add_scaled(matrix, error, loss_scale)
-            # Not M Qᵀ: of that MKL's last bits depend on where in a bucket the matrix lies.
+            # The last bits of MKL's M Qᵀ depend on where in a bucket the matrix lies.
             PRODUCT[matrix.dim()](right[k], matrix.mT, out=left[k, :, rows])
         lefts.append(left)
     return lefts
@@ -193,8 +193,8 @@ def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> l
 
 def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
     """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent."""
-    # By elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
-    # dependent row takes nothing from those below it, where torch's own factorisation would fail, or give
+    # Elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
+    # dependent row takes nothing from those below it; torch's own factorisation would fail, or give
     # NaN.
     rows = grams.shape[1]
     # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
@@ -223,7 +223,7 @@ def _above(values: torch.Tensor, limit: float) -> torch.Tensor:
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return whether all is finite: NaN wins every maximum."""
-    # Of a NaN no comparison is true.
+    # No comparison with NaN is true.
     return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
 
 

@@ -207,5 +207,5 @@ class ModelAverager(Averager):
             try:
                 yield
             finally:
-                # What was gathered for an evaluation is of the average, and would be used again.
+                # Parameters gathered for an evaluation are of the average, and would be used again.
                 self._model.replica.show_shards()

@@ -181,7 +181,7 @@ class LocalSGD(ModelAverager, Member):
         if self._membership.is_open:
             self._transact(self._membership.finish)
 
-    # What happens after a step.
+    # The schedule, after each step.
 
     def _after_own_step(self) -> None:
         self._check_inside("a step")
@@ -207,7 +207,7 @@ class LocalSGD(ModelAverager, Member):
             return 0.0
         return self._group.decided(monotonic() - self._averaged_at)
 
-    # What the members see of it.
+    # The members' view.
 
     def _place(self, turns_ahead: int) -> int:
         return (self._turns + turns_ahead) % len(self._fragments)
@@ -253,7 +253,7 @@ class LocalSGD(ModelAverager, Member):
         places = range(len(self._fragments)) if is_exact else [self._place(0)]
         fragments = [self._fragments[place] for place in places]
         changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
-        # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
+        # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()):
             flat.mul_(scale)
         self._sent_work = {place: self._work[place] for place in places}

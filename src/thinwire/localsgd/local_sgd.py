@@ -242,7 +242,7 @@ class LocalSGD(ModelAverager, Joinable):
             if kind is None:
                 self.average()
         finally:
-            # After an average nothing is in flight; after an exception nobody waits for what is.
+            # After an average nothing is in flight; after an exception no one waits for what is.
             self._averagings.abandon()
             self._is_inside = False
             self._attached.close()
@@ -262,7 +262,7 @@ class LocalSGD(ModelAverager, Joinable):
         with self._averaging("average()"):
             self._averagings.average_all()
 
-    # What happens after a step.
+    # The schedule, after each step.
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
@@ -291,7 +291,7 @@ class LocalSGD(ModelAverager, Joinable):
     def _averaging(self, call: str) -> Iterator[None]:
         """Check the model first; where anything fails inside, forget what is in flight."""
         self._check_inside(call)
-        if not self._engine.has_agreed:  # perhaps because of another algorithm since the last averaging
+        if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
             # The step may stand under autocast, which would round the arithmetic on changes.

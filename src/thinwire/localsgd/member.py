@@ -70,7 +70,7 @@ class Member(Averager, Front):
         if self._sent_optimizers:
             _check_hold_all(self._sent_optimizers, averaged)
         specs, parts = [each.spec for each in averaged], layouts_of(averaged, streaming.fragments)
-        # Where each process has a part, a mean is finite if those of all are.
+        # If each process has a part, a mean is finite if those of all are.
         settings = Settings(together=self._group.inside if self._group.has_parts else None)
         engine = Engine(algorithm, self._group.transport, specs, settings, parts=parts)
         super().__init__(held, optimizers, engine, replica.sync_of(engine))
@@ -153,7 +153,7 @@ class Member(Averager, Front):
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
-        # By identity: a compiled block's names are not those it is averaged under.
+        # Found by identity: a compiled block's names are not those it is averaged under.
         averaged = {id(each.tensor) for each in self._model.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
         return {plain_name(name): held_of(tensor) for name, tensor in held if id(tensor) not in averaged}
@@ -166,7 +166,7 @@ class Member(Averager, Front):
     def _adopted(self) -> None:
         """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
 
-    # What all members must have alike, and what one starts from.
+    # Members compare this, and a newcomer starts from it.
 
     def _described(self) -> Description:
         sent = ", ".join(type(each).__name__ for each in self._sent_optimizers)
@@ -269,7 +269,7 @@ class Member(Averager, Front):
         model and (with `send_optimizer`) the optimizers become those of the state, on entry.
 
         Raises:
-            StateError: It is not such a state, or is of another model.
+            StateError: It is not such a state, or is of a different model.
             StepError: The context was entered already.
         """
         if self._model.entered:
@@ -297,7 +297,7 @@ def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_pro
 
 def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Sequence[Averaged]) -> None:
     held = set[int]().union(*map(held_by, optimizers))
-    # Statistics are buffers, which nobody trains.
+    # Statistics are buffers, which no one trains.
     trained = [each for each in averaged if not each.spec.is_statistic]
     others = [each.name for each in trained if id(each.tensor) not in held]
     if others:
@@ -326,7 +326,7 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
 
 def _group_of_environment() -> Group:
     """Return a `TorchftGroup` as the environment says."""
-    # Imported here: torchft is an extra, and a group of another kind does without.
+    # Imported here: torchft is an extra, and a group of a different kind does without.
     from thinwire.localsgd.members.torchft_group import TorchftGroup  # noqa: PLC0415
 
     return TorchftGroup()

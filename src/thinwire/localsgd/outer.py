@@ -48,7 +48,7 @@ def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
 
 
 def nesterov_lr(outer: Nesterov, num_members: int, algorithm: Algorithm) -> float:
-    """Return the outer learning rate for so many members that train on their own.
+    """Return the outer learning rate for a number of members.
 
     Examples:
         >>> from thinwire import AllReduce

@@ -28,7 +28,7 @@ class Replica:
         pieces: Mapping[str, Piece] | None = None,
     ) -> None:
         self.replicas = replicas
-        # What joins the processes of the replica; no shards if nobody else has to be asked.
+        # Joins the processes of the replica; None if there is one.
         self.shards = None if inside is None or inside.size == 1 else inside
         self.inside = InProcessTransport.group(1)[0] if self.shards is None else self.shards
         self._pieces = pieces or {}
@@ -47,7 +47,7 @@ class Replica:
     def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
 
-        Of what all have whole, such as a buffer, the first shard's: each process has its own.
+        A buffer, which all have whole, is the first shard's: each process has its own.
         """
         return {name: self._gathered(name, each) for name, each in held.items()}
 

@@ -76,10 +76,10 @@ class Schedule:
         return self.streaming.delay_steps
 
     def local_weight(self, algorithm: Algorithm) -> float:
-        """Return what a model keeps of its own when a delayed average arrives."""
+        """Return the share of a model's local change that stays when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
-        # What a model keeps of a change is part of its next one. If the residual holds most of that change
+        # The kept share of a change is part of the next one. If the residual holds most of that change
         # already, it would be sent twice.
         return USUAL_LOCAL_WEIGHT if self.delay_steps and not algorithm.sends_few_entries else 0.0
 
@@ -122,7 +122,7 @@ class Schedule:
         return (turn - 1,) if turn and rest < self.num_fragments else ()
 
     def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
-        """Return whether a member averages so many steps, and seconds, after its last averaging."""
+        """Return whether a member averages now, given the steps and seconds since its last averaging."""
         place, num_fragments = turn % self.num_fragments, self.num_fragments
         if self.every_seconds is None:
             first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))

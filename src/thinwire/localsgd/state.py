@@ -38,7 +38,7 @@ class LoadedState(NamedTuple):
     last_average: Tensors  # by name
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
-    warmup: Mapping[str, Any] | None  # for its engine to check; None if it had none of its own, or was over
+    warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
     checksum: str  # of all of it, for processes to compare what they loaded
     members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 

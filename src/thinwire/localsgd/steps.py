@@ -30,7 +30,7 @@ class Steps(Member):
     leaving, and members that vanish: as `elastic.DiLoCo`.
 
     Each step asks the lighthouse who is there, and needs a round trip more over the slow link than
-    `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every so many steps.
+    `thinwire.attach`; all is sent after the backward pass. `elastic.DiLoCo` asks only every few steps.
 
     Args:
         model: A module; of a member of several processes a DDP model, or one in parts. Buffers are not
@@ -112,11 +112,11 @@ class Steps(Member):
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
-        """Yield each parameter with its part of what is flat, of its own type."""
+        """Yield each parameter with its part of what is flat, in the parameter's type."""
         for each, part in self._buckets.parts(flats):
             yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
 
-    # What the members see of it.
+    # The members' view.
 
     def _weight(self, turns_ahead: int = 0) -> float:
         return 0.0 if turns_ahead else self._work

@@ -32,7 +32,7 @@ MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
 COLLECTIVE_REPETITIONS = 4
 PAIR_REPETITIONS, PAIR_SECONDS = 5, 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
-# By which one process comes later than the others, besides a latency: in training they never come at once,
+# How much later than the others one process comes, besides a latency: in training they never come at once,
 # and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
 IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
@@ -57,7 +57,7 @@ def probe(
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
             eighths are for averaging. If it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
-            one, where NCCL carries its tensors; the CPU elsewhere.
+            one, if NCCL carries its tensors; else the CPU.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
         progress: Gets what is being measured, in words.
 
@@ -74,7 +74,7 @@ def probe(
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
     device = transport.fast_device if device is None else device
-    # Different arguments would mean different messages, and processes that wait for ever.
+    # Different arguments would mean different messages, and processes that wait forever.
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(5 / 8 * budget_seconds))
@@ -98,7 +98,7 @@ def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
     """Return the bits per second of averagings in flight, by the connections that Gloo makes. Collective.
 
     Gloo makes as many to each process as `GLOO_SOCKET_IFNAME` names interfaces, also one of them twice.
-    Each number has a group of its own here. Of the default process group.
+    Each number of connections is measured in a separate group of all processes.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not interface or found.backend != "gloo":
@@ -137,7 +137,7 @@ class _Meter:
             share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
-            # Not counted: connections are made, pages are touched.
+            # This one does not count: connections are made, pages are touched.
             first_seconds = self.once(message)
             # As a mean over all: with different numbers of repetitions they would wait forever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
@@ -163,7 +163,7 @@ class _Meter:
 
     def wire_factors(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
         """Return how much longer other collectives take than averagings with as many bytes on the wire."""
-        # As many of each; where what is sent goes before what is received, it takes twice as long.
+        # As many of each; if what is sent goes before what is received, it takes twice as long.
         num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
         late_seconds = LATE_SECONDS + timings[0].median_seconds
@@ -200,7 +200,7 @@ class _Meter:
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
         """Return the largest message, of those timed, of which an averaging takes less than so long."""
-        # Nothing larger than was timed: where noise hides the rate, it would seem to take no longer.
+        # Nothing larger than was timed: if noise hides the rate, it would seem to take no longer.
         sizes = [each.message_bytes for each in timings[1:] if each.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 

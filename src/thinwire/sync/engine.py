@@ -55,11 +55,11 @@ class Engine(Lanes):
         if machines is not None:
             # Processes of a machine average different parts, so they ask each other whether all are healthy.
             settings = replace(settings, together=machines.inside)
-        # What counts the messages of steps. Agreement and checkpoint traffic goes through `transport`, and is
+        # Counts the messages of steps. Agreement and checkpoint traffic goes through `transport`, and is
         # neither counted nor fault-injected.
         self.metered = Metered(transport if machines is None else machines.between, traffic)
         super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts, machines)
-        # What steps send through; `thinwire.testing` puts something else in its place between steps.
+        # Steps send through this; `thinwire.testing` puts something else in its place between steps.
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         # Are called after every step, with whether it was committed; see `thinwire.Watch`.
@@ -93,7 +93,7 @@ class Engine(Lanes):
         self.check_between_steps("use()")
         self._take(algorithm)
         self._close_all()
-        if self._plans:  # before the first step nobody knows what is stale
+        if self._plans:  # before the first step no one knows what is stale
             self._forget_stale()
             for plan in self._plans:
                 plan.adopt(self.memory)
@@ -101,7 +101,7 @@ class Engine(Lanes):
     # Steps.
 
     def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> Lane:
-        """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open."""
+        """Return the lane of a bucket, to be kept while it `is_current`. Collective if it was not open."""
         with self.clock.inside(self.traffic), full_precision(device):
             return self.open_all({specs: device}, is_agreed=is_agreed)[specs]
 
@@ -163,7 +163,7 @@ class Engine(Lanes):
     # Steps that were not finite.
 
     def raise_unless(self, committed: bool) -> None:
-        """Raise, where the user wants that of a step that was not committed."""
+        """Raise, if the user wants that of a step that was not committed."""
         if not committed and self.settings.on_nonfinite == "raise":
             raise NonfiniteError(
                 f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
@@ -189,7 +189,7 @@ class Engine(Lanes):
         )
         logger.warning(words, self.steps, became, then)
 
-    # What was done.
+    # Counts.
 
     def stats(self) -> Stats:
         """As `GradientSync.stats`."""
@@ -261,7 +261,7 @@ class Engine(Lanes):
         its mean over the machine is the residual.
         """
         self.differing.add(name)
-        # What else is local belongs to this residual, and would be wrong beside another.
+        # Other local memory belongs to this residual, and would be wrong beside another.
         for slot in self.memory.slots:
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
@@ -313,7 +313,7 @@ class Engine(Lanes):
         self.check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
-            # First of all: where processes differ, none has changed its memory.
+            # First of all: if processes differ, none has changed its memory.
             agree(self.transport, self.described("state_dict()", self.device, has_progress=True), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()

@@ -46,7 +46,7 @@ MAX_IDLE_LANES = 32
 EXACT = AllReduce()
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
-"""The buckets of each part of a model whose parts are averaged in steps of their own."""
+"""The buckets of each part of a model whose parts are averaged in separate steps."""
 
 
 class Lanes:
@@ -76,8 +76,8 @@ class Lanes:
         self.shortfalls: dict[str, None] = {}  # why slower kernels than the device's have served steps
         self.may_remember = False  # whether some process of this machine may have something in memory
         self.has_agreed = False
-        self.num_parts = max(1, len(parts))  # that are averaged in steps of their own
-        # What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape.
+        self.num_parts = max(1, len(parts))  # that are averaged in separate steps
+        # Loaded and not in memory yet, by slot and parameter, in the parameter's shape.
         self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
@@ -140,7 +140,7 @@ class Lanes:
         device = self._unseen[-1].device
         return (~torch.stack([each.to(device) for each in self._unseen])).sum()
 
-    # What is planned.
+    # The plan.
 
     @property
     def plans(self) -> Sequence[BucketPlan]:
@@ -158,7 +158,7 @@ class Lanes:
     def plan(self) -> Plan:
         """How each parameter travels, in the order of the model."""
         plans, plan = self._shown
-        if plans is not self.plans:  # asked in every step, and seldom another one
+        if plans is not self.plans:  # asked in every step, and seldom a new one
             order = {name: position for position, name in enumerate(self.known_specs)}
             routes = sorted(self._routes(), key=lambda route: order[route.names[0]])
             plan = Plan(tuple(routes), 1 if self.places is None else self.places.inside.size)
@@ -242,7 +242,7 @@ class Lanes:
             if any(spec.name not in self.known_specs for spec in specs):
                 self.known_specs.update((spec.name, spec) for spec in specs)
                 self._model_plans = ()
-        # Before the first message of any: members whose messages have other lengths would wait for ever, or
+        # Before the first message of any: members whose messages have other lengths would wait forever, or
         # add up what does not belong together. And by a gather, which is never taken for an average: where
         # only some come here, it ends in a timeout that says what to look for.
         if new and not is_agreed:
@@ -283,7 +283,7 @@ class Lanes:
             for number, specs in enumerate(buckets)
         }
         described = self.described("a step", self.device, has_progress=True) | named
-        # Not through what counts, for it is no gradient's message; but the host waits as for one.
+        # It is not counted, for it is no gradient's message; but the host waits as for one.
         with self.traffic.waiting():
             agree(self.transport, described, f"step {self.steps}")
 
@@ -293,7 +293,7 @@ class Lanes:
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
             for name, value in asdict(self.algorithm).items():
-                if isinstance(value, tuple):  # of pairs: where some differ, only those are shown
+                if isinstance(value, tuple):  # of pairs: if some differ, only those are shown
                     described |= {f"{name} of {key}": repr(each) for key, each in value}
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
@@ -320,12 +320,12 @@ class Lanes:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of all parameters, as far as the model or the loaded state has them."""
+        """The shapes of all parameters, as far as the model or the loaded state has them."""
         loaded = {} if self._unchecked is None else self._unchecked.shapes
         return {**loaded, **{name: spec.shape for name, spec in self.known_specs.items()}}
 
     def check_loaded(self) -> None:
-        """Refuse a loaded state, at the first step after it, if it turns out to be of another model."""
+        """Refuse a loaded state, at the first step after it, if it turns out to be of a different model."""
         if self._unchecked is not None:
             check_model(self._unchecked, self.known_specs, by_position=True)
             self._unchecked = None

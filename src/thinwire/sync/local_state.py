@@ -77,7 +77,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 if not is_elementwise:
                     of_slot.setdefault(label, tensor)
                     continue
-                # Of the processes of a machine each has its part, and zeros; machines average.
+                # Each process of a machine has its part, and zeros; machines average.
                 machines = state["members"] // state["places"] if is_local_slot else 1
                 if is_local_slot or state["member"] // state["places"] == 0:
                     share = tensor.double() / machines

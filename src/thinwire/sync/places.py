@@ -30,7 +30,7 @@ class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: without a message."""
+        """See `BucketPlan.exchange`: without a message."""
         yield Commit(all_finite, writes=False)
 
 
@@ -115,7 +115,7 @@ class BucketParts:
         places = range(len(ranges[0]))
         # Elements of the bucket of each place.
         self.lengths = [sum(_length(of_spec[each]) for of_spec in ranges) for each in places]
-        # Of the bucket, in the order of places.
+        # Slices of the bucket, in the order of places.
         self._slices = _joined(
             slice(offset + of_spec[each].start, offset + of_spec[each].stop)
             for each in places
@@ -206,7 +206,7 @@ class Places:
                 detail = f"{whole[label].detail}, by {len(routes)} processes"
                 yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
-    # What this process remembers.
+    # This process's memory.
 
     def forget(self) -> None:
         """Remember that memory holds nothing yet."""
@@ -233,7 +233,7 @@ class Places:
             self._move(moved, ranges, memory, device)
         self._held |= ranges
         for slot, tensors in memory.slots.items():
-            # What was loaded for the other processes of the machine.
+            # Loaded for the other processes of the machine.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
                 if ranges.keys() >= names_in(label):
                     del tensors[label]
@@ -279,7 +279,7 @@ class Places:
         everyone = tensors_of_all(own, is_elementwise, self.inside) if of_all else mine
         for place, (slot, label, tensor) in everyone:
             spec = specs.get(label)
-            # Of one process alone it is packed in the parameter's shape.
+            # From one process alone it is packed in the parameter's shape.
             if not is_elementwise[slot] or spec is None or tensor.numel() == spec.numel:
                 whole[slot].setdefault(label, tensor)
                 continue

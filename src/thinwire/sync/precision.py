@@ -73,7 +73,7 @@ class _FullProducts:
 
 _products = _FullProducts()
 
-# Of a backend ("generic" for all) and an operation of it ("all" for all).
+# A backend ("generic" for all) and an operation of it ("all" for all).
 _precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
 _set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 

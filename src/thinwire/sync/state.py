@@ -192,7 +192,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list | tuple) and all(type(each) is kind for each in value)
 
 
-# What a state has under a key: as errors say it, and what tells whether a value is it.
+# For each key of a state: what errors call its value, and a test of it.
 Expected = tuple[str, Callable[[Any], bool]]
 NUMBERS: Expected = (
     "floating tensors of 16, 32 or 64 bits",

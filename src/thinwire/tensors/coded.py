@@ -133,7 +133,7 @@ CODEBOOKS: Mapping[int, Codebook] = MappingProxyType(
         1: Codebook(1, (-1.0, 1.0), "mean magnitude"),
     }
 )
-"""By bits."""
+"""Codebooks by bits."""
 
 
 # bf16, which has fp32's range: with half the bytes of fp32, blocks may be half as long for as much.

@@ -35,5 +35,5 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor, which shares its memory."""
     detached = tensor.detach()
-    # Of a DTensor, not by its type: that takes seconds to import.
+    # A DTensor is not told by its type: that takes seconds to import.
     return detached.to_local() if hasattr(detached, "to_local") else detached

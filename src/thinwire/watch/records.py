@@ -16,7 +16,7 @@ from thinwire.json_records import Amount, Count, Processes, Seconds, Whole, pars
 FORMAT = 4  # of files; a reader refuses all others
 # Both bound what a reader holds in memory of a file that may come from anywhere.
 MAX_LINE_BYTES, MAX_BYTES = 1 << 24, 1 << 28
-# What the user may not call a number that is logged.
+# A number that is logged may not have one of these names.
 RESERVED = ("kind", "step", "seconds")
 
 Record = dict[str, Any]
@@ -262,7 +262,7 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
 
 def without_undone(records: list[Record]) -> list[Record]:
     """Return the records, less those of steps that training went back before and made again."""
-    # Where in the file training went back, and to which step.
+    # The places in the file at which training went back, and the steps that it went back to.
     returns: list[tuple[int, int]] = []
     start, last_step = None, math.inf
     for index, record in enumerate(records):

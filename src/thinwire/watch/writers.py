@@ -59,7 +59,7 @@ class JSONLWriter:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
                     raise ConfigError(f"{found}; give a different path")
                 # A killed process may have left half a line, and a record after it could not be read. Longer
-                # lines are not read, so the last newline lies within so many bytes.
+                # lines are not read, so the last newline lies within that many bytes.
                 start = max(0, size - MAX_LINE_BYTES)
                 file.seek(start)
                 file.truncate(start + file.read().rfind(b"\n") + 1)

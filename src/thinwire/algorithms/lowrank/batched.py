@@ -50,11 +50,11 @@ class BatchedPowerSGD(LowRank):
 
     @property
     def mixes_parameters(self) -> bool:
-        """As `Algorithm.mixes_parameters`: with error feedback, since all share one matrix."""
+        """See `Algorithm.mixes_parameters`: with error feedback, since all share one matrix."""
         return self.error_feedback
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
+        """See `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
         shape = square(numel)
         matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
@@ -72,7 +72,7 @@ class BatchedPlan(LowRankPlan):
     """A bucket as two factors."""
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `LowRankPlan.compress`: two rounds for each power iteration."""
+        """See `LowRankPlan.compress`: two rounds for each power iteration."""
         (route,) = self.compressed
         assert route.matrix_shape is not None
         assert route.matrix_rank is not None

@@ -16,7 +16,7 @@ from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.plan import ParameterSpec, Route
 
-# What torch, the reference implementation and earlier versions call our settings.
+# Names of our settings in torch, the reference implementation and earlier versions.
 ELSEWHERE = {
     "rank": "matrix_rank",
     "matrix_approximation_rank": "matrix_rank",

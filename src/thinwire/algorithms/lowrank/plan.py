@@ -46,7 +46,7 @@ class LowRankPlan(BucketPlan):
         return StartingBases(self.config.seed, warm_start=self.config.warm_start)
 
     def kernels(self, device: torch.device) -> set[str]:
-        """As `BucketPlan.kernels`: bases, and products with them, differ in the last bits."""
+        """See `BucketPlan.kernels`: bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
         kinds = {(dtypes[each.names[0]], each.matrix_rank) for each in self.compressed if each.matrix_rank}
         return {
@@ -55,7 +55,7 @@ class LowRankPlan(BucketPlan):
         }
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `BucketPlan.exchange`: one round if nothing is to be compressed, else those of `compress`."""
+        """See `BucketPlan.exchange`: one round if nothing is to be compressed, else those of `compress`."""
         names = [spec.name for spec in self.specs]
         if self.compressed and not self.config.sends_uncompressed(names, memory):
             yield from self.compress(bucket, memory)
@@ -184,7 +184,7 @@ def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """Return the norm of each route's tensors together, in its device's widest type; all are of one type."""
-    # By one operation: on an accelerator each by itself would be a launch, or several.
+    # One operation: on an accelerator each by itself would be a launch, or several.
     each = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
     # In double where there is such: the square of a large fp32 norm is beyond fp32.
     parts = each.to(accelerators.widest_dtype(each.device)).split_with_sizes(

@@ -116,11 +116,11 @@ class PowerSGD(LowRank):
 
     @property
     def indivisible(self) -> Indivisible:
-        """As `Algorithm.indivisible`: a parameter, which is one matrix."""
+        """See `Algorithm.indivisible`: a parameter, which is one matrix."""
         return "parameter"
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """As `Algorithm.prepare`: every matrix that shrinks enough is compressed.
+        """See `Algorithm.prepare`: every matrix that shrinks enough is compressed.
 
         Nothing is, if the bucket as a whole does not shrink.
         """
@@ -172,7 +172,7 @@ class PowerSGDPlan(LowRankPlan):
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `LowRankPlan.compress`: one or two rounds for each iteration."""
+        """See `LowRankPlan.compress`: one or two rounds for each iteration."""
         dtype = self.config.message_dtype(bucket.flat.dtype)
         names = [bucket.specs[index].name for index in self.uncompressed]
         sent = compensated(bucket, memory, self.uncompressed, dtype)
@@ -180,7 +180,7 @@ class PowerSGDPlan(LowRankPlan):
         groups = self._matrices(bucket, memory)  # M: gradient, and residual until a kernel adds it
         labels = [group.labels for group in groups]
 
-        # By the count of committed steps, which all members have and a saved state keeps: the factor in
+        # The count of committed steps decides, which all members have and a saved state keeps: the factor in
         # memory is of the side whose turn it is.
         turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
         starts = self.bases.of(memory, groups, left=self.alternating and turn % 2 == 0)
@@ -271,7 +271,7 @@ class PowerSGDPlan(LowRankPlan):
         terms: Sequence[Terms],
         is_healthy: torch.Tensor | None,
     ) -> Round[None]:
-        """Make compressed gradients their mean; remember what this process has not sent of its own."""
+        """Make compressed gradients their mean; remember what this process has not sent."""
         items, errors = [], dict[str, torch.Tensor]()
         for group, found in zip(groups, terms, strict=True):
             rooms = _rooms(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None

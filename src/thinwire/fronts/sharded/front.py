@@ -59,7 +59,7 @@ def attach_sharded(
             "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
             'init_process_group("cpu:gloo,cuda:nccl")'
         )
-    # A replica that is one shard has nobody to ask, and no group for it.
+    # A replica that is one shard has no one to ask, and no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
         shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
@@ -78,7 +78,7 @@ def attach_sharded(
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_averaged_by_torch:
         sharded.stop_averaging()
-    # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
+    # After everything is compared: replicas of unlike shapes would wait for each other in here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
     front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
@@ -164,10 +164,10 @@ class ShardedFront:
         self._sharded = sharded
         self._buckets = _buckets_of(pieces)
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        # By identity: parameters compare element by element.
+        # Found by identity: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._has_order = False
-        # Of the buckets in order, how many may be started before the end of a pass.
+        # How many of the buckets, in order, may be started before the end of a pass.
         self._num_early = 0
         device = self._buckets[0].device
         self._handles: list[RemovableHandle] = []
@@ -182,7 +182,7 @@ class ShardedFront:
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
             for piece in self._pieces
         ]
-        # Behind FSDP2's own, which is the first: it may have taken new parameters just now.
+        # After FSDP2's own, which is the first: it may have taken new parameters just now.
         check = disable_dynamo(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
 
@@ -193,7 +193,7 @@ class ShardedFront:
         self._sharded.go_on_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
-        """Refuse what would go unnoticed: gradients that nobody averages."""
+        """Refuse what would go unnoticed: gradients that no one averages."""
         sharded = self._sharded
         # In a backward pass: an activation checkpoint computes the whole model again.
         if torch._C._current_graph_task_id() != -1:
@@ -213,7 +213,7 @@ class ShardedFront:
         if sharded.is_finalized_by_hand:
             remedy = "set_manual_backward_finalization(False)"
             raise StepError(f"{NOT_AVERAGED} without an end of the pass; {remedy}")
-        # Behind the check above: a root that was sharded later has made parts of those that were roots.
+        # After the check above: a root that was sharded later has made parts of those that were roots.
         if sharded.is_inside_another:
             raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
         for name, parameter in sharded.parameters:
@@ -311,7 +311,7 @@ class ShardedFront:
                 # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
                 flags = sent_to(engine.metered.control_device, torch.tensor(have, dtype=torch.uint8))
                 purpose = f"step {engine.steps}, which parameters were used"
-                # Behind all buckets: how many were started before differs between replicas.
+                # After all buckets: how many were started before differs between replicas.
                 who_has = engine.metered.all_reduce(flags, purpose, operation="max")
                 committed = cast(Step, self._step).finish()
                 who_has.wait()

@@ -76,7 +76,7 @@ class ShardedSync(GradientSync):
         return _cut(loaded, self.pieces, self.shards)
 
     def distributed_state(self) -> Stateful:
-        """As `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
+        """See `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
         return _InShards(self, self._engine)
 
 

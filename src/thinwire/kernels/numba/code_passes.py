@@ -52,7 +52,7 @@ TOGETHER = 1024
 
 FLOAT_BYTES = 4
 TINY = np.float32(2.0**-126)
-# Of numbers in between, squares and their sums stay within fp32.
+# Squares of numbers in between, and their sums, stay within fp32.
 SAFE_FROM, SAFE_TO = np.float32(1e-15), np.float32(1e15)
 INFINITE, NOT_A_NUMBER = 0x7F80, 0x7FC0  # in bf16
 SMALLEST = 0x0080  # one over what is smaller is not finite
@@ -241,7 +241,7 @@ def _restore(
 @inlined
 def _scale(numbers: int, length: int, bits: int, last: float) -> int:
     """Return the bits of a block's scale in bf16."""
-    # At once with the largest, where squares do not leave the range.
+    # Together with the largest, if squares do not leave the range.
     one = np.float32(1)
     wide = length - length % WIDE
     most_of, sums = splat(np.float32(0)), splat(np.float32(0))

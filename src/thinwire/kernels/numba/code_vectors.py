@@ -208,7 +208,7 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
         used = bits * width // 8
         shifted = builder.lshr(eights, _all(kind, width - used))
         eights = builder.and_(builder.or_(eights, shifted), _all(kind, _fields(2 * width, 2 * used)))
-    # Of each number of 64 bits the lowest bytes, as many as a code has bits, one behind the other.
+    # The lowest bytes of each number of 64 bits, as many as a code has bits, one behind the other.
     count = kind.count
     kept = [8 * place + byte for place in range(count) for byte in range(bits)]
     packed = _shuffled(builder, builder.bitcast(eights, ir.VectorType(INT8, 8 * count)), kept)
@@ -226,7 +226,7 @@ def _places(builder: Any, bits: int, units: Any) -> Any:
         # Their sum is a whole number, half to even, which stands in its last bits: faster than conversion.
         whole = builder.fadd(finite, _all(units.type, ROUNDING))
         return builder.add(builder.bitcast(whole, words), _all(words, int(levels[-1])))
-    # By magnitude, and then by sign: half the comparisons.
+    # Compare magnitudes, and then signs: half the comparisons.
     upper = [each for each in levels if each >= 0]
     size = builder.bitcast(_without_sign(builder, units), units.type)
     place = _all(words, 0)

@@ -132,7 +132,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
 
 @inlined
 def _column(factors: FactorBatch, k: int, i: int) -> Tile:
-    """Return a column of a factor, each of its numbers in a row of its own."""
+    """Return a column of a factor, one number in each row."""
     a, b = splat(factors[k, 0, i]), splat(factors[k, 1, i])
     return tile_of(a, b, splat(factors[k, 2, i]), splat(factors[k, 3, i]))
 
@@ -180,7 +180,7 @@ def reconstruct_all(
             m, e = matrices[k] + i * line, errors[k] + i * line
             p = _by_factor_row(sent_lefts, k, i, 4), own.ctypes.data
             q = _by_factor_row(mean_lefts, k, i, 4), mean.ctypes.data
-            # Past the caches: what was there is not read first, and nobody reads it before the next step.
+            # Past the caches: what was there is not read first, and no one reads it before the next step.
             # Asked out here, where the answer is compiled in, and not for every sixteen numbers.
             if (errors[k] | line) % VECTOR_BYTES == 0:
                 _reconstruct(m, e, line, inverse, p, q, stride, 4, True)

@@ -87,7 +87,7 @@ def first_lanes(builder: Any, count: Any) -> Any:
 
 @operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
-    """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched."""
+    """Emit the load of numbers at an address; zeros outside the mask; memory there is not touched."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     zeros = ir.Constant(NUMBERS, [0.0] * LANES)
     return call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)

@@ -83,7 +83,7 @@ def _why_unusable() -> str:
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
         return f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
     try:
-        # Not at the head of this file: Triton is no requirement.
+        # Imported here: Triton is no requirement.
         import_module("thinwire.kernels.triton.launcher").check()
     # Whatever it is, such as a missing C compiler or no place for a cache: PyTorch's kernels do without.
     except Exception as error:

@@ -116,7 +116,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         new = [e for item in some for e in (item.errors or nothing * len(item.group.matrices))]
         groups = [item.group for item in some]
         matrices = _Matrices(groups, some[0].loss_scale, is_first=False, written=new)
-        # Of each matrix: the left and right factor that was sent, and those of the means. What was sent of
+        # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
         pairs = [[item.sent, *item.means] for item in some]
         factors = [
@@ -172,7 +172,7 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     factors, outs = each_of(batches), each_of(results)
     instead = [item.drawn for item in items for _ in item.rows]
     counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
-    # Of each chunk two Gram matrices, and of each matrix a transform. Freed when this returns: the allocator
+    # Two Gram matrices for each chunk, a transform for each matrix. Freed when this returns: the allocator
     # hands the memory out again on this stream only, behind what reads it here.
     room = _empty([((2 * count + 1) * rows * rows,) for count in counts], torch.float64, device)
     table = [

@@ -58,7 +58,7 @@ class Presence(NamedTuple):
 
 @dataclass
 class MembershipStats:
-    """Who has come and gone, as this member has seen it.
+    """Members that have come and gone, as this member has seen it.
 
     Attributes:
         members: In the last averaging.
@@ -82,7 +82,7 @@ class MembershipStats:
 
 
 def kept_lineage(present: Sequence[Presence]) -> int:
-    """Return the lineage that all go on from; whoever is of another one must start anew."""
+    """Return the lineage that all go on from; the others must start again."""
     lineages = [each.lineage for each in present]
     committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
     if committed:  # somebody has committed what others are in doubt of
@@ -139,7 +139,7 @@ class Front(Protocol):
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        """Take the means of a committed averaging; None where nobody had anything to average."""
+        """Take the means of a committed averaging; None where no one had anything to average."""
 
 
 @dataclass
@@ -168,7 +168,7 @@ RETRIED = (CommunicationError, _TryAgainError)
 
 
 class Elastic:
-    """Lets a front average with whoever is there, as often as it takes; keeps track of the members.
+    """Lets a front average with all who are there, as often as it takes; keeps track of the members.
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
@@ -209,7 +209,7 @@ class Elastic:
         return self._open is not None
 
     def average(self) -> None:
-        """Average once with whoever is there, however often that must be tried. Collective."""
+        """Average once with all who are there, however often that must be tried. Collective."""
         self.start()
         self.finish()
 
@@ -283,7 +283,7 @@ class Elastic:
 
     def _start(self) -> None:
         group, present = self._group, self._met()
-        # The same on all of this quorum, and on nobody else: of the past, and of who was there. (The quorum's
+        # The same on all of this quorum, and on no one else: of the past, and of who was there. (The quorum's
         # number is not enough: a lighthouse that has died and come back counts from the beginning.)
         members = [each.member for each in present]
         digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
@@ -313,7 +313,7 @@ class Elastic:
             try:
                 gather_numbers([1.0], self._group.control, purpose)
             except CommunicationError:
-                # Not abandoned: another member may have got this message, and committed.
+                # Don't abandon it: some member may have received this message, and committed.
                 self._doubt = opened
                 raise
         except BaseException:
@@ -361,7 +361,7 @@ class Elastic:
         )
         rows = gather_numbers([float(each) for each in own], group.control, "who takes part in an averaging")
         present = tuple(map(Presence.of, rows))
-        # In this order, and by the rows alone: all refuse at the same place, and nobody sends to one that has
+        # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
         # gone back to meet.
         self._check_number(present)
         present = self._of_one_lineage(present)
@@ -434,7 +434,7 @@ class Elastic:
         self._member = self._drawn()  # to the others, it is a new one
 
     def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
-        """Return the members with their true lineage; those of another one than most must start anew."""
+        """Return the members with their true lineage; others must start again."""
         kept = kept_lineage(present)
         if self._doubt is not None:
             was_committed = self._doubt.lineage == kept
@@ -465,7 +465,7 @@ class Elastic:
             doubt.abandon()
 
     def _check_number(self, present: Sequence[Presence]) -> None:
-        # First: where some had enough and others had not, some would send, and others meet again.
+        # First: if some had enough and others had not, some would send, and others meet again.
         own = self._group.min_members
         needed = [each.min_members for each in present if not each.is_new]
         usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
@@ -541,7 +541,7 @@ class Elastic:
         if received is None:
             return
         lost = self._engine.error_norm()
-        # What a run that resumes owed, those who went on before this member have.
+        # If a run resumes, the members that went on before this one have what it owed.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away: it starts from the others%s", owed)

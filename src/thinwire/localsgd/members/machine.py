@@ -1,4 +1,4 @@
-"""A member of several processes: the first one meets the other members, and speaks for all of its own."""
+"""A member of several processes: the first one meets the other members, and speaks for all."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ REACH_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
 OLDEST = (0, 2)  # of torchft: its major and minor version
-# Of its Manager, used here: the next version may lack them.
+# Private attributes of its Manager, used here: the next version may lack them.
 PRIVATE = ("_client", "_quorum_future", "_quorum_id")
 
 
@@ -115,7 +115,7 @@ class TorchftGroup(Group):
 
     def _open(self, torchft: Any, host: str, name: str) -> None:
         """Start what meets the other members."""
-        # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
+        # For this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         try:
@@ -181,10 +181,10 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
-        # Of a lighthouse that dies while it is asked torchft's manager never tells: no answer comes. Where
-        # the line breaks, it is asked again at once. It does not where the machine or the network is gone: so
+        # If a lighthouse dies while it is asked, torchft's manager never says so: no answer comes. If
+        # the connection breaks, it is asked again at once. It does not if the machine or network is gone: so
         # what takes long is asked for again, too. But each question starts the lighthouse's grace for
-        # stragglers anew: the time doubles, and becomes longer than that, however long that is.
+        # stragglers again: the time doubles, and becomes longer than that, however long that is.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             try:
@@ -213,7 +213,7 @@ class TorchftGroup(Group):
     def conclude(self, committed: bool) -> None:
         """As `Group.conclude`."""
         if not committed:
-            # At once, so that the others' messages fail as well, and nobody waits until they time out.
+            # At once, so that the others' messages fail as well, and no one waits until they time out.
             self._group.abort()
             self._manager.report_error(CommunicationError("the averaging failed"))
         counted = self._manager.current_step() + committed
@@ -222,7 +222,7 @@ class TorchftGroup(Group):
         except (RuntimeError, TimeoutError) as error:
             logger.warning("torchft's manager has not taken note of an averaging: %s", error)
         if self._manager.current_step() != counted:
-            # The members' own last message has decided, and torchft only counts: with another count than the
+            # The members' last message has decided, and torchft only counts: with a different count than the
             # others' this member would be sent a model that it holds, or send them one.
             self.start_over(counted)
 
@@ -272,7 +272,7 @@ class TorchftGroup(Group):
         if self._manager is None:
             self._group.abort()
             return
-        # The manager first: once its heartbeat has stopped nobody counts on this member when its messages
+        # The manager first: once its heartbeat has stopped no one counts on this member when its messages
         # break off. With the group end Gloo's threads: left to the interpreter's end, one that still holds a
         # Python object could abort the process.
         self._manager.shutdown(wait=False)
@@ -329,7 +329,7 @@ class _Client:
 
     It raises `_LighthouseGoneError` where the lighthouse ends meanwhile.
 
-    A lighthouse that comes back numbers its quorums from 1 again. By the number alone the manager would take
+    A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
     processes that have ended.
     """
@@ -354,7 +354,7 @@ class _Client:
                 raise _LighthouseGoneError("it has ended before it answered")
         quorum = answer.result()
         if quorum.replica_ids != self._group.members:
-            self._manager._quorum_id = -1  # so that it configures the group anew
+            self._manager._quorum_id = -1  # so that it configures the group again
         self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
         return quorum
 
@@ -375,7 +375,7 @@ class _Configured:
         self.quorum_id = -1
         self.num_configured = 0
         self.address = ""
-        # Of the quorum last heard of, the same for all of its members.
+        # From the last known quorum, the same for all of its members.
         self.members: list[str] = []
         self.max_step = 0
 
@@ -386,7 +386,7 @@ class _Configured:
         self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
-        # A place of its own in the store: see `_Client`.
+        # A separate place in the store: see `_Client`.
         place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
         self.address = f"{store_addr}/{place}"
         self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
@@ -413,7 +413,7 @@ class _NothingSentError(Exception):
 class _StateTransport:
     """What a newcomer starts from, over the members' own process group: no further port.
 
-    It is what torchft calls a checkpoint transport. Where there are too few members for an averaging, only
+    It is what torchft calls a checkpoint transport. If there are too few members for an averaging, only
     that is sent: the same newcomer would be sent the same state again at the next attempt.
     """
 
@@ -439,7 +439,7 @@ class _StateTransport:
         state = receive_state(self._group.transport(), src_rank)
         if state is None:
             # Raised: else torchft would count this member among those who have the state. And as the sender
-            # says: this member's min_members may be another, for which it is refused only once they have met.
+            # says: this member's min_members may differ, for which it is refused only once they have met.
             raise _NothingSentError
         return state
 
@@ -452,7 +452,7 @@ def _checked_version() -> str:
     try:
         found = version("torchft")
     except PackageNotFoundError:
-        return "nightly"  # that package has a name of its own, and is of today
+        return "nightly"  # that package has its own name, and is of today
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
         raise MissingExtraError(
@@ -465,7 +465,7 @@ def _checked_version() -> str:
 def _check_launcher() -> None:
     """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
-    # What it has started itself ends with it; what stands in between need not have told its own processes.
+    # Its own processes end with it; a program in between need not tell the processes that it has started.
     try:
         with suppress(PermissionError):  # it is there, as another user's
             if launcher is not None:
@@ -478,7 +478,7 @@ def _check_launcher() -> None:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    # It warns so at every change of members, where there is no NCCL, or one without a flight recorder. (A
+    # It warns so at every change of members, if there is no NCCL, or one without a flight recorder. (A
     # function of the module: however often it is added, a logger holds it once.)
     return "NCCL flight recorder" not in record.getMessage()
 
