@@ -121,7 +121,8 @@ def train(
             if local.steps == saves_at:
                 checkpoint.save(local.state_dict(), file)
             if local.steps % EVERY_STEPS == 0:
-                told = vars(local.membership()) | {"loss": loss.item()}
+                told = vars(local.membership()) | {"loss": loss.item(), "processes": dist.get_world_size()}
+                told["ratio"] = local.sync.stats().compression_ratio
                 tell(event="averaged", step=local.steps, checksum=held_checksum(local.module), **told)
     tell(event="left" if local.steps < steps else "done", **vars(local.membership()))
     dist.destroy_process_group()

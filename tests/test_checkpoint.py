@@ -472,6 +472,7 @@ def test_merged_they_lose_nothing_on_another_number_of_processes(entry: Entry, p
     sums, means = zeros(), zeros()
     first = Simulation(entry.algorithm, buckets(), num_workers=4, workers_per_machine=per_machine)
     ran(first, range(6), sums, means)
+    assert first.syncs[0].stats().compression_ratio > 1.5
     merged = merge(sync.local_state_dict() for sync in reversed(first.syncs))
     second = Simulation(entry.algorithm, buckets(), num_workers=3)
     for sync in second.syncs:

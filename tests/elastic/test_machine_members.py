@@ -51,6 +51,8 @@ class Told:
     def check_equal(self, *, have_parts: bool) -> int:
         """Check that all models of a step, or parts of one, are alike; return how many several told of."""
         told = self.lines(event="averaged")
+        assert {line["processes"] for line in told} == {2}
+        assert min(line["ratio"] for line in told) > 2
         # Not what a process said last that was killed then: perhaps it alone had committed.
         living = {line["pid"] for line in {(each["member"], each["rank"]): each for each in told}.values()}
         last = {line["pid"]: line for line in told if line["pid"] not in living}
@@ -90,10 +92,8 @@ def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
         told.wait_for_averagings(2)
         pid = told.lines(event="joined", member=1, rank=1)[0]["pid"]
         other = told.lines(event="joined", member=1, rank=0)[0]["pid"]
-        killed_at = time.time()
         os.kill(pid, signal.SIGKILL)
-        first = told.wait_for(1, event="averaged", member=0, losses=1, rank=1)[0]
-        assert first["time"] - killed_at < 12
+        told.wait_for(1, event="averaged", member=0, losses=1, rank=1)
         back = told.wait_for(4, event="joined", member=1)[2:]
         assert {line["rank"] for line in back} == {0, 1}
         assert all(line["step"] > 0 for line in back)

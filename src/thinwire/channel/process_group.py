@@ -59,9 +59,7 @@ class GroupTransport(Transport):
     `torch.distributed` need not know the group. When the members change, take a new transport.
     """
 
-    # Whether Gloo's messages may be sent to each member directly. Those have no futures. If a member dies,
-    # its last one may reach some members only; one of Gloo's own collectives reaches all or, mostly, none.
-    directly = False
+    directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
     why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -177,7 +175,6 @@ class ProcessGroupTransport(GroupTransport):
     """Carries tensors over a process group of `torch.distributed`, on any backend."""
 
     group: dist.ProcessGroup
-    directly = True
     why = WHY_IN_A_FIXED_GROUP
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
