@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,19 +133,25 @@ class _Meter:
 
     def timings(self, budget_seconds: float) -> Iterator[Timing]:
         """Time one message size after the other, as long as the time lasts."""
-        end = time.perf_counter() + budget_seconds
+        end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
             share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
-            # This one does not count: connections are made, pages are touched.
-            first_seconds = self.once(message)
+            # This one does not count: connections are made, pages are touched. It tells what one costs with
+            # all that the processes tell each other around it, which takes longer than itself on a long link.
+            start = time.perf_counter()
+            self.once(message)
+            each_seconds = self.agreed(time.perf_counter() - start)
             # As a mean over all: with different numbers of repetitions they would wait forever.
-            wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
+            wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(each_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
-            # The next size takes about four times as long. All stop at the same one, by a mean.
-            missing_seconds = 4 * (MIN_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
+            # The next size is four times as long, but a round trip is none the longer for it. All stop at the
+            # same one, by a mean.
+            shortest_seconds = min(shortest_seconds, each_seconds)
+            next_seconds = 4 * each_seconds - 3 * shortest_seconds
+            missing_seconds = (MIN_REPETITIONS + 1) * next_seconds - (end - time.perf_counter())
             if self.agreed(missing_seconds) > 0 and index > 0:
                 return
 
