@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.kernels.triton.triton_kernels import basis_constants
+from thinwire.kernels.triton.triton_kernels import STAGES, basis_constants
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-MATRICES = {"G": "f", "ALIGNED": True, "DOT": "", "R": 4, "ROWS": 16, "COLUMNS": 128}
+MATRICES = {"G": "f", "ALIGNED": True, "STAGES": STAGES, "DOT": "", "R": 4, "ROWS": 16, "COLUMNS": 128}
 EIGHT = {**MATRICES, "R": 8, "SPLIT": 512}
 DOTS = {**MATRICES, "DOT": "tf32x3", "R": 32, "ROWS": 32, "COLUMNS": 64}
 MEANS = {"TERMS": 1, "LIMIT": 0.0}

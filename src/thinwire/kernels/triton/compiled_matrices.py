@@ -15,6 +15,7 @@ Parameters, if a kernel has them:
     KEEPS: Whether M is written to the gradient, which has to be of type fp32.
     ALIGNED: Whether all rows begin at a multiple of 16 bytes.
     DOT: How `tl.dot` multiplies fp32, "tf32x3" or "ieee"; "" where the rows of factors are too few for it.
+    STAGES: Tiles of a loop that are loaded ahead.
     TERMS: Iterations of the step, whose approximations add up.
     LIMIT: The largest number of type G; 0 where that is fp32.
 """
@@ -93,7 +94,7 @@ def some_columns(factor, rank, length, k, R: tl.constexpr):
 def products(
     table, tiles,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr,
-    ALIGNED: tl.constexpr, DOT: tl.constexpr,
+    ALIGNED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply: (M Q)ᵀ. Rows of the table: what `_matrix` reads, Qᵀ, the result. A tile has all columns."""
     pid = tl.program_id(0)
@@ -111,7 +112,7 @@ def products(
         # multiprocessors runs programs.
         # Added up element by element, and over the columns of a tile only at the end.
         sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
-        for k in range(0, columns, COLUMNS):
+        for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             j = k + tl.arange(0, COLUMNS)
             x = some_columns(q, rank, columns, j, R)
             w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
@@ -119,7 +120,7 @@ def products(
         tl.store(p + r[:, None] * rows + i[None, :], tl.sum(sums, axis=2), inside)
     else:
         total = tl.zeros((ROWS, R), tl.float32)
-        for k in range(0, columns, COLUMNS):
+        for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):
             j = k + tl.arange(0, COLUMNS)
             x = some_columns(q, rank, columns, j, R)
             w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
@@ -131,7 +132,7 @@ def products(
 def projections(
     table, tiles,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    KEEPS: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr,
+    KEEPS: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Project: P̂ᵀ M, of SPLIT rows each. Rows of the table: what `_matrix` reads, P̂ᵀ, the result's parts."""
     pid = tl.program_id(0)
@@ -149,7 +150,7 @@ def projections(
     inside = (r < rank)[:, None] & (j < columns)[None, :]
     if DOT == "":
         sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
-        for k in range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS):
+        for k in tl.range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS, num_stages=STAGES):
             i = split * SPLIT + k + tl.arange(0, ROWS)
             x = some_columns(left, rank, rows, i, R)
             w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
@@ -157,7 +158,7 @@ def projections(
         tl.store(at, tl.sum(sums, axis=1), inside)
     else:
         total = tl.zeros((R, COLUMNS), tl.float32)
-        for k in range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS):
+        for k in tl.range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS, num_stages=STAGES):
             i = split * SPLIT + k + tl.arange(0, ROWS)
             x = some_columns(left, rank, rows, i, R)
             w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
@@ -184,7 +185,7 @@ def add_splits(table, tiles, COLUMNS: tl.constexpr):
 def reconstruct(
     table, tiles, is_healthy,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
-    LIMIT: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr,
+    LIMIT: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Turn gradients into the mean, and write what was not sent.
 

@@ -42,7 +42,8 @@ def padded(size: int) -> int:
 def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, dtype=torch.float32, device="cuda")
-    launch("compiled_codes.probe", 1, [number], {}, number.device, writes=[number])
+    # With the options of all launches: without them some versions of Triton warn, which may be an error.
+    launch("compiled_codes.probe", 1, [number], FUSED, number.device, writes=[number])
 
 
 @cache

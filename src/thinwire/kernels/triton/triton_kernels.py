@@ -31,6 +31,9 @@ DOT_ROWS = 16
 # Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
 SPLIT_ROWS = 512
 
+# Tiles of a loop that are on their way at a time.
+STAGES = 3
+
 # Elements of a program that adds up parts; of one that only looks at each.
 SUMS, ELEMENTS = 1024, 4096
 
@@ -213,6 +216,20 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flags.view(torch.bool).all()
 
 
+def tile_and_warps(factor_rows: int, *, reconstructs: bool, keeps: bool) -> tuple[tuple[int, int], int]:
+    """Return rows and columns that a program has at a time, and its warps."""
+    if factor_rows >= DOT_ROWS:
+        return (32, 64), 4
+    # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane. What a program
+    # adds up, factor rows · rows · columns, stays in its registers. With a loop over its rows unrolled, a
+    # factor of eight would not leave `reconstruct` enough of them; nor anything that writes what it has read
+    # as well.
+    is_tight = factor_rows > 4
+    is_short = reconstructs or (keeps and is_tight)
+    rows = (8 if is_tight else 16) if is_short else max(16, 64 // factor_rows)
+    return (rows, 128), 8 if is_tight and not (reconstructs or keeps) else 4
+
+
 class _Matrices:
     """The gradients and residuals of a launch.
 
@@ -246,24 +263,15 @@ class _Matrices:
             (m.data_ptr(), _address(error if adds else None), _address(self._scale), *m.shape, matrix_rank)
             for m, error, matrix_rank in zip(matrices, errors, ranks, strict=True)
         ]
-        factor_rows, warps = padded(max(ranks)), 4
-        if factor_rows >= DOT_ROWS:
-            self.tile = (32, 64)
-        else:
-            # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane.
-            # What a program adds up, factor rows · rows · columns, stays in its registers. With a loop over
-            # its rows unrolled, a factor of eight would not leave `reconstruct` enough of them; nor anything
-            # that writes what it has read as well.
-            is_tight = factor_rows > 4
-            is_short = reconstructs or (self.is_kept and is_tight)
-            self.tile = ((8 if is_tight else 16) if is_short else max(16, 64 // factor_rows), 128)
-            warps = 8 if is_tight and not (reconstructs or self.is_kept) else 4
+        factor_rows = padded(max(ranks))
+        self.tile, warps = tile_and_warps(factor_rows, reconstructs=reconstructs, keeps=self.is_kept)
         touched = [*matrices, *known, *(each for each in written or () if each is not None)]
         self._constants: dict[str, object] = {
             "G": LETTERS[matrices[0].dtype],
             "R": factor_rows,
             "ROWS": self.tile[0],
             "COLUMNS": self.tile[1],
+            "STAGES": STAGES,
             # Without this the compiler reads one number at a time: an address from a table may be any.
             "ALIGNED": all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched),
             # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
