@@ -84,7 +84,7 @@ class Averaging(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CodeKernels:
-    """The arithmetic of averaging in few bits, of flat tensors in fp32 or fp64.
+    """The arithmetic of averaging in few bits, of flat tensors in fp32 or fp64; gradients may be in 16 bits.
 
     What is decoded is the same to the bit with each backend, since members may have different ones: a level
     times the scale, rounded once. What is encoded may differ in the last bit of a scale: all receive it.
@@ -99,11 +99,18 @@ class CodeKernels:
     averaged: Callable[[Averaging], Coded]
     """The mean of what members have sent of some blocks, coded again: one row."""
 
-    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Writes the numbers that all blocks stand for to a flat tensor; NaN where a scale is not finite."""
+    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor, torch.Tensor | None], None]
+    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite.
 
-    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
-    """What all blocks have not sent of the numbers of a flat tensor."""
+    What the gradients' type can't hold of them is added to the last tensor, if there is one.
+    """
+
+    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook, torch.Tensor, slice], torch.Tensor]
+    """What all blocks have not sent of the numbers of a flat tensor; and of some blocks, which this member has
+    averaged, what was lost when their mean was coded.
+
+    So the mean residual and the mean in few bits add up to the true mean.
+    """
 
 
 class SentEntries(NamedTuple):

@@ -6,8 +6,8 @@ its order, or how many have been drawn before. So a resumed run draws what the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import torch
@@ -23,19 +23,24 @@ WORD = 0xFFFFFFFF
 class Draws:
     """A number for each element of some blocks."""
 
-    keys: torch.Tensor  # of each block: that of its parameter, int64
-    first: torch.Tensor  # the place of each block's first element in its parameter, int64
+    keys: torch.Tensor  # of each parameter, int64
+    bases: torch.Tensor  # of each parameter: the place in it of what begins the bucket's first block, int64
+    owners: torch.Tensor  # of each of these blocks: its parameter, int32
+    first: int = 0  # of these blocks, among all
 
     def of(self, some: slice) -> Draws:
         """Return those of some blocks."""
-        return Draws(self.keys[some], self.first[some])
+        return replace(self, owners=self.owners[some], first=self.first + some.start)
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block)."""
         # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): whole numbers
         # only, so that every device draws the same. In 64 bits, for torch has no product of unsigned 32.
-        places = self.first[:, None] + torch.arange(block, device=self.first.device)
-        words = (places * 0x9E3779B1 + self.keys[:, None]) & WORD
+        device = self.owners.device
+        numbers = torch.arange(self.first, self.first + len(self.owners), device=device)
+        firsts = numbers * block + self.bases.index_select(0, self.owners)
+        places = firsts[:, None] + torch.arange(block, device=device)
+        words = (places * 0x9E3779B1 + self.keys.index_select(0, self.owners)[:, None]) & WORD
         words ^= words >> 16
         words = (words * 0x21F0AAAD) & WORD
         words ^= words >> 15
@@ -44,15 +49,42 @@ class Draws:
         return (words >> 8).to(dtype) / (1 << 24)
 
 
-def draws_for(
-    blocks: Blocks, specs: Sequence[ParameterSpec], seed: int, step: int, who: int, device: torch.device
-) -> Draws:
-    """Return the draws of one who rounds, in one step."""
-    keys = [
-        int.from_bytes(blake2b(f"{seed} {step} {who} {spec.name}".encode(), digest_size=4).digest(), "little")
-        for spec in specs
-    ]
-    places = (torch.arange(blocks.total) - blocks.spread(blocks.starts[:-1])) * blocks.block
-    # A part of a parameter draws what the whole one would there.
-    places += blocks.spread([spec.start for spec in specs])
-    return Draws(sent_to(device, blocks.spread(keys)), sent_to(device, places))
+@dataclass(frozen=True)
+class Drawing:
+    """Where the draws of a bucket come from: all of it but a key a parameter is the same in every step."""
+
+    blocks: Blocks
+    specs: Sequence[ParameterSpec]
+    seed: int
+    # Kept by device, as `Blocks` keeps what it tells.
+    _places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[Draws]:
+        """Return the draws of each one who rounds, in one step."""
+        names = [spec.name.encode() for spec in self.specs]
+        keys = [_keys(f"{self.seed} {step} {each} ", names) for each in who]
+        bases, owners = self._places_on(device)
+        # As one copy: each costs the host of an accelerator as much as several launches.
+        sent = sent_to(device, torch.tensor(keys, dtype=torch.int64))
+        return [Draws(each, bases, owners) for each in sent]
+
+    def _places_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._places:
+            # A part of a parameter draws what the whole one would there.
+            bases = [
+                spec.start - first * self.blocks.block
+                for spec, first in zip(self.specs, self.blocks.starts, strict=False)
+            ]
+            owners = self.blocks.spread(range(len(self.specs))).int()
+            self._places[device] = torch.tensor(bases, dtype=torch.int64).to(device), owners.to(device)
+        return self._places[device]
+
+
+def _keys(prefix: str, names: Iterable[bytes]) -> list[int]:
+    """Return a number of 32 bits for each name."""
+    keys, common = [], blake2b(prefix.encode(), digest_size=4)
+    for name in names:
+        each = common.copy()
+        each.update(name)
+        keys.append(int.from_bytes(each.digest(), "little"))
+    return keys

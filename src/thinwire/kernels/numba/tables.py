@@ -96,7 +96,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
         return torch_codes.encoded(flat, blocks, codebook, draws)
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(blocks.total, blocks.num_members, blocks.share, size)
-    flat = flat.contiguous()
+    flat = flat.float().contiguous()
     code_passes.encode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
     return coded
 
@@ -128,10 +128,13 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
     code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
 
 
-def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+def remainder(
+    flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook, lost: torch.Tensor, own: slice
+) -> torch.Tensor:
     """Read and write all numbers once."""
     rest = torch.empty_like(flat)
     code_passes.subtract(flat.data_ptr(), *_rows(coded), rest.data_ptr(), *_blocks(blocks, codebook))
+    torch_codes.add_lost(rest, blocks, lost, own)
     return rest
 
 
@@ -177,6 +180,6 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, decode, remainder),
+    CodeKernels(encoded, averaged, torch_codes.rounding(decode), remainder),
     EntryKernels(largest, add),
 )
