@@ -13,8 +13,9 @@ from unittest.mock import patch
 
 import torch
 
-from gpu_ready.counting import Alike, buckets_of, by_triton, gpt2_small
+from gpu_ready.counting import Alike, Done, buckets_of, by_triton, gpt2_small
 from thinwire.algorithms import Algorithm
+from thinwire.channel.transport import Message, Work
 from thinwire.kernels.triton import launcher
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
@@ -23,6 +24,14 @@ from thinwire.tensors import accelerators
 # The least of so many steps: what else the machine does only adds to it.
 STEPS, UNTIMED_STEPS = 20, 4
 LONGEST = 48  # of a matrix's sides: what is computed takes no time
+
+
+class Idle(Alike):
+    """A group whose messages take no time; nothing arrives."""
+
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        return Done()
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,14 @@ def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
     """
     buckets = tiny_buckets()
     flats = [torch.randn(sum(spec.numel for spec in bucket)) for bucket in buckets]
-    engine = Engine(algorithm, Alike(), settings=Settings(**{"host_check": False, **settings}))
+    engine = Engine(algorithm, Idle(), settings=Settings(**{"host_check": False, **settings}))
     units, hooks, ends = [], [], []
     with (
         by_triton(),
         patch.object(accelerators, "pays_per_launch", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
     ):
-        lanes = engine.open_all({bucket: flats[0].device for bucket in buckets}, is_agreed=True).values()
+        lanes = engine.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
         for _ in range(UNTIMED_STEPS + STEPS):
             # What kernels would have written; else what is checked might not be finite.
             for flat in flats:

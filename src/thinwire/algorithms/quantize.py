@@ -157,11 +157,13 @@ class QuantizePlan(BucketPlan):
             yield Commit(all_finite, writes=False)
             return
         dtype = self.specs[0].memory_dtype
-        # With a residual not in 16 bits: what it adds to a gradient is often below its last bit.
-        values = bucket.flat.to(dtype) if keeps_residual else bucket.flat
-        parts, errors = parts_with_residual(bucket, memory, values)
-        if errors:
-            torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
+        values = bucket.flat
+        if keeps_residual:
+            # Not in 16 bits: what it adds to a gradient is often below its last bit.
+            values = values.to(dtype)
+            parts, errors = parts_with_residual(bucket, memory, values)
+            if errors:
+                torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
         # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
         # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same

@@ -7,8 +7,10 @@ its order, or how many have been drawn before. So a resumed run draws what the r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
@@ -17,20 +19,20 @@ from thinwire.tensors.accelerators import sent_to
 from thinwire.tensors.blocks import Blocks
 
 WORD = 0xFFFFFFFF
+KEY_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """A number for each element of some blocks."""
 
-    keys: torch.Tensor  # of each parameter, int64
+    keys: torch.Tensor  # of each parameter, int32
     bases: torch.Tensor  # of each parameter: the place in it of what begins the bucket's first block, int64
     owners: torch.Tensor  # of each of these blocks: its parameter, int32
     first: int = 0  # of these blocks, among all
 
     def of(self, some: slice) -> Draws:
         """Return those of some blocks."""
-        return replace(self, owners=self.owners[some], first=self.first + some.start)
+        return Draws(self.keys, self.bases, self.owners[some], self.first + some.start)
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block)."""
@@ -61,12 +63,21 @@ class Drawing:
 
     def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[Draws]:
         """Return the draws of each one who rounds, in one step."""
-        names = [spec.name.encode() for spec in self.specs]
-        keys = [_keys(f"{self.seed} {step} {each} ", names) for each in who]
-        bases, owners = self._places_on(device)
+        digests = bytearray()
+        for each in who:
+            common = blake2b(f"{self.seed} {step} {each} ".encode(), digest_size=KEY_BYTES)
+            for name in self._names:
+                (of_name := common.copy()).update(name)
+                digests += of_name.digest()
         # As one copy: each costs the host of an accelerator as much as several launches.
-        sent = sent_to(device, torch.tensor(keys, dtype=torch.int64))
-        return [Draws(each, bases, owners) for each in sent]
+        keys = sent_to(device, torch.frombuffer(digests, dtype=torch.int32))
+        bases, owners = self._places_on(device)
+        count = len(self.specs)
+        return [Draws(keys[first : first + count], bases, owners) for first in range(0, len(keys), count)]
+
+    @cached_property
+    def _names(self) -> list[bytes]:
+        return [spec.name.encode() for spec in self.specs]
 
     def _places_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if device not in self._places:
@@ -76,15 +87,6 @@ class Drawing:
                 for spec, first in zip(self.specs, self.blocks.starts, strict=False)
             ]
             owners = self.blocks.spread(range(len(self.specs))).int()
-            self._places[device] = torch.tensor(bases, dtype=torch.int64).to(device), owners.to(device)
+            on_host = torch.tensor(bases, dtype=torch.int64)
+            self._places[device] = on_host.to(device), owners.to(device)
         return self._places[device]
-
-
-def _keys(prefix: str, names: Iterable[bytes]) -> list[int]:
-    """Return a number of 32 bits for each name."""
-    keys, common = [], blake2b(prefix.encode(), digest_size=4)
-    for name in names:
-        each = common.copy()
-        each.update(name)
-        keys.append(int.from_bytes(each.digest(), "little"))
-    return keys

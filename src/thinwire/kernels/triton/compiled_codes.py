@@ -23,6 +23,7 @@ Parameters, if a kernel has them:
     STATISTIC, CUBIC, BITS: As of `Codebook`.
     BLOCK: Elements of a block.
     LIMIT: The largest number of the type of `out`; 0 where that is fp32.
+    ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
@@ -129,14 +130,20 @@ WHOLE_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def _level(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the levels at some places, uint32; whole numbers without a table."""
+    """Return the levels at some places, uint32."""
+    HALF: tl.constexpr = LEVELS // 2
     if BITS == 8 or CUBIC:
-        k = (places + (WHOLE_BITS - LEVELS // 2)).to(tl.float32, bitcast=True) - WHOLE
-        found = k
+        found = (places + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
         if CUBIC:
-            found = _cubic(k, CUBIC)
+            found = _cubic(found, CUBIC)
     else:
-        found = tl.load(levels + places)
+        # They are symmetric, and so few that to choose is faster than to load one for each number. By odd
+        # numbers of both signs.
+        odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
+        found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
+        for place in tl.static_range(1, HALF):
+            found = tl.where(tl.abs(odd) > 2 * place, tl.load(levels + HALF + place), found)
+        found = tl.where(odd < 0, -found, found)
     return found
 
 
@@ -166,10 +173,15 @@ def _nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.
         places = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
         places += (units > middle).to(tl.uint32)
     else:
-        places = tl.zeros(units.shape, tl.uint32)
-        for place in tl.static_range(LEVELS - 1):
+        # By magnitude, since levels are symmetric: in bits, to which one is added below zero. So a negative
+        # number in the middle, too, goes down, which is up by magnitude.
+        bits = units.to(tl.int32, bitcast=True)
+        size = (bits & 0x7FFFFFFF) - (bits >> 31)
+        places = tl.full(units.shape, LEVELS // 2, tl.uint32)
+        for place in tl.static_range(LEVELS // 2, LEVELS - 1):
             middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
-            places += (units > middle).to(tl.uint32)
+            places += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
+        places = tl.where(units > 0, places, places ^ (LEVELS - 1))
     # A NaN, whose block's scale is one, must have some place as well.
     return tl.minimum(places, LEVELS - 1)
 
@@ -222,8 +234,8 @@ def _scales_at(row, start):
 
 @triton.jit
 def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return where their codes lie, which is an even byte and need be no more; those of odd bits in bytes."""
-    UNIT: tl.constexpr = tl.uint16 if BITS >= 4 else tl.uint8
+    """Return where their codes lie: units of two bytes, which need not begin at more; of three bits, bytes."""
+    UNIT: tl.constexpr = tl.uint8 if BITS == 3 else tl.uint16
     return (row + 2 * share + start.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(UNIT))
 
 
@@ -235,12 +247,13 @@ def _write_codes(
     """Store codes; zeros in blocks that only fill up."""
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     packed = tl.where(rows, tl.sum(places << shifts[:, None], axis=0), 0)
-    # One or three bits fill bytes by two columns, four and eight bits one or two words of two bytes.
-    COLUMNS: tl.constexpr = 2 if BITS % 2 else 1
-    UNIT_BITS: tl.constexpr = 16 if BITS >= 4 else 8
-    if COLUMNS == 2:
-        pairs = tl.reshape(packed, (OUTER * ROWS * INNER // 2, 2))
-        packed = tl.sum(pairs << (tl.arange(0, 2) * (CODES * BITS)).to(tl.uint32)[None, :], axis=1)
+    # Several columns of few bits fill a unit, those of three bits three of them.
+    COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 else 1)
+    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
+    if COLUMNS > 1:
+        shifts = (tl.arange(0, COLUMNS) * (CODES * BITS)).to(tl.uint32)
+        parts = tl.reshape(packed, (OUTER * ROWS * INNER // COLUMNS, COLUMNS))
+        packed = tl.sum(parts << shifts[None, :], axis=1)
     r, column = _columns(OUTER, ROWS, INNER // COLUMNS)
     inside = (start + r < share) & (column < BLOCK // CODES // COLUMNS)
     UNITS: tl.constexpr = CODES * COLUMNS * BITS // UNIT_BITS
@@ -252,16 +265,15 @@ def _write_codes(
 @triton.jit
 def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Return what `_write_codes` has stored, uint32."""
-    UNIT_BITS: tl.constexpr = 16 if BITS >= 4 else 8
+    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     inside = rows & (column < BLOCK // CODES)
-    at = codes + (r * (BLOCK * BITS // UNIT_BITS) + column * (CODES * BITS) // UNIT_BITS)
+    first_bit = column * (CODES * BITS)
+    at = codes + (r * (BLOCK * BITS // UNIT_BITS) + first_bit // UNIT_BITS)
     packed = tl.load(at, inside, other=0).to(tl.uint32)
     if BITS == 8 or BITS == 3:
         packed |= tl.load(at + 1, inside, other=0).to(tl.uint32) << UNIT_BITS
-    if BITS % 2:
-        # Every other column begins in the middle of a byte.
-        packed = packed >> (4 * (column % 2)).to(tl.uint32)
+    packed = packed >> (first_bit % UNIT_BITS).to(tl.uint32)
     return (packed[None, :] >> shifts[:, None]) & ((1 << BITS) - 1)
 
 
@@ -312,24 +324,29 @@ def _blocks(share, tiles, count, r, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr):
+def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return where the elements of blocks lie."""
     if starts is None:
         # Only the first place may be beyond 32 bits.
         at = numbers + first.to(tl.int64) * BLOCK + ((r * BLOCK)[None, :] + inside)
     else:
-        at = numbers + (tl.load(starts + first + r, rows, other=0)[None, :] + inside)
+        begin = tl.load(starts + first + r, rows, other=0)
+        if ALIGNED:
+            begin = tl.multiple_of(begin, CODES)
+        at = numbers + (begin[None, :] + inside)
     return at
 
 
 @triton.jit
-def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr):
+def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return which elements of blocks there are, and how many in each block."""
     if lengths is None:
         real = rows[None, :] & (inside < BLOCK)
         length = tl.full(r.shape, BLOCK, tl.float32)
     else:
-        numbers = tl.load(lengths + first + r, rows, other=1)
+        numbers = tl.load(lengths + first + r, rows, other=CODES)
+        if ALIGNED:
+            numbers = tl.multiple_of(numbers, CODES)
         real = rows[None, :] & (inside < numbers[None, :])
         length = numbers.to(tl.float32)
     return real, length
@@ -340,14 +357,14 @@ def encode(
     flat, starts, lengths, keys, bases, owners, levels, message, stride, share, tiles, count,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Code blocks of a flat tensor."""
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
-    real, length = _real(lengths, first, r, rows, inside, BLOCK)
-    x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK), real, other=0.0).to(tl.float32)
+    real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0).to(tl.float32)
     _code(
         x, length, keys, bases, owners, first, r, column, rows, levels,
         message + member.to(tl.int64) * stride, share, start,
@@ -360,7 +377,7 @@ def average(
     received, received_stride, lengths, keys, bases, owners, levels, message, lost, share, count, own, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Add up what members have sent of blocks, in the order of the members, and code the mean."""
     r, column = _columns(OUTER, ROWS, INNER)
@@ -373,7 +390,7 @@ def average(
     for _ in range(members):
         mean += _decoded(row, levels, share, start, r, column, rows, members, CUBIC, LEVELS, BITS, BLOCK)
         row += received_stride
-    real, length = _real(lengths, own + start, r, rows, inside, BLOCK)
+    real, length = _real(lengths, own + start, r, rows, inside, BLOCK, ALIGNED)
     # Below four bits a zero decodes as a small number, which behind a short block would count in its scale.
     if lengths is not None or BLOCK < OUTER * INNER * CODES:
         mean = tl.where(real, mean, 0.0)
@@ -384,7 +401,7 @@ def average(
         LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
     if lost is not None:
-        at = _at(lost, None, start, r, rows, inside, BLOCK)
+        at = _at(lost, None, start, r, rows, inside, BLOCK, ALIGNED)
         tl.store(at, mean - coded, rows[None, :] & (inside < BLOCK))
 
 
@@ -392,7 +409,7 @@ def average(
 def decode(
     message, stride, starts, lengths, levels, out, rest, share, tiles, count,
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write what blocks stand for; what the type can't hold of it is added to what is left."""
     r, column = _columns(OUTER, ROWS, INNER)
@@ -400,15 +417,15 @@ def decode(
     member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
-    real, _ = _real(lengths, first, r, rows, inside, BLOCK)
+    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     rounded = values
     if LIMIT > 0:
         # A NaN stays one: minimum and maximum would drop it.
         fitting = tl.where(values == values, tl.minimum(tl.maximum(values, -LIMIT), LIMIT), values)
         rounded = fitting.to(out.dtype.element_ty)
-    tl.store(_at(out, starts, first, r, rows, inside, BLOCK), rounded, real)
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)
     if rest is not None:
-        at = _at(rest, starts, first, r, rows, inside, BLOCK)
+        at = _at(rest, starts, first, r, rows, inside, BLOCK, ALIGNED)
         tl.store(at, tl.load(at, real) + (values - rounded.to(tl.float32)), real)
 
 
@@ -416,7 +433,7 @@ def decode(
 def subtract(
     message, stride, starts, lengths, levels, flat, lost, rest, share, tiles, count, own, until, members,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write what blocks leave of the numbers, and what coding the mean has lost of those of this member."""
     r, column = _columns(OUTER, ROWS, INNER)
@@ -424,13 +441,13 @@ def subtract(
     member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
-    real, _ = _real(lengths, first, r, rows, inside, BLOCK)
-    left = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK), real, other=0.0) - values
+    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    left = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0) - values
     mine = (first + r >= own) & (first + r < until)
     # Times the members: of the mean over them, what one alone keeps counts by that much less.
-    added = tl.load(_at(lost, None, first - own, r, rows, inside, BLOCK), real & mine[None, :], other=0.0)
+    added = tl.load(_at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED), real & mine[None, :], other=0.0)
     left += added * members
-    tl.store(_at(rest, starts, first, r, rows, inside, BLOCK), left, real)
+    tl.store(_at(rest, starts, first, r, rows, inside, BLOCK, ALIGNED), left, real)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import Codebook, Coded, block_bytes
+from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import Draws
 
 # Numbers that a program holds; a longer block has one for itself.
@@ -32,7 +32,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
     flat, members = flat.contiguous(), blocks.num_members
     # It is not cleared: kernels write zeros to what only fills up the last row, because it is sent.
     coded = _empty(blocks, codebook, members, flat.device)
-    constants, tiles = _constants(codebook, blocks.block), _tiles(blocks)
+    tiles = _tiles(blocks)
     launcher.launch(
         "compiled_codes.encode",
         tiles * members,
@@ -40,13 +40,13 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
             flat,
             *_places(blocks, flat.device),
             *_draws(draws),
-            levels_of(codebook, torch.float32, flat.device),
+            _levels(codebook, flat.device),
             *_rows(coded),
             blocks.share,
             tiles,
             blocks.total,
         ],
-        {**constants, **_statistic(codebook)},
+        _constants(codebook, blocks, **_statistic(codebook)),
         flat.device,
         reads=[flat],
         writes=[coded.message],
@@ -66,7 +66,7 @@ def averaged(item: Averaging) -> Coded:
             *_rows(received),
             _places(blocks, device)[1],
             *_draws(draws),
-            levels_of(codebook, torch.float32, device),
+            _levels(codebook, device),
             coded.message,
             lost,
             blocks.share,
@@ -74,7 +74,7 @@ def averaged(item: Averaging) -> Coded:
             own.start,
             len(message),
         ],
-        {**_constants(codebook, blocks.block), **_statistic(codebook)},
+        _constants(codebook, blocks, **_statistic(codebook)),
         device,
         reads=[message],
         writes=[coded.message, *([] if lost is None else [lost])],
@@ -95,14 +95,14 @@ def decode(
         [
             *_rows(coded),
             *_places(blocks, flat.device),
-            levels_of(codebook, torch.float32, flat.device),
+            _levels(codebook, flat.device),
             flat,
             rest,
             blocks.share,
             _tiles(blocks),
             blocks.total,
         ],
-        {**_constants(codebook, blocks.block), "LIMIT": limit},
+        _constants(codebook, blocks, LIMIT=limit),
         flat.device,
         reads=[coded.message, *([] if rest is None else [rest])],
         writes=[flat, *([] if rest is None else [rest])],
@@ -121,7 +121,7 @@ def remainder(
         [
             *_rows(coded),
             *_places(blocks, flat.device),
-            levels_of(codebook, torch.float32, flat.device),
+            _levels(codebook, flat.device),
             flat,
             lost,
             rest,
@@ -132,7 +132,7 @@ def remainder(
             own.stop,
             blocks.num_members,
         ],
-        _constants(codebook, blocks.block),
+        _constants(codebook, blocks),
         flat.device,
         reads=[coded.message, flat, lost],
         writes=[rest],
@@ -166,13 +166,25 @@ def _tiles(blocks: Blocks) -> int:
     return -(-blocks.share // max(1, ELEMENTS // padded(blocks.block)))
 
 
-@lru_cache(maxsize=32)
-def _constants(codebook: Codebook, block: int) -> dict[str, object]:
-    width = padded(block)
+def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
+    """Return the levels, if kernels do not reckon them."""
+    is_reckoned = codebook.is_linear or codebook.cubic
+    return None if is_reckoned else levels_of(codebook, torch.float32, device)
+
+
+def _constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
+    return {**_common_constants(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
+
+
+# Made once: every bucket asks for them three times a step.
+@lru_cache(maxsize=64)
+def _common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
+    codebook, width = CODEBOOKS[bits], padded(block)
     beside = min(BESIDE, width)
     return {
-        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits, "BLOCK": block},
+        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": bits, "BLOCK": block},
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
+        "ALIGNED": is_aligned,
         **OPTIONS,
     }
 
