@@ -387,7 +387,7 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
     decoded = [torch.empty_like(flat) for _ in range(2)]
     for codes, each in zip((code_kernels_for(flat), CODES), decoded, strict=True):
-        codes.decode(coded, blocks, codebook, each, None)
+        codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < flat.nbytes / 3
 

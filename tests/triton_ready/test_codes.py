@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import pytest
 import torch
 
 from catalog import numbers, spec
 from thinwire.algorithms.quantize import MAX_BLOCK
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, Coded
+from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded
 from thinwire.tensors.rounding import Drawing, Draws
 from triton_ready.interpreting import quiet
 
@@ -24,8 +23,6 @@ QUICK = {8, 4, 1}
 every_bits = pytest.mark.parametrize(
     "bits", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in CODEBOOKS]
 )
-Decoded: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
 SHORT = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 WHOLE = Blocks((144, 288), 144, 2)
 
@@ -39,12 +36,12 @@ def draws_of(blocks: Blocks) -> Draws:
     return Drawing(blocks, specs, 0).draws(0, [0], torch.device("cpu"))[0]
 
 
-def as_decoded(kernels: CodeKernels, coded: Coded, blocks: Blocks, bits: int, dtype: torch.dtype) -> Decoded:
-    """Gradients, and what their type can't hold, added to ones."""
-    flat, rest = (torch.ones(sum(blocks.numels)) for _ in range(2))
-    flat = flat.to(dtype)
-    kernels.decode(coded, blocks, CODEBOOKS[bits], flat, rest)
-    return flat, rest
+def as_decoded(
+    kernels: CodeKernels, coded: Coded, blocks: Blocks, codebook: Codebook, dtype: torch.dtype
+) -> torch.Tensor:
+    flat = torch.empty(sum(blocks.numels), dtype=dtype)
+    kernels.decode(coded, blocks, codebook, flat)
+    return flat
 
 
 @every_bits
@@ -59,10 +56,9 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
         gradients = flat.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
         coded = TRITON.encoded(gradients, blocks, codebook, draws)
         assert are_equal(coded, PYTORCH.encoded(gradients, blocks, codebook, draws))
-        found = [as_decoded(kernels, coded, blocks, bits, dtype) for kernels in (TRITON, PYTORCH)]
-        assert all(map(torch.equal, *found))
-        # The levels of one bit are those of bf16, which fp16 holds here.
-        assert (found[0][1] == 1).all() == (dtype == torch.float32 or bits == 1)
+        assert torch.equal(
+            *[as_decoded(kernels, coded, blocks, codebook, dtype) for kernels in (TRITON, PYTORCH)]
+        )
     assert coded.message.nbytes < flat.nbytes / 2.5
 
     sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook, None) for seed in range(3)]
@@ -78,8 +74,15 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     ]
     assert are_equal(*means)
     assert torch.equal(*lost)
-    left = [kernels.remainder(flat, coded, blocks, codebook, lost[0], own) for kernels in (TRITON, PYTORCH)]
-    assert torch.equal(*left)
+    for dtype, scale in ((torch.float32, None), (torch.float16, torch.tensor(3.0))):
+        kept = []
+        for kernels in (TRITON, PYTORCH):
+            values = flat.clone()
+            gradients = values.to(dtype)  # in fp32 the same memory
+            other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+            item = Keeping(other, blocks, codebook, gradients, values, coded, lost[0], own, scale)
+            kept.append((kernels.decode_and_keep(item), gradients))
+        assert all(map(torch.equal, *kept))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
@@ -93,7 +96,7 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
     for kernels in (TRITON, PYTORCH):
         coded = kernels.encoded(flat, blocks, codebook, None)
         found.append(torch.empty_like(flat))
-        kernels.decode(coded, blocks, codebook, found[-1], None)
+        kernels.decode(coded, blocks, codebook, found[-1])
         assert coded.scales[0].isfinite().tolist() == [math.isfinite(value), True]
     assert found[0][:64].isnan().all() == (not math.isfinite(value))
     assert torch.equal(*[each.nan_to_num(7.0) for each in found])
@@ -104,8 +107,8 @@ def test_the_longest_blocks() -> None:
     flat = numbers(blocks)
     coded = TRITON.encoded(flat, blocks, codebook, None)
     assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook, None))
-    found = [as_decoded(kernels, coded, blocks, 4, torch.float32) for kernels in (TRITON, PYTORCH)]
-    assert torch.equal(found[0][0], found[1][0])
+    found = [as_decoded(kernels, coded, blocks, codebook, torch.float32) for kernels in (TRITON, PYTORCH)]
+    assert torch.equal(*found)
 
 
 def test_every_number_around_a_middle_or_a_level_has_pytorchs_code() -> None:

@@ -15,7 +15,7 @@ from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import Averaging
+from thinwire.kernels.base import Averaging, Keeping
 from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
@@ -181,14 +181,11 @@ class QuantizePlan(BucketPlan):
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
         yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
-        residual = None
-        # Before the mean is written: it comes to lie where the values are.
-        if lost is not None:
-            residual = kernels.remainder(values, sent, blocks, codebook, lost, own)
-        kernels.decode(coded, blocks, codebook, bucket.flat, residual)
-        if residual is not None:
-            if scale is not None:
-                residual /= scale
+        if lost is None:
+            kernels.decode(coded, blocks, codebook, bucket.flat)
+        else:
+            item = Keeping(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
+            residual = kernels.decode_and_keep(item)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     @cached_property

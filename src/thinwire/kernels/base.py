@@ -82,6 +82,20 @@ class Averaging(NamedTuple):
     dtype: torch.dtype  # of the computation, fp32 or fp64
 
 
+class Keeping(NamedTuple):
+    """The coded mean of a bucket, and what a residual is made of."""
+
+    coded: Coded
+    blocks: Blocks
+    codebook: Codebook
+    flat: torch.Tensor  # the gradients, which become the mean
+    values: torch.Tensor  # what this member has coded, fp32 or fp64; may be the gradients
+    sent: Coded  # as it did
+    lost: torch.Tensor  # as of `Averaging`
+    own: slice  # the blocks that those are
+    loss_scale: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class CodeKernels:
     """The arithmetic of averaging in few bits, of flat tensors in fp32 or fp64; gradients may be in 16 bits.
@@ -99,15 +113,12 @@ class CodeKernels:
     averaged: Callable[[Averaging], Coded]
     """The mean of what members have sent of some blocks, coded again: one row."""
 
-    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor, torch.Tensor | None], None]
-    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite.
+    decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
+    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite."""
 
-    What the gradients' type can't hold of them is added to the last tensor, if there is one.
-    """
-
-    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook, torch.Tensor, slice], torch.Tensor]
-    """What all blocks have not sent of the numbers of a flat tensor; and of some blocks, which this member has
-    averaged, what was lost when their mean was coded.
+    decode_and_keep: Callable[[Keeping], torch.Tensor]
+    """The same, and returns the residual: what this member has not sent, what was lost when it coded a mean,
+    and what the gradients' type can't hold.
 
     So the mean residual and the mean in few bits add up to the true mean.
     """

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.kernels.matrices import round_into
 from thinwire.tensors.accelerators import pays_per_launch
 from thinwire.tensors.blocks import Blocks
@@ -63,19 +63,47 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
 
 
-def remainder(
-    flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook, lost: torch.Tensor, own: slice
-) -> torch.Tensor:
-    """Decode, and subtract that."""
-    sent = torch.empty_like(flat)
-    decode(coded, blocks, codebook, sent)
-    rest = torch.sub(flat, sent, out=sent)
-    add_lost(rest, blocks, lost, own)
-    return rest
+def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+    """Return what all blocks have not sent of some numbers."""
+    rest = torch.empty_like(values)
+    decode(sent, blocks, codebook, rest)
+    return torch.sub(values, rest, out=rest)
 
 
-def add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice) -> None:
-    """Add what coding the mean of some blocks has lost to what the member that averaged them has left."""
+Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
+Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
+
+
+def rounding(decode: Decode) -> Decode:
+    """Return what decodes into gradients of any type, by what does in fp32 and fp64."""
+
+    def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
+        decode(coded, blocks, codebook, values)
+        if values is not flat:
+            round_into(flat, values, None, None)
+
+    return decode_rounded
+
+
+def keeping(remainder: Remainder, decode: Decode) -> Callable[[Keeping], torch.Tensor]:
+    """Return what decodes and keeps a residual, by what does either in fp32 and fp64."""
+
+    def decode_and_keep(item: Keeping) -> torch.Tensor:
+        coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+        rest = remainder(values, sent, blocks, codebook)
+        _add_lost(rest, blocks, lost, own)
+        # Where the numbers are: no one reads them any more.
+        decode(coded, blocks, codebook, values)
+        if values is not flat:
+            round_into(flat, values, rest, None)
+        return rest if loss_scale is None else rest.div_(loss_scale)
+
+    return decode_and_keep
+
+
+def _add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice) -> None:
     # Times the members: of the mean over them, what one alone keeps counts by that much less.
     flat = (blocks.num_members * lost).view(-1)
     pieces = list(blocks.pieces(own))
@@ -84,26 +112,7 @@ def add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice)
         torch._foreach_add_([rest[here] for here, _ in pieces], [flat[there] for _, there in pieces])
 
 
-Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-
-
-def rounding(decode: Decode) -> Callable[[Coded, Blocks, Codebook, torch.Tensor, torch.Tensor | None], None]:
-    """Return what decodes into gradients of any type, by what does in fp32 and fp64."""
-
-    def decode_rounded(
-        coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor, rest: torch.Tensor | None
-    ) -> None:
-        if flat.itemsize >= torch.float32.itemsize:
-            decode(coded, blocks, codebook, flat)
-            return
-        values = torch.empty_like(flat, dtype=torch.float32)
-        decode(coded, blocks, codebook, values)
-        round_into(flat, values, rest, None)
-
-    return decode_rounded
-
-
-CODES = CodeKernels(encoded, averaged, rounding(decode), remainder)
+CODES = CodeKernels(encoded, averaged, rounding(decode), keeping(remainder, decode))
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

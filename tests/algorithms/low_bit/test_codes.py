@@ -12,7 +12,7 @@ import torch
 from catalog import numbers, spec
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import Drawing
@@ -99,7 +99,7 @@ def test_each_number_becomes_the_nearest_level(bits: int, kernels: CodeKernels) 
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.codes.shape == (BLOCKS.num_members, BLOCKS.share, 64 * bits // 8)
     found = torch.empty_like(flat)
-    kernels.decode(coded, BLOCKS, codebook, found, None)
+    kernels.decode(coded, BLOCKS, codebook, found)
     blocks = reference_blocks(BLOCKS, flat.double().numpy())
     results = reference_blocks(BLOCKS, found.double().numpy())
     scales = coded.scales.flatten()[: BLOCKS.total].double().tolist()
@@ -121,7 +121,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for each, flat in zip(sent, values, strict=True):
-        kernels.decode(each, BLOCKS, codebook, flat, None)
+        kernels.decode(each, BLOCKS, codebook, flat)
     # Between those of other buckets, as several buckets' messages travel.
     rows = torch.stack([each.message[0] for each in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     decoded = torch.empty(sum(BLOCKS.numels))
     whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook, None)
     whole.message[0] = mean.message[0]
-    kernels.decode(whole, BLOCKS, codebook, decoded, None)
+    kernels.decode(whole, BLOCKS, codebook, decoded)
     results = list(reference_blocks(BLOCKS, decoded.double().numpy()))[own]
     scales = mean.scales[0, : own.stop].double().tolist()
     for block, result, left, scale in zip(blocks, results, lost, scales, strict=True):
@@ -157,15 +157,18 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     theirs = mine
     decoded = [torch.empty_like(flat) for _ in range(2)]
     for each, target in zip((compiled, plain), decoded, strict=True):
-        each.decode(theirs, blocks, codebook, target, None)
+        each.decode(theirs, blocks, codebook, target)
     assert torch.equal(*decoded)
     own = blocks.own(1)
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
-    left = compiled.remainder(flat, mine, blocks, codebook, lost, own)
-    left[own.start * block : (own.start + 1) * block] -= 2
-    torch.testing.assert_close(left, flat - decoded[0], rtol=1e-5, atol=1e-5)
+    item = Keeping(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
+    kept = [each.decode_and_keep(item._replace(values=flat.clone())) for each in (compiled, plain)]
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
+    expected = flat - item.flat.double()
+    expected[own.start * block : (own.start + 1) * block] += 2
+    torch.testing.assert_close(4 * kept[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @every_bits
@@ -178,7 +181,7 @@ def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
     assert coded.scales.flatten()[: BLOCKS.total].isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
     found = torch.empty_like(flat)
-    kernels.decode(coded, BLOCKS, codebook, found, None)
+    kernels.decode(coded, BLOCKS, codebook, found)
     assert found[:64].isnan().all()
     assert found[64:].isfinite().all()
 
@@ -190,7 +193,7 @@ def test_sizes_near_the_ends_of_the_range_have_finite_scales(
 ) -> None:
     flat = torch.linspace(-1, 1, 64) * size
     blocks, found = Blocks((64,), 64, 1), torch.empty(64)
-    kernels.decode(kernels.encoded(flat, blocks, CODEBOOKS[bits], None), blocks, CODEBOOKS[bits], found, None)
+    kernels.decode(kernels.encoded(flat, blocks, CODEBOOKS[bits], None), blocks, CODEBOOKS[bits], found)
     assert (flat - found).double().norm() <= flat.double().norm()
     assert size < 1e-37 or (flat - found).double().norm() < 0.5 * flat.double().norm()
 
@@ -203,7 +206,7 @@ def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatc
     def step() -> None:
         coded = kernels.encoded(flat, blocks, CODEBOOKS[4], None)
         kernels.averaged(Averaging(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32))
-        kernels.decode(coded, blocks, CODEBOOKS[4], flat, None)
+        kernels.decode(coded, blocks, CODEBOOKS[4], flat)
 
     step()
     monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("something is copied"))
@@ -218,7 +221,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     draws = Drawing(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
-    kernels.decode(coded, blocks, codebook, found, None)
+    kernels.decode(coded, blocks, codebook, found)
     step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0, 0]).item()
     assert (found.view(400, 64) - one).abs().max() <= 1.01 * step
     assert found.view(400, 64).std(0).max() > 0.2 * step / 8

@@ -128,13 +128,10 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
     code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
 
 
-def remainder(
-    flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook, lost: torch.Tensor, own: slice
-) -> torch.Tensor:
+def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
     """Read and write all numbers once."""
     rest = torch.empty_like(flat)
     code_passes.subtract(flat.data_ptr(), *_rows(coded), rest.data_ptr(), *_blocks(blocks, codebook))
-    torch_codes.add_lost(rest, blocks, lost, own)
     return rest
 
 
@@ -180,6 +177,6 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, torch_codes.rounding(decode), remainder),
+    CodeKernels(encoded, averaged, torch_codes.rounding(decode), torch_codes.keeping(remainder, decode)),
     EntryKernels(largest, add),
 )

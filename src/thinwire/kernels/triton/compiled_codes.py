@@ -18,7 +18,8 @@ Parameters, if a kernel has them:
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
     lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
         `until` the one behind them.
-    rest: What coding leaves of the numbers, fp32, one tensor after the other.
+    rest: What is left of the numbers, fp32, one tensor after the other.
+    loss_scale: What that is divided by; None for one.
     count, members: Of blocks; of the group.
     STATISTIC, CUBIC, BITS: As of `Codebook`.
     BLOCK: Elements of a block.
@@ -405,48 +406,65 @@ def average(
         tl.store(at, mean - coded, rows[None, :] & (inside < BLOCK))
 
 
-@triton.jit(do_not_specialize=["stride", "share", "tiles", "count"])
-def decode(
-    message, stride, starts, lengths, levels, out, rest, share, tiles, count,
-    LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Write what blocks stand for; what the type can't hold of it is added to what is left."""
-    r, column = _columns(OUTER, ROWS, INNER)
-    inside = _inside(column)
-    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
-    row = message + member.to(tl.int64) * stride
-    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
-    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
-    rounded = values
+@triton.jit
+def _rounded(values, out, LIMIT: tl.constexpr):
+    """Return the nearest numbers of the type of `out`, within its range."""
     if LIMIT > 0:
         # A NaN stays one: minimum and maximum would drop it.
         fitting = tl.where(values == values, tl.minimum(tl.maximum(values, -LIMIT), LIMIT), values)
         rounded = fitting.to(out.dtype.element_ty)
-    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)
-    if rest is not None:
-        at = _at(rest, starts, first, r, rows, inside, BLOCK, ALIGNED)
-        tl.store(at, tl.load(at, real) + (values - rounded.to(tl.float32)), real)
+    else:
+        rounded = values
+    return rounded
 
 
-@triton.jit(do_not_specialize=["stride", "share", "tiles", "count", "own", "until", "members"])
-def subtract(
-    message, stride, starts, lengths, levels, flat, lost, rest, share, tiles, count, own, until, members,
-    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["stride", "share", "tiles", "count"])
+def decode(
+    message, stride, starts, lengths, levels, out, share, tiles, count,
+    LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write what blocks leave of the numbers, and what coding the mean has lost of those of this member."""
+    """Write what blocks stand for."""
     r, column = _columns(OUTER, ROWS, INNER)
     inside = _inside(column)
     member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
-    left = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0) - values
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
+
+
+@triton.jit(
+    do_not_specialize=["stride", "sent_stride", "share", "tiles", "count", "own", "until", "members"]
+)
+def decode_and_keep(
+    message, stride, sent, sent_stride, starts, lengths, levels, flat, lost, loss_scale, out, rest,
+    share, tiles, count, own, until, members,
+    LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write what blocks stand for, and what of the numbers was not sent, was lost, or does not fit."""
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    row = sent + member.to(tl.int64) * sent_stride
+    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    at = _at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED)
+    left = tl.load(at, real, other=0.0) - values
     mine = (first + r >= own) & (first + r < until)
+    at = _at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED)
     # Times the members: of the mean over them, what one alone keeps counts by that much less.
-    added = tl.load(_at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED), real & mine[None, :], other=0.0)
-    left += added * members
+    left += tl.load(at, real & mine[None, :], other=0.0) * members
+    row = message + member.to(tl.int64) * stride
+    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    rounded = _rounded(values, out, LIMIT)
+    # `out` may be where the numbers are: each was read before, and only by this program.
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)
+    if LIMIT > 0:
+        left += values - rounded.to(tl.float32)
+    if loss_scale is not None:
+        left = tl.div_rn(left, tl.full(left.shape, 1.0, tl.float32) * tl.load(loss_scale))
     tl.store(_at(rest, starts, first, r, rows, inside, BLOCK, ALIGNED), left, real)
 
 

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
@@ -82,13 +82,8 @@ def averaged(item: Averaging) -> Coded:
     return coded
 
 
-def decode(
-    coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor, rest: torch.Tensor | None
-) -> None:
+def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Take one launch."""
-    limit = 0.0 if flat.dtype == torch.float32 else torch.finfo(flat.dtype).max
-    # In fp32 nothing is left.
-    rest = rest if limit else None
     launcher.launch(
         "compiled_codes.decode",
         _tiles(blocks) * len(coded.message),
@@ -97,33 +92,33 @@ def decode(
             *_places(blocks, flat.device),
             _levels(codebook, flat.device),
             flat,
-            rest,
             blocks.share,
             _tiles(blocks),
             blocks.total,
         ],
-        _constants(codebook, blocks, LIMIT=limit),
+        _constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        reads=[coded.message, *([] if rest is None else [rest])],
-        writes=[flat, *([] if rest is None else [rest])],
+        reads=[coded.message],
+        writes=[flat],
     )
 
 
-def remainder(
-    flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook, lost: torch.Tensor, own: slice
-) -> torch.Tensor:
+def decode_and_keep(item: Keeping) -> torch.Tensor:
     """Take one launch."""
-    # It is not in place: what is left is kept, and the numbers themselves become the mean.
-    rest = torch.empty_like(flat)
+    coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    rest = torch.empty_like(values)
     launcher.launch(
-        "compiled_codes.subtract",
+        "compiled_codes.decode_and_keep",
         _tiles(blocks) * len(coded.message),
         [
             *_rows(coded),
+            *_rows(sent),
             *_places(blocks, flat.device),
             _levels(codebook, flat.device),
-            flat,
+            values,
             lost,
+            None if loss_scale is None else loss_scale.float(),
+            flat,
             rest,
             blocks.share,
             _tiles(blocks),
@@ -132,15 +127,15 @@ def remainder(
             own.stop,
             blocks.num_members,
         ],
-        _constants(codebook, blocks),
+        _constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
-        reads=[coded.message, flat, lost],
-        writes=[rest],
+        reads=[coded.message, sent.message, values, lost],
+        writes=[flat, rest],
     )
     return rest
 
 
-CODES = CodeKernels(encoded, averaged, decode, remainder)
+CODES = CodeKernels(encoded, averaged, decode, decode_and_keep)
 
 
 def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) -> Coded:
@@ -164,6 +159,10 @@ def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, 
 def _tiles(blocks: Blocks) -> int:
     """Return the programs that the blocks of one member take."""
     return -(-blocks.share // max(1, ELEMENTS // padded(blocks.block)))
+
+
+def _limit(flat: torch.Tensor) -> float:
+    return 0.0 if flat.dtype == torch.float32 else torch.finfo(flat.dtype).max
 
 
 def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
