@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -284,7 +285,7 @@ def test_orthonormal_rows(device: str) -> None:
 @pytest.mark.parametrize("host_check", [True, False])
 def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: bool) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     try:
         assert _synchronisations(algorithm, host_check) == int(host_check)
     finally:
@@ -372,7 +373,8 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     right = torch.randn(2, matrix_rank, 256, device="cuda", generator=draw)
     found = []
     for kernels, held in ((triton, dtype), (plain, torch.float32)):
-        matrices, errors = given[0].to(dtype).to(held), given[1].clone()
+        # Copies, of fp32 too: the kernels write to both.
+        matrices, errors = given[0].to(dtype).to(held, copy=True), given[1].clone()
         group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
         (left,) = kernels.products(asked([group], [right], None, add_error=True))
         (basis,) = kernels.orthonormal_rows([Rows(left)])

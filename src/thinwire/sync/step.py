@@ -144,8 +144,7 @@ class Step:
         memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
         self._buckets.append(bucket)
-        # Skipped on an accelerator: there its stream would wait, and with it the backward pass that is on it.
-        if self._pipelined and flat.device.type == "cpu":
+        if self._pipelined:
             self._exchange.advance_earlier()
 
     def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
