@@ -144,7 +144,7 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
         model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.002)
         with simulated(monkeypatch) as device:
             transport = SimulatedNCCL(device, forgets=False)
-            front = front_of(model, algorithm, transport)
+            front = front_of(model, algorithm, transport, Settings.of())
             switched(model, lambda: front, ATTACHED)
             for _ in range(NUM_STEPS + 1):  # in the first one DDP learns the order of its buckets
                 model.zero_grad()

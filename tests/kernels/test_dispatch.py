@@ -20,6 +20,7 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
+from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.sync import Engine
 from thinwire.sync.stats import Stats
@@ -253,3 +254,12 @@ def test_a_device_that_triton_does_not_reach_is_told(
     assert not triton_limits.reaches(device)  # and is not told again
     assert len(accelerators.shortfalls(device)) == 1
     assert not triton_limits.reaches(torch.device("cpu"))
+
+
+def test_the_probe_has_the_options_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them Triton 3.9 warns, and where warnings are errors that would pass for "does not compile"."""
+    launched = Mock()
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(1))  # on CUDA
+    monkeypatch.setattr(launcher, "launch", launched)
+    launcher.check()
+    assert launched.call_args.args[3] == launcher.FUSED

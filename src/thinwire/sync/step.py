@@ -288,7 +288,7 @@ class Step:
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
-        device = places.inside.control_device
+        device = places.inside.data_device
         said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
         said[0] = ~is_healthy.to(device)
         places.inside.all_reduce(said, purpose).wait()
