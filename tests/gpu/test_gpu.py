@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
@@ -45,6 +45,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
 from thinwire.sync import Engine
+from thinwire.sync.settings import HostCheck
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
@@ -92,6 +93,7 @@ ALGORITHMS: list[Algorithm] = [
     PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
     PowerSGD(matrix_rank=2, wire_dtype="bf16"),
     BatchedPowerSGD(),
+    Quantize(bits=4),
 ]
 
 
@@ -282,17 +284,17 @@ def test_orthonormal_rows(device: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
-@pytest.mark.parametrize("host_check", [True, False])
-def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: bool) -> None:
+@pytest.mark.parametrize("host_check", [True, False, "auto"])
+def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: HostCheck) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     try:
-        assert _synchronisations(algorithm, host_check) == int(host_check)
+        assert _synchronisations(algorithm, host_check) == int(host_check is True)
     finally:
         dist.destroy_process_group()
 
 
-def _synchronisations(algorithm: Algorithm, host_check: bool) -> int:
+def _synchronisations(algorithm: Algorithm, host_check: HostCheck) -> int:
     model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
     thinwire.attach(model, algorithm, host_check=host_check)
     losses: list[Any] = []
