@@ -263,3 +263,15 @@ def test_the_probe_has_the_options_of_every_launch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(launcher, "launch", launched)
     launcher.check()
     assert launched.call_args.args[3] == launcher.FUSED
+
+
+@pytest.mark.parametrize(("hip", "kind"), [(None, "sm_90"), ("6.4", "gfx942")])
+def test_the_kind_of_gpu_is_part_of_what_members_compare(
+    hip: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Mock(major=9, minor=0, gcnArchName="gfx942")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.Backend("Triton", TORCH.load, lambda: "3.6.0"),))
+    like = Mock(torch.Tensor, device=torch.device("cuda"), dtype=torch.float32)
+    assert dispatch.name_of_kernels_for(like, 4) == f"Triton 3.6.0 on {kind}"
