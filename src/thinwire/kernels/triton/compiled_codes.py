@@ -12,8 +12,8 @@ Parameters, if a kernel has them:
     flat, out: Numbers, fp32, fp16 or bf16, one tensor after the other.
     message, stride, share: As of `Coded`; the stride of its rows is in bytes. `received` is that of members.
     tiles: Programs that the blocks of one member take.
-    starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if none is shorter
-        than others.
+    starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if no block is
+        shorter than others.
     keys, bases, owners: As `Draws` has them; None if rounding is to the nearest level.
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
     lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
@@ -156,7 +156,7 @@ def _cubic(k, CUBIC: tl.constexpr):
 
 @triton.jit
 def _near(units, MINUS: tl.constexpr):
-    """Return whole numbers less than 0.63 from k - MINUS, of which `units` is the cubic level; plus `WHOLE`."""
+    """Return whole numbers less than 0.63 from k - MINUS, if `units` is the level at k; plus `WHOLE`."""
     # A cubic, too, is k by the level within 0.13, up to the last level. It may be rounded in any way.
     slope = tl.fma(units * units, tl.full(units.shape, -1.6e-9, tl.float32), 0.00815)
     return tl.fma(units, slope, tl.full(units.shape, -MINUS, tl.float32)) + WHOLE
@@ -235,7 +235,7 @@ def _scales_at(row, start):
 
 @triton.jit
 def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return where their codes lie: units of two bytes, which need not begin at more; of three bits, bytes."""
+    """Return where their codes lie, in units of two bytes, since they begin at any even one; or in bytes."""
     UNIT: tl.constexpr = tl.uint8 if BITS == 3 else tl.uint16
     return (row + 2 * share + start.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(UNIT))
 
@@ -272,7 +272,7 @@ def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr)
     first_bit = column * (CODES * BITS)
     at = codes + (r * (BLOCK * BITS // UNIT_BITS) + first_bit // UNIT_BITS)
     packed = tl.load(at, inside, other=0).to(tl.uint32)
-    if BITS == 8 or BITS == 3:
+    if CODES * BITS > UNIT_BITS:
         packed |= tl.load(at + 1, inside, other=0).to(tl.uint32) << UNIT_BITS
     packed = packed >> (first_bit % UNIT_BITS).to(tl.uint32)
     return (packed[None, :] >> shifts[:, None]) & ((1 << BITS) - 1)
@@ -317,7 +317,7 @@ def _decoded(
 
 @triton.jit
 def _blocks(share, tiles, count, r, ROWS: tl.constexpr):
-    """Return whose blocks a program has, its first one's number among those and among all; which there are."""
+    """Return whose blocks a program has, the first one's number among them and among all, which there are."""
     member = tl.program_id(0) // tiles
     start = (tl.program_id(0) - member * tiles) * ROWS
     first = member * share + start
@@ -375,7 +375,8 @@ def encode(
 
 @triton.jit(do_not_specialize=["received_stride", "share", "count", "own", "members"])
 def average(
-    received, received_stride, lengths, keys, bases, owners, levels, message, lost, share, count, own, members,
+    received, received_stride, lengths, keys, bases, owners, levels, message, lost,
+    share, count, own, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
@@ -434,9 +435,7 @@ def decode(
     tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
 
 
-@triton.jit(
-    do_not_specialize=["stride", "sent_stride", "share", "tiles", "count", "own", "until", "members"]
-)
+@triton.jit(do_not_specialize=["stride", "sent_stride", "share", "tiles", "count", "own", "until", "members"])
 def decode_and_keep(
     message, stride, sent, sent_stride, starts, lengths, levels, flat, lost, loss_scale, out, rest,
     share, tiles, count, own, until, members,

@@ -46,7 +46,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
             tiles,
             blocks.total,
         ],
-        _constants(codebook, blocks, **_statistic(codebook)),
+        _constants(codebook, blocks, **statistic(codebook)),
         flat.device,
         reads=[flat],
         writes=[coded.message],
@@ -74,7 +74,7 @@ def averaged(item: Averaging) -> Coded:
             own.start,
             len(message),
         ],
-        _constants(codebook, blocks, **_statistic(codebook)),
+        _constants(codebook, blocks, **statistic(codebook)),
         device,
         reads=[message],
         writes=[coded.message, *([] if lost is None else [lost])],
@@ -172,12 +172,13 @@ def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
 
 
 def _constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
-    return {**_common_constants(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
+    return {**common_constants(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
 
 
 # Made once: every bucket asks for them three times a step.
 @lru_cache(maxsize=64)
-def _common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
+def common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
+    """Return the compile-time arguments of all kernels, and options."""
     codebook, width = CODEBOOKS[bits], padded(block)
     beside = min(BESIDE, width)
     return {
@@ -188,5 +189,6 @@ def _common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, obje
     }
 
 
-def _statistic(codebook: Codebook) -> dict[str, object]:
+def statistic(codebook: Codebook) -> dict[str, object]:
+    """Return the compile-time arguments of kernels that code."""
     return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic}
