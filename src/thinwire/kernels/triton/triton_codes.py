@@ -17,8 +17,10 @@ from thinwire.tensors.rounding import Draws
 # Numbers that a program holds; a longer block has one for itself.
 ELEMENTS = 2048
 
-# Numbers of a block that threads beside each other read at once, of fp32 as many as a line of memory holds.
-BESIDE = 32
+# Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one thread,
+# which finds the scale once for all; of 8 bits, codes of fewer numbers would not fill what memory is written by.
+# Found by trial on an H200.
+BESIDE = {8: 32, 4: 16, 3: 16, 2: 16, 1: 16}
 
 # Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -180,7 +182,7 @@ def _constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, 
 def common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
     """Return the compile-time arguments of all kernels, and options."""
     codebook, width = CODEBOOKS[bits], padded(block)
-    beside = min(BESIDE, width)
+    beside = min(BESIDE[bits], width)
     return {
         **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": bits, "BLOCK": block},
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
