@@ -31,9 +31,17 @@ Parameters, if a kernel has them:
 import triton
 import triton.language as tl
 
-# Triton compiles in whether a number is one and whether 16 divides it: so buckets of unlike sizes would
-# have different kernels, and each takes seconds in the first step. No address is made of counts, so that
-# nothing would be won.
+# Triton compiles in whether a number is one, and whether 16 divides it or an address: so buckets of unlike
+# sizes would have different kernels, and each takes seconds in the first step. Only of gradients and residuals
+# is anything won by it: codes begin at any even byte.
+ONE_KERNEL = {
+    "do_not_specialize": [
+        "stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until", "members",
+    ],
+    "do_not_specialize_on_alignment": [
+        "starts", "lengths", "keys", "bases", "owners", "levels", "message", "sent", "received",
+    ],
+}  # fmt: skip
 
 
 @triton.jit
@@ -353,7 +361,7 @@ def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.cons
     return real, length
 
 
-@triton.jit(do_not_specialize=["stride", "share", "tiles", "count"])
+@triton.jit(**ONE_KERNEL)
 def encode(
     flat, starts, lengths, keys, bases, owners, levels, message, stride, share, tiles, count,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
@@ -373,7 +381,7 @@ def encode(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["received_stride", "share", "count", "own", "members"])
+@triton.jit(**ONE_KERNEL)
 def average(
     received, received_stride, lengths, keys, bases, owners, levels, message, lost,
     share, count, own, members,
@@ -419,7 +427,7 @@ def _rounded(values, out, LIMIT: tl.constexpr):
     return rounded
 
 
-@triton.jit(do_not_specialize=["stride", "share", "tiles", "count"])
+@triton.jit(**ONE_KERNEL)
 def decode(
     message, stride, starts, lengths, levels, out, share, tiles, count,
     LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -435,7 +443,7 @@ def decode(
     tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
 
 
-@triton.jit(do_not_specialize=["stride", "sent_stride", "share", "tiles", "count", "own", "until", "members"])
+@triton.jit(**ONE_KERNEL)
 def decode_and_keep(
     message, stride, sent, sent_stride, starts, lengths, levels, flat, lost, loss_scale, out, rest,
     share, tiles, count, own, until, members,

@@ -17,8 +17,8 @@ from thinwire.tensors.rounding import Draws
 # Numbers that a program holds; a longer block has one for itself.
 ELEMENTS = 2048
 
-# Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one thread,
-# which finds the scale once for all; of 8 bits, codes of fewer numbers would not fill what memory is written by.
+# Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one
+# thread, which finds the scale once for all; but then codes of 8 bits are written in pieces that are too short.
 # Found by trial on an H200.
 BESIDE = {8: 32, 4: 16, 3: 16, 2: 16, 1: 16}
 
