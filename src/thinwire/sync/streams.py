@@ -27,7 +27,7 @@ def marked(device: torch.device) -> torch.Event | None:
 
 def new_stream(device: torch.device) -> torch.Stream:
     """Return a stream of a device whose kernels come before those of other streams that wait for room."""
-    # So messages leave early: a step of GPT-2 small on an H200, with 4 bits whose messages take 10 ms, is 3 ms
+    # So messages leave early: with 4 bits, and 10 ms of messages, a step of GPT-2 small on an H200 is 3 ms
     # shorter than with a usual stream.
     stream: torch.Stream = torch.get_device_module(device).Stream(device, priority=-1)
     return stream
