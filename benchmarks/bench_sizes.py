@@ -93,7 +93,7 @@ MODELS = {
     "3 M": Model(gpt(4, 4, 256), 2_000, 800, (1e-3, 2e-3, 4e-3)),
     "10.9 M": Model(partial(GPT, SIZES["medium"]), 1_500, 600, (5e-4, 1e-3, 2e-3)),
     "25 M": Model(gpt(8, 8, 512), 1_000, 400, (5e-4, 1e-3, 2e-3)),
-    "85 M": Model(gpt(12, 12, 768), 800, 300, (3e-4, 6e-4, 1.2e-3)),
+    "85 M": Model(gpt(12, 12, 768), 600, 250, (3e-4, 6e-4, 1.2e-3)),
     "3 M, 16 layers": Model(gpt(16, 2, 128), 2_000, 800, (1e-3, 2e-3, 4e-3)),
     "3 M, 1 layer": Model(gpt(1, 8, 512), 2_000, 800, (1e-3, 2e-3, 4e-3)),
     "LSTM, 1.2 M": Model(new_lstm, 2_000, 800, (2e-3, 4e-3, 8e-3)),
@@ -315,14 +315,16 @@ def started(num_workers: int, side_by_side: int, *, captures: bool) -> tuple[Any
 
 # How long a step takes, before a plan is made of it.
 
+# Whether captured, and how many side by side.
 ALONE = (
-    ("10.9 M", "2 bits", 1),
-    ("10.9 M", "2 bits", 6),
-    ("85 M", "4 bits", 1),
-    ("85 M", "4 bits", 3),
-    ("3 M", "4 bits", 6),
-    ("85 M", EXACT, 1),
-    ("25 M", "4 bits", 1),
+    ("10.9 M", "2 bits", True, 1),
+    ("10.9 M", "2 bits", True, 6),
+    ("85 M", "4 bits", True, 1),
+    ("85 M", "4 bits", True, 3),
+    ("10.9 M", "2 bits", False, 1),
+    ("3 M", "4 bits", True, 6),
+    ("85 M", EXACT, True, 1),
+    ("25 M", "4 bits", True, 1),
 )
 SMOKE_STEPS = 50
 SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE = 3, 4
@@ -339,9 +341,13 @@ def smoke(arguments: argparse.Namespace) -> None:
     # While this process measures, the others start, and then wait.
     tasks, results, workers = started(SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE, captures=DEVICE.type == "cuda")
     print(f"text: {len(text().train):,} and {len(text().heldout):,} bytes, of {sys.version}", flush=True)
-    for model, method, side_by_side in ALONE:
+    for model, method, captures, side_by_side in ALONE:
         if time.monotonic() < end - 0.4 * arguments.seconds:
-            print(timed(Run(model, method, 0, SMOKE_STEPS, 1e-3), side_by_side), flush=True)
+            run = Run(model, method, 0, SMOKE_STEPS, 1e-3)
+            try:
+                print(timed(run, side_by_side, captures=captures), flush=True)
+            except Exception:
+                print(f"{run}: {traceback.format_exc()}", flush=True)
     start = time.monotonic()
     for run in IN_PROCESSES:
         tasks.put(run)
@@ -356,12 +362,10 @@ def smoke(arguments: argparse.Namespace) -> None:
         worker.terminate()
 
 
-def timed(run: Run, side_by_side: int) -> str:
+def timed(run: Run, side_by_side: int, *, captures: bool) -> str:
     """Train some in this process; return how long it took."""
     begin = time.monotonic()
-    trainings = [
-        new_training(replace(run, seed=seed), captures=DEVICE.type == "cuda") for seed in range(side_by_side)
-    ]
+    trainings = [new_training(replace(run, seed=seed), captures=captures) for seed in range(side_by_side)]
     prepared = time.monotonic()
     host = 0.0
     while not all(training.is_over() for training in trainings):
@@ -372,8 +376,9 @@ def timed(run: Run, side_by_side: int) -> str:
     seconds = time.monotonic() - prepared
     steps = run.steps * side_by_side
     memory = torch.cuda.max_memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0.0
+    how = f"{side_by_side} side by side, {'' if captures else 'not '}captured"
     return (
-        f"{run.model}, {run.method}, {side_by_side} side by side: {1e3 * seconds / steps:.2f} ms a step, "
+        f"{run.model}, {run.method}, {how}: {1e3 * seconds / steps:.2f} ms a step, "
         f"{1e3 * host / steps:.2f} of the host; {(prepared - begin) / side_by_side:.2f} s to prepare each, "
         f"{memory:.1f} GB"
     )

