@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
@@ -43,7 +44,8 @@ from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
-from thinwire.sync import Engine
+from thinwire.sync import Engine, replay
+from thinwire.sync.settings import HostCheck
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
@@ -91,6 +93,7 @@ ALGORITHMS: list[Algorithm] = [
     PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
     PowerSGD(matrix_rank=2, wire_dtype="bf16"),
     BatchedPowerSGD(),
+    Quantize(bits=4),
 ]
 
 
@@ -281,17 +284,17 @@ def test_orthonormal_rows(device: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
-@pytest.mark.parametrize("host_check", [True, False])
-def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: bool) -> None:
+@pytest.mark.parametrize("host_check", [True, False, "auto"])
+def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: HostCheck) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     try:
-        assert _synchronisations(algorithm, host_check) == int(host_check)
+        assert _synchronisations(algorithm, host_check) == int(host_check is True)
     finally:
         dist.destroy_process_group()
 
 
-def _synchronisations(algorithm: Algorithm, host_check: bool) -> int:
+def _synchronisations(algorithm: Algorithm, host_check: HostCheck) -> int:
     model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
     thinwire.attach(model, algorithm, host_check=host_check)
     losses: list[Any] = []
@@ -372,7 +375,8 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     right = torch.randn(2, matrix_rank, 256, device="cuda", generator=draw)
     found = []
     for kernels, held in ((triton, dtype), (plain, torch.float32)):
-        matrices, errors = given[0].to(dtype).to(held), given[1].clone()
+        # Copies, of fp32 too: the kernels write to both.
+        matrices, errors = given[0].to(dtype).to(held, copy=True), given[1].clone()
         group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
         (left,) = kernels.products(asked([group], [right], None, add_error=True))
         (basis,) = kernels.orthonormal_rows([Rows(left)])
@@ -411,6 +415,61 @@ def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) ->
         assert gradient.isnan().all() == (not healthy)
         assert healthy is bool(gradient.nan_to_num(0.0).sum() == 5000)
         assert torch.equal(written[1], own if healthy else old)
+
+
+RECORDED: dict[str, tuple[Algorithm, dict[str, Any]]] = {
+    "rank 4": (PowerSGD(matrix_rank=4), {}),
+    "host check": (PowerSGD(matrix_rank=4), {"host_check": True}),
+    "alternating": (PowerSGD(matrix_rank=4, alternating=True), {}),
+    "grad scaler": (PowerSGD(matrix_rank=4), {"grad_scaler": GradScaler}),
+    "16 bits": (PowerSGD(matrix_rank=4), {"dtype": torch.bfloat16}),
+    "4 bits": (Quantize(bits=4), {}),
+    "rank 16": (PowerSGD(matrix_rank=16, min_compression_ratio=1), {}),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_steps_give_what_steps_give(pool2: Pool, name: str) -> None:
+    results = pool2.run(_recorded, name)
+    assert len(results) == 2
+    for is_equal, num_recorded, ratio in results:
+        assert is_equal
+        assert num_recorded == (2 if name == "alternating" else 1)
+        assert ratio > 1.2
+
+
+def _recorded(name: str) -> tuple[bool, int, float]:
+    """Train with recording and without, behind other work; with a scaler a step of one process overflows."""
+    algorithm, given = RECORDED[name]
+    trained, num_recorded, ratio = [], 0, 0.0
+    for replay.enabled in (False, True):
+        options = dict(given)
+        dtype = options.pop("dtype", torch.float32)
+        scaler = (
+            GradScaler("cuda", init_scale=2.0**10, growth_interval=4) if "grad_scaler" in options else None
+        )
+        options |= {} if scaler is None else {"grad_scaler": scaler}
+        model = DistributedDataParallel(new_module(dtype).cuda(), bucket_cap_mb=0.02)
+        sync = thinwire.attach(model, algorithm, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        busy, means = torch.ones(2048, 2048, device="cuda"), []
+        for step in range(14):
+            busy.mm(busy)
+            optimizer.zero_grad()
+            loss = loss_of(model, step, "cuda", dtype)
+            loss = loss * torch.inf if step == 9 and dist.get_rank() == 1 and scaler is not None else loss
+            torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+            means += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        trained.append([*means, *(p.detach().clone() for p in model.parameters())])
+        num_recorded, ratio = len(sync._engine.replays.tapes), sync.stats().compression_ratio
+    pairs = [(one.nan_to_num(7.0), other.nan_to_num(7.0)) for one, other in zip(*trained, strict=True)]
+    return all(torch.equal(*pair) for pair in pairs), num_recorded, ratio
 
 
 @needs_gpu

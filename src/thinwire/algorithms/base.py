@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -192,6 +192,14 @@ class BucketPlan(ABC):
         """Return whose kernels compute what all members must compute alike; none if all give the same."""
         return set()
 
+    def variant(self, memory: Memory) -> Hashable:
+        """Return what the next exchange launches depends on, beside shapes; None if it is never the same.
+
+        On accelerators the engine records what exchanges of the same variant launch, and launches it again.
+        To be recorded an exchange never waits for the device, and keeps no count of its own.
+        """
+        return None
+
     def adopt(self, memory: Memory) -> str:
         """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.
 
@@ -220,6 +228,10 @@ class Algorithm(ABC):
     # Whether a bucket's later messages are so large that each had better travel while gradients of other
     # buckets are computed, than in one with those of all buckets at the end.
     pipelines_buckets: ClassVar[bool] = False
+
+    # Whether its commits have `writes_where`, so that the device takes back a step at no cost. In steps that
+    # drop memory the host may wait.
+    decides_on_device: ClassVar[bool] = False
 
     # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False

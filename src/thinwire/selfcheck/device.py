@@ -25,15 +25,15 @@ from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstructio
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import gap
-from thinwire.sync import Engine
+from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls, wait_for
 from thinwire.version import __version__
 
 # Up to 4 the CPU has compiled its own kernels; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
-# The first steps compile kernels, agree upon plans and lay memory out.
-UNTIMED_STEPS, TIMED_STEPS = 3, 5
+# The first steps compile kernels, agree upon plans, lay memory out, and are recorded where steps are.
+UNTIMED_STEPS, TIMED_STEPS = 5, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
 COPY, ARITHMETIC = "a copy", {f"arithmetic at matrix rank {rank}": rank for rank in MATRIX_RANKS}
@@ -167,7 +167,7 @@ def measure(
     for name, matrix_rank in ARITHMETIC.items():
         if error := parts.run(name, partial(_kernel_error, device, matrix_rank)):
             page.kernels.append(error)
-    copied = parts.run(COPY, lambda: _Copied(parts, _buckets(shapes)))
+    copied = parts.run(COPY, lambda: _Copied(parts, buckets_of(shapes)))
     if copied is not None:
         page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
     else:
@@ -251,14 +251,16 @@ class _Copied:
         torch._foreach_copy_(self.copies, self.flats)
 
 
-def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec, ...]]:
+def buckets_of(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> list[tuple[ParameterSpec, ...]]:
     """Return the buckets that DDP would make."""
     buckets: list[list[ParameterSpec]] = [[]]
     # The backward pass makes the last layer's gradients first, so DDP fills its buckets from there.
     for name, shape in reversed(list(shapes.items())):
         if sum(spec.gradient_bytes for spec in buckets[-1]) >= BUCKET_BYTES:
             buckets.append([])
-        buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, device="meta")))
+        buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, dtype=dtype, device="meta")))
     return [tuple(bucket) for bucket in buckets]
 
 
@@ -295,7 +297,8 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
 def _step_cost(code: str, algorithm: Algorithm, copied: _Copied | None, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
     assert copied is not None  # or all algorithms are left out
-    engine, device = Engine(algorithm, parts.transport), parts.device
+    settings = Settings(host_check="auto", gradients_stay=True)  # as of DDP's steps
+    engine, device = Engine(algorithm, parts.transport, settings=settings), parts.device
 
     def step() -> None:
         copied.copy()

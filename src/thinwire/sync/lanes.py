@@ -15,6 +15,7 @@ from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
+from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, in_memory_order
 from thinwire.version import __version__
@@ -62,14 +63,14 @@ class Lanes:
         parts: Parts,
         machines: Machines | None,
     ) -> None:
-        self.transport, self.traffic, self.settings = transport, traffic, settings
+        self.transport, self.traffic, self._settings = transport, traffic, settings
         # Which process of this machine averages what; None if each averages whole buckets with all.
         self.places = None if machines is None else Places(machines.inside)
         # With whom this process averages: all, or those of its place on the other machines.
         self.between = transport if machines is None else machines.between
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
-        self.memory = Memory()
+        self.memory, self.replays = Memory(), Replays()
         self.nonfinite_steps = 0  # as far as the host knows
         self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
         self.device = torch.device("cpu")  # of the last bucket
@@ -104,6 +105,11 @@ class Lanes:
         self.may_remember |= algorithm.remembers
         if self.places is not None:
             self.places.divide(algorithm, self.specs)
+
+    @property
+    def settings(self) -> Settings:
+        """How steps are treated, with this algorithm, on the device of the last bucket."""
+        return self._settings.decided(self.algorithm, self.device)
 
     @property
     def specs(self) -> Specs:
