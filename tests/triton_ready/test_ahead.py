@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from thinwire.kernels.triton.triton_codes import common_constants, statistic
+from thinwire.kernels.triton import triton_codes
 from thinwire.kernels.triton.triton_kernels import DOT_ROWS, basis_constants, tile_of
+from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
 
 pytestmark = [
@@ -45,10 +46,12 @@ def matrices(name: str, rank: int, letter: str = "f", *, aligned: bool = True, *
 
 
 def codes(name: str, bits: int, *, drawn: bool = False, **constants: Any) -> Kernel:
-    given: dict[str, Any] = common_constants(bits, 64, True) | constants
+    given: dict[str, Any] = triton_codes.constants(CODEBOOKS[bits], Blocks((64,), 64, 1), **constants)
     warps, fuses = given.pop("num_warps"), given.pop("enable_fp_fusion")
     if name in ("encode", "average"):
-        given |= statistic(CODEBOOKS[bits]) | ({} if drawn else dict.fromkeys(["keys", "bases", "owners"]))
+        given |= triton_codes.statistic(CODEBOOKS[bits]) | (
+            {} if drawn else dict.fromkeys(["keys", "bases", "owners"])
+        )
     given |= {"levels": None} if bits >= 4 else {}
     if name == "average":
         given.pop("starts", None)

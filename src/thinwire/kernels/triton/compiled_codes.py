@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 
 # Triton compiles in whether a number is one, and whether 16 divides it or an address: so buckets of unlike
-# sizes would have different kernels, and each takes seconds in the first step. Only of gradients and residuals
-# is anything won by it: codes begin at any even byte.
+# sizes would have different kernels, and each takes seconds in the first step. Only for gradients and
+# residuals is anything won by it: codes begin at any even byte.
 ONE_KERNEL = {
     "do_not_specialize": [
         "stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until", "members",

@@ -11,14 +11,14 @@ from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded, block_bytes
+from thinwire.tensors.coded import Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import Draws
 
 # Numbers that a program holds; a longer block has one for itself.
 ELEMENTS = 2048
 
 # Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one
-# thread, which finds the scale once for all; but then codes of 8 bits are written in pieces that are too short.
+# thread, which finds the scale once for all; but codes of 8 bits are then written in too short pieces.
 # Found by trial on an H200.
 BESIDE = {8: 32, 4: 16, 3: 16, 2: 16, 1: 16}
 
@@ -48,7 +48,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
             tiles,
             blocks.total,
         ],
-        _constants(codebook, blocks, **statistic(codebook)),
+        constants(codebook, blocks, **statistic(codebook)),
         flat.device,
         reads=[flat],
         writes=[coded.message],
@@ -76,7 +76,7 @@ def averaged(item: Averaging) -> Coded:
             own.start,
             len(message),
         ],
-        _constants(codebook, blocks, **statistic(codebook)),
+        constants(codebook, blocks, **statistic(codebook)),
         device,
         reads=[message],
         writes=[coded.message, *([] if lost is None else [lost])],
@@ -98,7 +98,7 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
             _tiles(blocks),
             blocks.total,
         ],
-        _constants(codebook, blocks, LIMIT=_limit(flat)),
+        constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
         reads=[coded.message],
         writes=[flat],
@@ -129,7 +129,7 @@ def decode_and_keep(item: Keeping) -> torch.Tensor:
             own.stop,
             blocks.num_members,
         ],
-        _constants(codebook, blocks, LIMIT=_limit(flat)),
+        constants(codebook, blocks, LIMIT=_limit(flat)),
         flat.device,
         reads=[coded.message, sent.message, values, lost],
         writes=[flat, rest],
@@ -173,20 +173,20 @@ def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
     return None if is_reckoned else levels_of(codebook, torch.float32, device)
 
 
-def _constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
-    return {**common_constants(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
+def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel, and options."""
+    of_codebook = {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
+    return {**of_codebook, **_of_tiles(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
 
 
 # Made once: every bucket asks for them three times a step.
 @lru_cache(maxsize=64)
-def common_constants(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
-    """Return the compile-time arguments of all kernels, and options."""
-    codebook, width = CODEBOOKS[bits], padded(block)
+def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
+    width = padded(block)
     beside = min(BESIDE[bits], width)
     return {
-        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": bits, "BLOCK": block},
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
-        "ALIGNED": is_aligned,
+        **{"BLOCK": block, "ALIGNED": is_aligned},
         **OPTIONS,
     }
 
