@@ -55,7 +55,7 @@ def codes(name: str, bits: int, *, drawn: bool = False, **constants: Any) -> Ker
     given |= {"levels": None} if bits >= 4 else {}
     if name == "average":
         given.pop("starts", None)
-    return f"compiled_codes.{name}", given, warps, fuses, name != "average"
+    return f"compiled_codes.{name}", given, warps, fuses, name != "average" and given["ALIGNED"]
 
 
 RANKS = (1, 2, 4, 8, 16, 32)
@@ -81,6 +81,7 @@ KERNELS: list[Kernel] = [
     *(codes("encode", bits, drawn=True, **WHOLE) for bits in CODEBOOKS),
     *(codes("average", bits, drawn=True, **WHOLE) for bits in CODEBOOKS),
     codes("encode", 4),
+    codes("encode", 4, ALIGNED=False),
     codes("decode", 4, LIMIT=0.0),
     codes("average", 4),
     codes("decode_and_keep", 4, LIMIT=0.0),

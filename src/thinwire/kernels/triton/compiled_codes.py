@@ -347,6 +347,16 @@ def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: t
 
 
 @triton.jit
+def _in_one_thread(flat, starts, lengths, b, column, rows):
+    """Return numbers that are not aligned, those of a column in one thread: else they would be in four."""
+    at = flat + (tl.load(starts + b, rows, other=0) + column * CODES)
+    count = tl.load(lengths + b, rows, other=0) - column * CODES
+    evens = tl.join(tl.load(at, count > 0, other=0.0), tl.load(at + 2, count > 2, other=0.0))
+    odds = tl.join(tl.load(at + 1, count > 1, other=0.0), tl.load(at + 3, count > 3, other=0.0))
+    return tl.trans(tl.reshape(tl.join(evens, odds), (column.shape[0], CODES)))
+
+
+@triton.jit
 def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Return which elements of blocks there are, and how many in each block."""
     if lengths is None:
@@ -373,7 +383,11 @@ def encode(
     inside = _inside(column)
     member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
     real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
-    x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0).to(tl.float32)
+    if ALIGNED:
+        x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0)
+    else:
+        x = _in_one_thread(flat, starts, lengths, first + r, column, rows)
+    x = x.to(tl.float32)
     _code(
         x, length, keys, bases, owners, first, r, column, rows, levels,
         message + member.to(tl.int64) * stride, share, start,
