@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.limits import installed
-from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.device import GPT2_SMALL, _buckets
+from thinwire.selfcheck.device import GPT2_SMALL, buckets_of
 from thinwire.sync import Engine, Settings
 
 UNTIMED_STEPS, TIMED_STEPS = 4, 5
@@ -32,7 +31,6 @@ ASLEEP_CYCLES = 200_000_000
 LLAMA_LAYER = {"q": (4096, 4096), "gate": (11008, 4096), "down": (4096, 11008), "up": (11008, 4096)}
 UNALIGNED = {"embedding": (50257, 768), "odd": (768, 3075), "head": (10,)}
 
-Key = tuple[str, object, object, object]
 Shapes = Mapping[str, tuple[int, ...]]
 
 CASES: dict[str, tuple[Algorithm, Shapes, torch.dtype]] = {
@@ -52,11 +50,28 @@ CASES: dict[str, tuple[Algorithm, Shapes, torch.dtype]] = {
 }
 
 
+def two_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    return before, after
+
+
+class Kind(NamedTuple):
+    """What is compiled in."""
+
+    kernel: str
+    letter: str  # of the type of gradients
+    size: int | None  # rows of a factor, or bits
+    is_aligned: bool
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.letter}{self.size or ''}" + ("" if self.is_aligned else ", unaligned")
+
+
 class Timed:
     """Stands for `launcher.launch`: notes two events and the bytes of each launch."""
 
     def __init__(self) -> None:
-        self.launches: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event, int]]] = defaultdict(list)
+        self.launches: dict[Kind, list[tuple[torch.cuda.Event, torch.cuda.Event, int]]] = defaultdict(list)
         self._launch = launcher.launch
 
     def __call__(
@@ -64,73 +79,66 @@ class Timed:
         kernel: str,
         programs: int,
         arguments: Sequence[torch.Tensor | int | None],
-        constants: Mapping[str, object],
+        constants: Mapping[str, Any],
         device: torch.device,
         *,
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = two_events()
         before.record()
         self._launch(kernel, programs, arguments, constants, device, reads=reads, writes=writes)
         after.record()
-        told = constants.get("G", "f"), constants.get("R", constants.get("BITS")), constants.get("ALIGNED")
-        num_bytes = sum(each.nbytes for each in (*reads, *writes))
-        self.launches[kernel.partition(".")[2], *told].append((before, after, num_bytes))
+        size = constants.get("R", constants.get("BITS"))
+        name = kernel.partition(".")[2]
+        kind = Kind(name, constants.get("G", "f"), size, constants.get("ALIGNED", True))
+        self.launches[kind].append((before, after, sum(each.nbytes for each in (*reads, *writes))))
 
-    def rows(self, case: str, copied_bytes_per_second: float) -> list[list[object]]:
+    def rows(self, case: str, copied_bytes_per_second: float) -> list[list[str]]:
         """Return a line for each kernel of a step."""
-        found: list[list[object]] = []
-        for (kernel, letter, size, aligned), events in sorted(self.launches.items(), key=str):
+        found = []
+        for kind, events in sorted(self.launches.items(), key=str):
             seconds = sum(before.elapsed_time(after) for before, after, _ in events) / TIMED_STEPS / 1e3
             num_bytes = sum(each for *_, each in events) / TIMED_STEPS
             share = num_bytes / seconds / copied_bytes_per_second
-            name = f"{kernel}, {letter}{size}" + ("" if aligned in (None, True) else ", unaligned")
-            found.append(
-                [case, name, len(events) // TIMED_STEPS, f"{1e3 * seconds:.3f}", f"{num_bytes / 1e9:.3f}",
-                 f"{share:.0%}"]
-            )  # fmt: skip
+            numbers = [f"{1e3 * seconds:.3f}", f"{num_bytes / 1e9:.3f}", f"{share:.0%}"]
+            found.append([case, str(kind), str(len(events) // TIMED_STEPS), *numbers])
         return found
 
 
-def measured(
-    case: str, copied_bytes_per_second: float
-) -> tuple[list[list[object]], list[object]]:
-    """Return lines of kernels, and the host's line."""
+def measured(case: str, copied_bytes_per_second: float) -> tuple[list[str], list[list[str]]]:
+    """Return a line of a step, and lines of its kernels."""
     algorithm, shapes, dtype = CASES[case]
-    buckets = [
-        tuple(ParameterSpec.of(spec.name, torch.empty(spec.shape, dtype=dtype, device="meta")) for spec in each)
-        for each in _buckets(shapes)
-    ]
+    buckets = buckets_of(shapes, dtype)
     flats = [torch.randn(sum(spec.numel for spec in each), device="cuda").to(dtype) for each in buckets]
     engine = Engine(algorithm, InProcessTransport.group(1)[0], settings=Settings(host_check=False))
     lanes = [engine.open(each, flats[0].device) for each in buckets]
-    timed, hooks, ends, gpu = Timed(), [], [], []
-    original: Any = launcher.launch
-    for step in range(UNTIMED_STEPS + 2 * TIMED_STEPS):
-        # First the host's time alone, then that of each kernel.
-        if step == UNTIMED_STEPS + TIMED_STEPS:
-            launcher.launch = timed
+
+    def step() -> tuple[float, float, float]:
         torch.cuda.synchronize()
         torch.cuda._sleep(ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = two_events()
         start.record()
-        work, began = engine.begin(pipelined=True), time.perf_counter()
+        began = time.perf_counter()
+        work = engine.begin(pipelined=True)
         for lane, flat in zip(lanes, flats, strict=True):
             work.start(lane, flat)
-        hooked = time.perf_counter()
+        started = time.perf_counter()
         work.finish()
-        ended = time.perf_counter()
+        finished = time.perf_counter()
         end.record()
-        if UNTIMED_STEPS <= step < UNTIMED_STEPS + TIMED_STEPS:
-            torch.cuda.synchronize()
-            hooks.append(hooked - began)
-            ends.append(ended - hooked)
-            gpu.append(start.elapsed_time(end) / 1e3)
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return 1e3 * (started - began), 1e3 * (finished - started), start.elapsed_time(end)
+
+    for _ in range(UNTIMED_STEPS):
+        step()
+    times = [f"{median(each):.2f}" for each in zip(*(step() for _ in range(TIMED_STEPS)), strict=True)]
+    timed, original = Timed(), launcher.launch
+    launcher.launch = timed
+    for _ in range(TIMED_STEPS):
+        step()
     launcher.launch = original
-    host = [f"{1e3 * median(each):.2f}" for each in (hooks, ends, gpu)]
-    return timed.rows(case, copied_bytes_per_second), [case, len(lanes), *host]
+    return [case, str(len(lanes)), *times], timed.rows(case, copied_bytes_per_second)
 
 
 def copied_bytes_per_second() -> float:
@@ -139,28 +147,36 @@ def copied_bytes_per_second() -> float:
     target = torch.empty_like(source)
     seconds = []
     for _ in range(10):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = two_events()
         before.record()
         target.copy_(source)
         after.record()
         torch.cuda.synchronize()
         seconds.append(before.elapsed_time(after) / 1e3)
-    return 2 * source.nbytes / median(seconds[2:])
+    return float(2 * source.nbytes / median(seconds[2:]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--save", action="store_true", help="as a result page of today")
     asked = parser.parse_args()
     speed = copied_bytes_per_second()
-    kernels: list[list[object]] = []
-    hosts: list[list[object]] = []
-    print(f"a copy: {speed / 1e9:,.0f} GB/s", flush=True)
-    for case in asked.cases:
-        rows, host = measured(case, speed)
-        kernels += rows
-        hosts.append(host)
-        print(*(" | ".join(map(str, row)) for row in [*rows, host]), sep="\n", flush=True)
+    measurements = [measured(case, speed) for case in asked.cases]
+    heads = ["step", "buckets", "host: starts, ms", "host: finish, ms", "device, ms"]
+    kernel_heads = ["step", "kernel", "launches", "ms", "GB read and written", "of a copy's speed"]
+    text = page(
+        "Triton's kernels, and the host",
+        f"{torch.cuda.get_device_name()}, Triton {installed()}; a copy reads and writes "
+        f"{speed / 1e9:,.0f} GB/s. One process, which exchanges with nobody. "
+        "The host's time is its own: the device sleeps meanwhile. "
+        f"Medians of {TIMED_STEPS} steps; of kernels means.",
+        markdown_table(heads, [step for step, _ in measurements]),
+        markdown_table(kernel_heads, [row for _, rows in measurements for row in rows]),
+    )
+    print(text)
+    if asked.save:
+        print(f"saved as {save(text, 'triton')}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.kernels.triton.triton_kernels import STAGES, basis_constants
+from thinwire.kernels.triton.triton_kernels import DOT_ROWS, basis_constants, tile_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -21,10 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-MATRICES = {"G": "f", "ALIGNED": True, "STAGES": STAGES, "DOT": "", "R": 4, "ROWS": 16, "COLUMNS": 128}
-EIGHT = {**MATRICES, "R": 8, "SPLIT": 512}
-DOTS = {**MATRICES, "DOT": "tf32x3", "R": 32, "ROWS": 32, "COLUMNS": 64}
-MEANS = {"TERMS": 1, "LIMIT": 0.0}
+MEANS: dict[str, Any] = {"TERMS": 1, "LIMIT": 0.0}
 CODES = {"CUBIC": 112, "LEVELS": 15, "BITS": 4, "BLOCK": 64, "PADDED": 64, "ROWS": 16, "WHOLE": True}
 CODED = {
     "LAST": 1127.0,
@@ -45,20 +42,29 @@ def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
     return f"compiled_bases.{name}", constants, warps, fuses, False
 
 
-# Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by tiles.
+def matrices(
+    name: str, rank: int, letter: str = "f", *, aligned: bool = True, **constants: Any
+) -> tuple[str, dict[str, Any], int, bool, bool]:
+    tile = tile_of(name, rank, is_aligned=aligned)
+    given: dict[str, Any] = {"G": letter, "R": rank, "ROWS": tile.rows, "COLUMNS": tile.columns}
+    given |= {"ALIGNED": aligned, "DOT": "tf32x3" if rank >= DOT_ROWS else "", **constants}
+    given |= {"STAGES": tile.stages} if name != "reconstruct" else {}
+    return f"compiled_matrices.{name}", given, tile.warps, True, aligned
+
+
+RANKS = (1, 2, 4, 8, 16, 32)
+
+# Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by 16 bytes.
 KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
-    ("compiled_matrices.products", {**MATRICES, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.products", {**MATRICES, "R": 8, "ROWS": 8, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.products", {**MATRICES, "G": "b", "R": 8, "KEEPS": False}, 8, True, True),
-    ("compiled_matrices.products", {**DOTS, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.projections", {**MATRICES, "SPLIT": 512, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.projections", {**MATRICES, "SPLIT": 512, "KEEPS": False}, 4, True, True),
-    ("compiled_matrices.projections", {**EIGHT, "ROWS": 8, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.projections", {**EIGHT, "KEEPS": False}, 8, True, True),
-    ("compiled_matrices.projections", {**DOTS, "SPLIT": 512, "KEEPS": True}, 4, True, True),
-    ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "is_healthy": None}, 4, True, True),
-    ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "R": 8, "ROWS": 8}, 4, True, True),
-    ("compiled_matrices.reconstruct", {**DOTS, **MEANS, "G": "b", "LIMIT": 3.3895e38}, 4, True, True),
+    *(matrices("products", rank, KEEPS=True) for rank in RANKS),
+    *(matrices("products", rank, "b", KEEPS=False) for rank in RANKS),
+    *(matrices("projections", rank, SPLIT=512, KEEPS=False) for rank in RANKS),
+    *(matrices("projections", rank, SPLIT=512, KEEPS=True) for rank in RANKS),
+    *(matrices("projections", rank, "b", SPLIT=512, KEEPS=False) for rank in RANKS),
+    *(matrices("reconstruct", rank, **MEANS, is_healthy=None) for rank in RANKS),
+    *(matrices("reconstruct", rank, **MEANS, aligned=False) for rank in RANKS),
+    *(matrices("reconstruct", rank, "b", TERMS=1, LIMIT=3.3895e38) for rank in RANKS),
+    *(matrices("reconstruct", rank, TERMS=3, LIMIT=0.0) for rank in (1, 4)),
     *(basis(name, rows) for rows in (1, 4, 8, 16, 32) for name in ("gram", "gram_again", "orthonormal")),
     ("compiled_matrices.add_splits", {"COLUMNS": 1024}, 4, True, False),
     ("compiled_matrices.finite", {"G": "f", "COLUMNS": 4096}, 4, True, False),
@@ -83,7 +89,10 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
 ]
 
 # So much in every run of all tests: what changes most, on one architecture.
-SOME = [KERNELS[place] for place in (10, 16)]
+SOME = [
+    matrices("reconstruct", 8, **MEANS),
+    basis("gram_again", 8),
+]
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -191,6 +191,14 @@ class BucketPlan(ABC):
     def kernels(self, device: torch.device) -> set[str]:
         """Return whose kernels compute what all members must compute alike; none if all give the same."""
         return set()
+
+    def variant(self, memory: Memory) -> Hashable:
+        """Return what the next exchange launches depends on, beside shapes; None if it is never the same.
+
+        On accelerators the engine records what exchanges of the same variant launch, and launches it again.
+        To be recorded an exchange never waits for the device, and keeps no count of its own.
+        """
+        return None
 
     def adopt(self, memory: Memory) -> str:
         """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
@@ -191,6 +191,11 @@ class QuantizePlan(BucketPlan):
             if scale is not None:
                 residual /= scale
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
+
+    def variant(self, memory: Memory) -> Hashable:
+        """See `BucketPlan.variant`: nothing, if there are neither draws nor residuals."""
+        is_fixed = self.config.rounding == "nearest" and not self.config.error_feedback
+        return 0 if is_fixed and memory[ERROR].keys().isdisjoint(self.names) else None
 
     def _add_lost(self, residual: torch.Tensor, lost: torch.Tensor, own: slice) -> None:
         """Add what coding the mean of its blocks has lost to the residual of the member that averaged them.

@@ -77,7 +77,7 @@ def front_of(
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
-    settings = replace(settings, may_be_unused=model.find_unused_parameters)
+    settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
     return BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
 
 

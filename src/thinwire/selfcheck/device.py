@@ -167,7 +167,7 @@ def measure(
     for name, matrix_rank in ARITHMETIC.items():
         if error := parts.run(name, partial(_kernel_error, device, matrix_rank)):
             page.kernels.append(error)
-    copied = parts.run(COPY, lambda: _Copied(parts, _buckets(shapes)))
+    copied = parts.run(COPY, lambda: _Copied(parts, buckets_of(shapes)))
     if copied is not None:
         page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
     else:
@@ -251,14 +251,16 @@ class _Copied:
         torch._foreach_copy_(self.copies, self.flats)
 
 
-def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec, ...]]:
+def buckets_of(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> list[tuple[ParameterSpec, ...]]:
     """Return the buckets that DDP would make."""
     buckets: list[list[ParameterSpec]] = [[]]
     # The backward pass makes the last layer's gradients first, so DDP fills its buckets from there.
     for name, shape in reversed(list(shapes.items())):
         if sum(spec.gradient_bytes for spec in buckets[-1]) >= BUCKET_BYTES:
             buckets.append([])
-        buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, device="meta")))
+        buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, dtype=dtype, device="meta")))
     return [tuple(bucket) for bucket in buckets]
 
 

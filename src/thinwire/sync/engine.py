@@ -116,7 +116,11 @@ class Engine(Lanes):
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        self._steps.append(Step(self, self.wire, self.clock, number, self._ended, pipelined=pipelined))
+        # Beside a different step, or if it may lack parameters, a step is not as the one before.
+        is_as_before = not self._steps and self.num_parts == 1 and not self.settings.may_be_unused
+        plans = self._plans if is_as_before and self.settings.gradients_stay else ()
+        exchange = self.replays.exchange(plans, self.memory, self.device, self.wire, f"step {number}")
+        self._steps.append(Step(self, exchange, self.clock, number, self._ended, pipelined=pipelined))
         return self._steps[-1]
 
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
 
+from thinwire import channel
 from thinwire.algorithms import (
     AllFinite,
     AllGather,
     AllToAll,
+    Bucket,
     Commit,
     Jointly,
     Mean,
@@ -80,18 +83,24 @@ class Exchange:
         self.tasks: list[Task] = []
         self._closing: list[Task] = []  # of `close_with`; among `tasks` once their first message is sent
         self._transport, self._name = transport, name
-        self._rounds: list[_Round] = []  # under way
-        self._previous: _Round | None = None  # the first message of the last bucket
+        self._rounds: list[Round] = []  # under way
+        self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
-    def start(self, requests: Requests, name: str) -> None:
+    def loss_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Return the loss scale that the buckets of this step take."""
+        return scale
+
+    def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
         with shown("thinwire: round 1"):
-            task = Task(requests)
-            # Compute this bucket alone: waiting for the others would delay the first message until after the
-            # backward pass.
-            _compute_jointly([task])
-            self._send([task], f"round 1 of the bucket of {name}")
+            with self._computing():
+                task = Task(requests)
+                # Compute this bucket alone: waiting for the others would delay the first message until after
+                # the backward pass.
+                _compute_jointly([task])
+                first = Round([task], self._transport.size, f"{self._name}, round 1 of the bucket of {name}")
+            self._send(first)
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
 
@@ -108,15 +117,17 @@ class Exchange:
         end = self._rounds.index(previous) + 1
         earlier = self._rounds[:end]
         with shown("thinwire: wait for earlier buckets"):
-            for each in earlier:
-                each.wait()
+            self._wait(earlier)
         with shown("thinwire: earlier buckets"):
             tasks = [task for each in earlier for task in each.tasks]
-            for each in earlier:
-                each.answer()
-            del self._rounds[:end]
-            _compute_jointly(tasks)
-            self._send(_waiting(tasks), f"a later round of the buckets before number {len(self.tasks)}")
+            purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
+            with self._computing():
+                for each in earlier:
+                    each.answer()
+                del self._rounds[:end]
+                _compute_jointly(tasks)
+                later = Round(_waiting(tasks), self._transport.size, purpose)
+            self._send(later)
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -129,30 +140,45 @@ class Exchange:
         round under way; if not, all buckets stand at their commit.
         """
         with shown(f"thinwire: wait for round {self._number}"):
-            for each in self._rounds:
-                each.wait()
+            self._wait(self._rounds)
         self._number += 1
         with shown(f"thinwire: round {self._number}"):
-            # All before anything is sent: so the next messages of all buckets travel as one.
-            for each in self._rounds:
-                each.answer()
-            # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
-            self._rounds, self._previous = [], None
-            _compute_jointly(self.tasks)
-            waiting = _waiting(self.tasks)
-            means = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-            closing = [task for task in self._closing if task not in self.tasks]
-            for task in closing if means else ():
-                if isinstance(task.request, Mean):
-                    # In the type of what is sent anyway: a separate message would cost a latency more.
-                    task.request = Mean(task.request.tensor.to(means[0]))
-            self.tasks += closing
-            self._send([*waiting, *closing], f"round {self._number} of all buckets")
-        return bool(waiting or closing)
+            with self._computing():
+                # All before anything is sent: so the next messages of all buckets travel as one.
+                for each in self._rounds:
+                    each.answer()
+                # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
+                self._rounds, self._previous = [], None
+                _compute_jointly(self.tasks)
+                purpose = f"{self._name}, round {self._number} of all buckets"
+                later = Round([*_waiting(self.tasks), *self._closed()], self._transport.size, purpose)
+            self._send(later)
+        return bool(later.tasks)
 
-    def _send(self, tasks: Sequence[Task], purpose: str) -> None:
-        if tasks:
-            self._rounds.append(_Round(tasks, self._transport, f"{self._name}, {purpose}"))
+    def _closed(self) -> list[Task]:
+        """Add what closes the step to its tasks, and return it if that was not done before."""
+        means = [each.request.tensor.dtype for each in self.tasks if isinstance(each.request, Mean)]
+        closing = [task for task in self._closing if task not in self.tasks]
+        for task in closing if means else ():
+            if isinstance(task.request, Mean):
+                # In the type of what is sent anyway: a separate message would cost a latency more.
+                task.request = Mean(task.request.tensor.to(means[0]))
+        self.tasks += closing
+        return closing
+
+    def _computing(self) -> AbstractContextManager[object]:
+        """Return a context of what is computed between messages; `Recorder` records it."""
+        return nullcontext()
+
+    def _wait(self, rounds: Sequence[Round]) -> None:
+        for each in rounds:
+            for work in each.works:
+                work.wait()
+
+    def _send(self, later: Round) -> None:
+        if later.tasks:
+            later.send(self._transport)
+            self._rounds.append(later)
 
     @property
     def commits(self) -> Sequence[Commit]:
@@ -204,9 +230,9 @@ class Exchange:
         Until then the backend may write to the messages, which may lie in the gradients themselves.
         """
         for each in self._rounds:
-            for message in each.messages:
+            for work in each.works:
                 with suppress(CommunicationError):
-                    message.work.wait()
+                    work.wait()
         self._rounds = []
 
 
@@ -250,25 +276,24 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
             del results[: len(of_task)]
 
 
-class _Message(NamedTuple):
-    """Requests of one operation, type and device, under way as one message."""
+class Packed(NamedTuple):
+    """Requests of one operation, type and device, as one message."""
 
     owners: list[tuple[int, int]]  # whose they are: which task of the round, and where in its tuple
-    work: Work
-    buffer: torch.Tensor  # kept until it has come back: a backend may read it meanwhile
+    message: channel.Message
     answers: Callable[[], Iterable[torch.Tensor]]
 
 
-class _Round:
+class Round:
     """Some tasks' messages, sent together; their answers are handed over when all have come."""
 
-    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
-        self.tasks, self.messages = tasks, list[_Message]()
+    def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
+        self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
         asked: list[tuple[str, int, int, Any]] = []
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
             for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(request, transport.size)
+                tensor = _checked(request, num_members)
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
@@ -277,16 +302,19 @@ class _Round:
             alike = list(of_kind)
             tensors = [request.tensor for *_, request in alike]
             owners = [(number, place) for _, number, place, _ in alike]
-            self.messages.append(_Message(owners, *_send(type(alike[0][3]), tensors, transport, purpose)))
+            self.packed.append(Packed(owners, *_packed(type(alike[0][3]), tensors, num_members, purpose)))
 
-    def wait(self) -> None:
-        for message in self.messages:
-            message.work.wait()
+    def send(self, transport: Transport) -> None:
+        """Start its messages."""
+        # One by one: if a later one is refused, the earlier ones are known to be under way.
+        for each in self.packed:
+            self.works.append(transport.start(each.message))
 
     def answer(self) -> None:
+        """Hand its tasks what has come."""
         answers: list[dict[int, torch.Tensor]] = [{} for _ in self.tasks]
-        for message in self.messages:
-            for (number, place), answer in zip(message.owners, message.answers(), strict=True):
+        for packed in self.packed:
+            for (number, place), answer in zip(packed.owners, packed.answers(), strict=True):
                 answers[number][place] = answer
         for task, of_task in zip(self.tasks, answers, strict=True):
             if isinstance(task.request, tuple):
@@ -317,24 +345,24 @@ def _checked(message: object, num_members: int) -> torch.Tensor:
     raise ConfigError(f"an exchange has asked for {type(message).__name__} of {wrong}")
 
 
-def _send(
-    kind: type, tensors: list[torch.Tensor], transport: Transport, purpose: str
-) -> tuple[Work, torch.Tensor, Callable[[], Iterable[torch.Tensor]]]:
-    """Send requests of one kind as one message; return its work, its buffer, and what gives the answers."""
+def _packed(
+    kind: type, tensors: list[torch.Tensor], num_members: int, purpose: str
+) -> tuple[channel.Message, Callable[[], Iterable[torch.Tensor]]]:
+    """Return requests of one kind as one message, and what gives the answers."""
     if kind is AllToAll:
         # Side by side: of each request row i is for member i.
         rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
         received, widths = torch.empty_like(rows), [tensor.shape[1] for tensor in tensors]
-        work = transport.all_to_all(received, rows, purpose)
-        return work, rows, lambda: received.split_with_sizes(widths, dim=1)
+        answers = partial(received.split_with_sizes, widths, dim=1)
+        return channel.Message("all_to_all", rows, received, purpose), answers
     sizes = [tensor.numel() for tensor in tensors]
     if kind is AllGather:
         # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
         flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-        gathered = flat.new_empty(transport.size, flat.numel())
-        work = transport.all_gather(gathered, flat, purpose)
-        return work, flat, lambda: gathered.split_with_sizes(sizes, dim=1)
+        gathered = flat.new_empty(num_members, flat.numel())
+        answers = partial(gathered.split_with_sizes, sizes, dim=1)
+        return channel.Message("all_gather", flat, gathered, purpose), answers
     # One alone is not copied, so its mean comes to lie where the request was.
     flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
-    work = transport.mean(flat, purpose)
-    return work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes)
+    mean = channel.Message("all_reduce", flat, flat, purpose, "mean")
+    return mean, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes)

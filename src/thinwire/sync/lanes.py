@@ -15,6 +15,7 @@ from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
+from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, in_memory_order
 from thinwire.version import __version__
@@ -69,7 +70,7 @@ class Lanes:
         self.between = transport if machines is None else machines.between
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
-        self.memory = Memory()
+        self.memory, self.replays = Memory(), Replays()
         self.nonfinite_steps = 0  # as far as the host knows
         self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
         self.device = torch.device("cpu")  # of the last bucket

@@ -10,7 +10,7 @@ import torch
 
 from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Transport, Work, true_for_all
+from thinwire.channel import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
@@ -38,7 +38,7 @@ class Step:
     def __init__(
         self,
         engine: Lanes,
-        wire: Transport,
+        exchange: Exchange,
         clock: StepClock,
         number: int,
         ended: Callable[[Step, bool], None],
@@ -47,10 +47,9 @@ class Step:
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
-        self._engine, self._wire, self._clock, self._ended = engine, wire, clock, ended
+        self._engine, self._exchange, self._clock, self._ended = engine, exchange, clock, ended
         self._number, self._name = number, f"step {number}"
         self._pipelined = pipelined and engine.algorithm.pipelines_buckets
-        self._exchange = Exchange(wire, self._name)
         self._streams = Streams()
         self._lanes: list[Lane] = []  # which are in flight
         self._buckets: list[Bucket] = []
@@ -137,12 +136,12 @@ class Step:
 
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._wire.rank)
+        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.between.rank)
         if self._finds_unused and bucket.specs:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))
         memory = self._engine.memory_at(self._number)
-        self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
+        self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
         # Skipped on an accelerator: there its stream would wait, and with it the backward pass that is on it.
         if self._pipelined and flat.device.type == "cpu":
@@ -157,7 +156,7 @@ class Step:
             return None
         # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
         if device not in self._scales:
-            self._scales[device] = self._loss_scale(device).reshape(())
+            self._scales[device] = self._exchange.loss_scale(self._loss_scale(device).reshape(()))
         return self._scales[device]
 
     # Round by round.
@@ -226,6 +225,7 @@ class Step:
                     self._gather_inside(self._engine.places)
                 # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
+                self._engine.replays.keep(self._exchange)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainde
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import FactorMessages, Round
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
-from thinwire.algorithms.lowrank.slots import SENT
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
@@ -171,6 +171,23 @@ class PowerSGDPlan(LowRankPlan):
         """The parameters that travel uncompressed, by index."""
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
 
+    def variant(self, memory: Memory) -> Hashable:
+        """See `BucketPlan.variant`: the side of the next projection, once all is in memory."""
+        keeps = [FACTOR, BASIS, *([ERROR, SENT] if self.config.error_feedback else [])]
+        whole = [self.specs[index].name for index in self.uncompressed]
+        is_settled = not any(name in memory[slot] for name in whole for slot in (ERROR, SENT)) and all(
+            name in memory[slot] for slot in keeps for route in self.compressed for name in route.names
+        )
+        if not (self.compressed and is_settled and self.config.warm_start):
+            return None
+        return self._turn(memory) % 2 if self.alternating else 0
+
+    def _turn(self, memory: Memory) -> int:
+        """Return how many projections were committed."""
+        # The count of committed steps decides, which all members have and a saved state keeps: the factor in
+        # memory is of the side whose turn it is.
+        return (memory.step - self.config.warmup_steps) * self.config.power_iterations
+
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """See `LowRankPlan.compress`: one or two rounds for each iteration."""
         dtype = self.config.message_dtype(bucket.flat.dtype)
@@ -180,9 +197,7 @@ class PowerSGDPlan(LowRankPlan):
         groups = self._matrices(bucket, memory)  # M: gradient, and residual until a kernel adds it
         labels = [group.labels for group in groups]
 
-        # The count of committed steps decides, which all members have and a saved state keeps: the factor in
-        # memory is of the side whose turn it is.
-        turn = (memory.step - self.config.warmup_steps) * self.config.power_iterations
+        turn = self._turn(memory)
         starts = self.bases.of(memory, groups, left=self.alternating and turn % 2 == 0)
         if self.alternating:
             terms = yield from self._alternating_rounds(groups, starts, turn, messages, bucket.loss_scale)

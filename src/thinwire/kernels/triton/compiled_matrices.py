@@ -185,7 +185,7 @@ def add_splits(table, tiles, COLUMNS: tl.constexpr):
 def reconstruct(
     table, tiles, is_healthy,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
-    LIMIT: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr, STAGES: tl.constexpr,
+    LIMIT: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Turn gradients into the mean, and write what was not sent.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -31,9 +31,6 @@ DOT_ROWS = 16
 
 # Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
 SPLIT_ROWS = 512
-
-# Tiles of a loop that are on their way at a time.
-STAGES = 3
 
 # Elements of a program that adds up parts; of one that only looks at each.
 SUMS, ELEMENTS = 1024, 4096
@@ -59,26 +56,27 @@ def _launch(
 
 
 def products(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take one launch for each type of gradients."""
-    results, launches = _results_and_launches(items, side=0)
+    """Take one launch for each kind of matrices."""
+    results, launches = _results_and_launches("products", items, side=0)
     for matrices, factors, outs in launches:
-        counts = [-(-row[3] // matrices.tile[0]) for row in matrices.rows]
-        matrices.launch("products", [factors, outs], outs, counts, {"KEEPS": matrices.is_kept})
+        counts = [-(-row[3] // matrices.tile.rows) for row in matrices.rows]
+        constants = {"KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
+        matrices.launch([factors, outs], outs, counts, constants)
     return results
 
 
 def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take two launches for each type of gradients."""
-    results, launches = _results_and_launches(items, side=1)
+    """Take two launches for each kind of matrices."""
+    results, launches = _results_and_launches("projections", items, side=1)
     for matrices, factors, outs in launches:
         # Parts and a second launch, and no atomic additions: those come in a different order every time.
         splits = [-(-row[3] // SPLIT_ROWS) for row in matrices.rows]
         sizes = [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)]
         parts = _empty(sizes, torch.float32, outs[0].device)
-        across = [-(-row[4] // matrices.tile[1]) for row in matrices.rows]
+        across = [-(-row[4] // matrices.tile.columns) for row in matrices.rows]
         counts = [count * each for count, each in zip(splits, across, strict=True)]
-        constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept}
-        matrices.launch("projections", [factors, parts], parts, counts, constants)
+        constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
+        matrices.launch([factors, parts], parts, counts, constants)
         sums = zip(parts, splits, outs, strict=True)
         _launch(
             "compiled_matrices.add_splits",
@@ -96,30 +94,33 @@ Launch: TypeAlias = "tuple[_Matrices, list[torch.Tensor], list[torch.Tensor]]"
 """Gradients and residuals, factors, and results, matrix by matrix."""
 
 
-def _results_and_launches(items: Sequence[Asked], *, side: int) -> tuple[list[torch.Tensor], list[Launch]]:
+def _results_and_launches(
+    kernel: str, items: Sequence[Asked], *, side: int
+) -> tuple[list[torch.Tensor], list[Launch]]:
     """Return what takes the products with factors, and what each launch reads and writes."""
     shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
     # In one piece, in the order in which they are sent: so a message of them is not joined first.
     results = _empty(shapes, torch.float32, items[0].factor.device)
     launches: list[Launch] = []
-    for kind in alike(items, lambda item: item.group.matrices[0].dtype):
+    for kind in alike(items, lambda item: _kind(item.group)):
         some = [items[index] for index in kind]
-        given = _Matrices([item.group for item in some], some[0].loss_scale, is_first=some[0].add_error)
+        groups = [item.group for item in some]
+        given = _Matrices(kernel, groups, some[0].loss_scale, is_first=some[0].add_error)
         outs = each_of([results[index] for index in kind])
         launches.append((given, each_of([item.factor for item in some]), outs))
     return results, launches
 
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
-    """Take one launch for each type; what a 16-bit gradient can't hold of a mean goes to its residual."""
-    for kind in alike(items, lambda item: (item.group.matrices[0].dtype, len(item.terms))):
+    """Take one launch for each kind; what a 16-bit gradient can't hold of a mean goes to its residual."""
+    for kind in alike(items, lambda item: (_kind(item.group, item.errors or ()), len(item.terms))):
         some = [items[index] for index in kind]
         # Errors are mostly written where the group's own are read: a program has read all of its tile before
         # it writes any of it, and no other program has that tile.
         nothing: list[torch.Tensor | None] = [None]
         new = [e for item in some for e in (item.errors or nothing * len(item.group.matrices))]
         groups = [item.group for item in some]
-        matrices = _Matrices(groups, some[0].loss_scale, is_first=False, written=new)
+        matrices = _Matrices("reconstruct", groups, some[0].loss_scale, is_first=False, written=new)
         # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
         pairs = [[item.sent, *item.means] for item in some]
@@ -131,10 +132,10 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         dtype = groups[0].matrices[0].dtype
         # In fp32 a mean beyond the range is infinite, and its step is not healthy.
         limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-        rows, columns = matrices.tile
-        counts = [-(-row[3] // rows) * -(-row[4] // columns) for row in matrices.rows]
+        tile = matrices.tile
+        counts = [-(-row[3] // tile.rows) * -(-row[4] // tile.columns) for row in matrices.rows]
         constants = {"TERMS": len(some[0].terms), "LIMIT": limit}
-        matrices.launch("reconstruct", [new, *factors], new, counts, constants, _flag(some[0].is_healthy))
+        matrices.launch([new, *factors], new, counts, constants, _flag(some[0].is_healthy))
 
 
 def write(items: Sequence[Write]) -> list[torch.Tensor]:
@@ -217,18 +218,41 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flags.view(torch.bool).all()
 
 
-def tile_and_warps(factor_rows: int, *, reconstructs: bool, keeps: bool) -> tuple[tuple[int, int], int]:
-    """Return rows and columns that a program has at a time, and its warps."""
-    if factor_rows >= DOT_ROWS:
-        return (32, 64), 4
-    # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane. What a program
-    # adds up, factor rows · rows · columns, stays in its registers. With a loop over its rows unrolled, a
-    # factor of eight would not leave `reconstruct` enough of them; nor anything that writes what it has read
-    # as well.
-    is_tight = factor_rows > 4
-    is_short = reconstructs or (keeps and is_tight)
-    rows = (8 if is_tight else 16) if is_short else max(16, 64 // factor_rows)
-    return (rows, 128), 8 if is_tight and not (reconstructs or keeps) else 4
+class Tile(NamedTuple):
+    """What a program has at a time; how many warps it has, and how many tiles of a loop it loads ahead."""
+
+    rows: int
+    columns: int
+    warps: int = 4
+    stages: int = 3
+
+
+# Up to how many rows of a factor. Of those tried on an H200, with GPT-2 small in fp32 and Llama's layers in
+# bf16, the fastest that put nothing aside on sm_80 and sm_90: a larger one has too few registers, a smaller
+# one loads too little at a time.
+TILES = {
+    "products": {4: Tile(8, 256), 8: Tile(8, 128), 32: Tile(64, 64, stages=1)},
+    "projections": {4: Tile(32, 64), 8: Tile(16, 64), 16: Tile(32, 64), 32: Tile(32, 128, stages=1)},
+    "reconstruct": {4: Tile(8, 256), 8: Tile(32, 128, warps=8), 32: Tile(32, 64)},
+}
+
+
+def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool) -> Tile:
+    """Return the tile of a kernel for factors of so many rows."""
+    tile = next(tile for most_rows, tile in TILES[kernel].items() if factor_rows <= most_rows)
+    # Each number then has an address, which takes registers. The others add up tile by tile: a matrix must
+    # give the same sums wherever it lies.
+    return tile._replace(rows=tile.rows // 2) if kernel == "reconstruct" and not is_aligned else tile
+
+
+def _kind(group: MatrixGroup, written: Sequence[torch.Tensor] = ()) -> tuple[torch.dtype, int, bool]:
+    """Return what is compiled in: so a matrix is computed alike whatever else is in its bucket."""
+    touched = [*group.matrices, *(each for each in group.errors if each is not None), *written]
+    return group.matrices[0].dtype, padded(group.matrix_rank), _are_aligned(touched)
+
+
+def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in tensors)
 
 
 class _Matrices:
@@ -236,12 +260,13 @@ class _Matrices:
 
     Attributes:
         is_kept: Whether the launch leaves gradient plus residual where the gradient was.
-        tile: Rows and columns that a program has at a time.
+        tile: What a program has at a time.
         rows: What `compiled_matrices._matrix` reads of each matrix.
     """
 
     def __init__(
         self,
+        kernel: str,
         groups: Sequence[MatrixGroup],
         loss_scale: torch.Tensor | None,
         *,
@@ -264,37 +289,37 @@ class _Matrices:
             (m.data_ptr(), _address(error if adds else None), _address(self._scale), *m.shape, matrix_rank)
             for m, error, matrix_rank in zip(matrices, errors, ranks, strict=True)
         ]
-        factor_rows = padded(max(ranks))
-        self.tile, warps = tile_and_warps(factor_rows, reconstructs=reconstructs, keeps=self.is_kept)
+        factor_rows = padded(ranks[0])
         touched = [*matrices, *known, *(each for each in written or () if each is not None)]
+        is_aligned = _are_aligned(touched)
+        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned)
+        self._kernel = f"compiled_matrices.{kernel}"
         self._constants: dict[str, object] = {
             "G": LETTERS[matrices[0].dtype],
             "R": factor_rows,
-            "ROWS": self.tile[0],
-            "COLUMNS": self.tile[1],
-            "STAGES": STAGES,
+            "ROWS": self.tile.rows,
+            "COLUMNS": self.tile.columns,
             # Without this the compiler reads one number at a time: an address from a table may be any.
-            "ALIGNED": all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched),
+            "ALIGNED": is_aligned,
             # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
             "DOT": ("ieee" if torch.version.hip else "tf32x3") if factor_rows >= DOT_ROWS else "",
             **FUSED,
-            "num_warps": warps,
+            "num_warps": self.tile.warps,
         }
 
     def launch(
         self,
-        kernel: str,
         beside: Sequence[Sequence[torch.Tensor | None]],
         outs: Sequence[torch.Tensor | None],
         counts: Sequence[int],
         constants: Mapping[str, object],
         *arguments: torch.Tensor | None,
     ) -> None:
-        """Launch a kernel: each row of its table ends with the addresses of what is beside the matrix."""
+        """Launch the kernel: each row of its table ends with the addresses of what is beside the matrix."""
         ends = zip(*(map(_address, column) for column in beside), strict=True)
         reads = [each for column in beside if column is not outs for each in column if each is not None]
         _launch(
-            f"compiled_matrices.{kernel}",
+            self._kernel,
             self._read[0].device,
             [(*row, *end) for row, end in zip(self.rows, ends, strict=True)],
             counts,
