@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -150,6 +150,11 @@ class TopKPlan(BucketPlan):
 
     config: TopK
     message: Message
+
+    def variant(self, memory: Memory) -> Hashable:
+        """See `BucketPlan.variant`: nothing, once all is in memory."""
+        known = memory[ERROR].keys() & memory[REDUCTION].keys()
+        return 0 if all(spec.name in known for spec in self.specs if spec.numel) else None
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """See `BucketPlan.exchange`: one round; none for a bucket without elements."""
