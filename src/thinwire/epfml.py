@@ -17,7 +17,7 @@ from thinwire.checks import checked_scaler, shown
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
 
     process_group: dist.ProcessGroup | None
     grad_scaler: GradScaler | None
-    host_check: bool
+    host_check: HostCheck
     on_nonfinite: OnNonfinite
     machines: Layout
 
@@ -126,7 +126,7 @@ class AllReduce(_Synchronised):
     Args:
         process_group: As of `AlgorithmAggregator`, as are the others.
         grad_scaler: `optimizer_step` steps through it.
-        host_check: As of `thinwire.attach`.
+        host_check: As of `AlgorithmAggregator`.
         on_nonfinite: With "nan" the means are not checked.
         machines: As of `AlgorithmAggregator`.
 
@@ -139,7 +139,7 @@ class AllReduce(_Synchronised):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
-        host_check: bool = True,
+        host_check: HostCheck = True,
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = False,
     ) -> None:
@@ -178,8 +178,8 @@ class AlgorithmAggregator(StepFront, _Synchronised):
             `process_group`: None for the default one; without any, this process is the only worker.
             `grad_scaler`: The `GradScaler` that scales the loss, if there is one. The residual is then kept
             in unscaled units, and `optimizer_step` steps through the scaler.
-            `host_check`: As of `thinwire.attach`. Without it `optimizer_step` can't skip a step that is not
-            finite: give a `GradScaler`, which does, or "zero" for the means.
+            `host_check`: As of `thinwire.attach`, but True by default. Without it `optimizer_step` can't skip
+            a step that is not finite: give a `GradScaler`, which does, or "zero" for the means.
             `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); or it
             raises `NonfiniteError` ("raise"), as `optimizer_step` does. Otherwise `optimizer_step` skips the
             step, on all processes; with "nan" only if the algorithm keeps a residual: otherwise only a

@@ -15,7 +15,7 @@ from thinwire.channel import InProcessTransport, Machines, run_members
 from thinwire.checks import whole_number
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.settings import LossScale, OnNonfinite
+from thinwire.sync.settings import HostCheck, LossScale, OnNonfinite
 
 __all__ = ["Simulation"]
 
@@ -55,7 +55,7 @@ class Simulation:
         num_workers: int,
         workers_per_machine: int = 1,
         loss_scale: LossScale | None = None,
-        host_check: bool = True,
+        host_check: HostCheck = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         whole_number("num_workers", num_workers, minimum=1)

@@ -168,8 +168,23 @@ def test_messages_lie_where_the_fastest_backend_carries_them(
     assert transport.fast_device == torch.device(device)
     assert transport.backend_for(transport.fast_device) == backend
     assert transport.control_device.type == ("cpu" if "cpu" in config else "cuda")
+    assert transport.data_device == transport.control_device  # whoever has no gradients, such as the probe
+    transport.gradient_device = torch.device("cuda", 0)
+    assert transport.data_device.type == ("cuda" if "cuda" in config else "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert transport.fast_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("mps", r"^gradients on mps can't be averaged: no backend .* move the model to the CPU"),
+        ("xla:0", r"^gradients on xla:0 can't be averaged: its tensors .* leave the averaging to torch_xla"),
+    ],
+)
+def test_devices_that_have_no_way_here_are_refused(device: str, words: str) -> None:
+    with pytest.raises(AttachError, match=words):
+        ProcessGroupTransport(None, torch.device(device))
 
 
 def test_the_gpu_that_a_group_was_made_for_comes_before_the_current_one(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
@@ -44,6 +45,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
 from thinwire.sync import Engine
+from thinwire.sync.settings import HostCheck
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS
@@ -91,6 +93,7 @@ ALGORITHMS: list[Algorithm] = [
     PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
     PowerSGD(matrix_rank=2, wire_dtype="bf16"),
     BatchedPowerSGD(),
+    Quantize(bits=4),
 ]
 
 
@@ -281,17 +284,17 @@ def test_orthonormal_rows(device: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
-@pytest.mark.parametrize("host_check", [True, False])
-def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: bool) -> None:
+@pytest.mark.parametrize("host_check", [True, False, "auto"])
+def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: HostCheck) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
-    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
+    dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     try:
-        assert _synchronisations(algorithm, host_check) == int(host_check)
+        assert _synchronisations(algorithm, host_check) == int(host_check is True)
     finally:
         dist.destroy_process_group()
 
 
-def _synchronisations(algorithm: Algorithm, host_check: bool) -> int:
+def _synchronisations(algorithm: Algorithm, host_check: HostCheck) -> int:
     model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
     thinwire.attach(model, algorithm, host_check=host_check)
     losses: list[Any] = []
@@ -372,7 +375,8 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     right = torch.randn(2, matrix_rank, 256, device="cuda", generator=draw)
     found = []
     for kernels, held in ((triton, dtype), (plain, torch.float32)):
-        matrices, errors = given[0].to(dtype).to(held), given[1].clone()
+        # Copies, of fp32 too: the kernels write to both.
+        matrices, errors = given[0].to(dtype).to(held, copy=True), given[1].clone()
         group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
         (left,) = kernels.products(asked([group], [right], None, add_error=True))
         (basis,) = kernels.orthonormal_rows([Rows(left)])

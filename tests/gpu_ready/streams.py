@@ -69,6 +69,11 @@ class Device(TorchDispatchMode):
         """Return the current stream, as `thinwire.sync.streams` asks for it."""
         return Stream(self, self.stream)
 
+    def new_stream(self, device: torch.device) -> Stream:
+        """Return a stream that is no other's, as `thinwire.sync.streams` makes it."""
+        with self.on(max(self._known - {NCCL}) + 1):
+            return Stream(self, self.stream)
+
     def run(self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
         """Note a kernel on the current stream."""
         self._reuse()
@@ -143,13 +148,16 @@ class SimulatedNCCL(Transport):
     Args:
         device: Whose streams.
         forgets: A bug, planted: whether `wait` lets nobody wait.
+
+    Attributes:
+        waiting: The streams that have waited for a message.
     """
 
     size, rank = 2, 0
     control_device = torch.device("cpu")
 
     def __init__(self, device: Device, *, forgets: bool) -> None:
-        self.device, self.forgets = device, forgets
+        self.device, self.forgets, self.waiting = device, forgets, set[int]()
 
     def start(self, message: Message) -> Work:
         """As `Transport.start`."""
@@ -172,6 +180,8 @@ class _Sent:
     held: list[torch.Tensor]
 
     def wait(self) -> None:
+        device = self.transport.device
+        self.transport.waiting.add(device.stream)
         if not self.transport.forgets:
-            self.transport.device.wait(self.event)
+            device.wait(self.event)
         self.held = []

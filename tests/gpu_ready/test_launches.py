@@ -112,6 +112,12 @@ class OnDevice(Alike):
     control_device = torch.device("meta")
 
 
+class OfTwoBackends(Alike):
+    """A group whose messages for the host lie on the CPU: of Gloo beside NCCL, which is torch's default."""
+
+    data_device = torch.device("meta")
+
+
 def scale(device: torch.device) -> torch.Tensor:
     return torch.empty((), device=device)
 
@@ -182,6 +188,25 @@ def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
     assert launched.count("compiled_matrices.products") == NUM_BUCKETS
     assert len(launched) <= NUM_BUCKETS + 11, Counter(launched)
     assert engine.counts().compression_ratio > 5
+
+
+@pytest.mark.parametrize("host_check", [True, False])
+@pytest.mark.parametrize("of_a_machine", [True, False])
+def test_that_others_must_be_healthy_too_makes_the_host_wait_no_more(
+    of_a_machine: bool, host_check: bool
+) -> None:
+    """Of the processes of a machine, and of the shards of a replica."""
+    others, machines = OfTwoBackends(), None
+    settings = Settings(host_check=host_check, together=None if of_a_machine else others)
+    if of_a_machine:
+        machines = Machines(others, Alike())
+    engine = Engine(PowerSGD(matrix_rank=4), Alike(), settings=settings, machines=machines)
+    buckets = buckets_of(ONE_LAYER)
+
+    def step() -> None:
+        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+
+    assert counted(step, untold=4)[0].waits == int(host_check)
 
 
 of_one_layer: Any = partial(Step, shapes=ONE_LAYER)  # in two buckets

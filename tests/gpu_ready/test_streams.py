@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
 
-from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL
-from thinwire import AllReduce, PowerSGD
+from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
+from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
+from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
+from thinwire.fronts.ddp import ATTACHED, front_of, switched
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, clock, streams
@@ -45,6 +52,21 @@ def buckets() -> list[tuple[ParameterSpec, ...]]:
     ]
 
 
+@contextmanager
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    """Let what is run on the CPU run on the streams of a device."""
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
+    with Device() as device:
+        with device.on(NCCL):
+            pass
+        monkeypatch.setattr(streams, "current_stream", device.current_stream)
+        monkeypatch.setattr(streams, "new_stream", device.new_stream)
+        monkeypatch.setattr(streams, "launching_on", lambda stream: device.on(stream.number))
+        yield device
+
+
 def train(
     algorithm: Algorithm,
     layout: Layout,
@@ -54,15 +76,10 @@ def train(
     host_check: bool = True,
 ) -> Device:
     """Some steps, as DDP would make them: gradients come from the main stream, and it reads the means."""
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    device = Device()
-    with device:
-        for stream in (*layout.hooks, layout.finish, NCCL):
+    with simulated(monkeypatch) as device:
+        for stream in (*layout.hooks, layout.finish):
             with device.on(stream):
                 pass
-        monkeypatch.setattr(streams, "current_stream", device.current_stream)
-        monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
         transport = SimulatedNCCL(device, forgets=forgets)
         engine = Engine(algorithm, transport, settings=Settings(host_check=host_check))
         flats = [torch.empty(sum(spec.numel for spec in specs)) for specs in buckets()]
@@ -116,3 +133,59 @@ def test_a_planted_early_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("gather", "release"):
         monkeypatch.setattr(streams.Streams, name, lambda self: None)
     assert train(PowerSGD(matrix_rank=2), LAYOUTS["a stream a bucket"], monkeypatch).early_frees
+
+
+def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[Device, set[int], int]:
+    """Steps of a DDP model by its own hook; return the device, who waited for messages, and the buckets."""
+    # Its hooks run on the main stream, as its copies to and from the buckets do.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        layers = [torch.nn.Linear(24, 24) for _ in range(NUM_BUCKETS + 1)]
+        model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.002)
+        with simulated(monkeypatch) as device:
+            transport = SimulatedNCCL(device, forgets=False)
+            front = front_of(model, algorithm, transport, Settings.of())
+            switched(model, lambda: front, ATTACHED)
+            for _ in range(NUM_STEPS + 1):  # in the first one DDP learns the order of its buckets
+                model.zero_grad()
+                torch.autograd.backward(model(torch.randn(4, 24)).sum())
+                for parameter in model.parameters():
+                    parameter.detach().sub_(0.1 * torch.randn(()) * parameter.grad)  # type: ignore[operator]
+        return device, transport.waiting, len(front._lanes)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(matrix_rank=2), Quantize(bits=4, error_feedback=True), AllReduce()], ids=str
+)
+def test_ddps_front_holds_up_no_gradient_and_does_not_race(
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, waiting, num_buckets = train_ddp(algorithm, monkeypatch)
+    assert (device.races, device.early_frees) == ([], [])
+    assert MAIN not in waiting
+    assert num_buckets > NUM_BUCKETS
+
+
+@pytest.mark.parametrize("missing", ["rejoin", "every wait for a stream"])
+def test_a_race_with_ddps_front_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what orders the stream beside the backward pass."""
+    if missing == "rejoin":
+        monkeypatch.setattr(streams.Aside, "rejoin", lambda self: None)
+    else:
+        monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
+    assert train_ddp(PowerSGD(matrix_rank=2), monkeypatch)[0].races
+
+
+def test_later_messages_leave_before_the_last_gradients() -> None:
+    buckets = buckets_of({f"{number}.weight": (1024, 1024) for number in range(NUM_BUCKETS + 2)})
+    engine = Engine(Quantize(bits=4), Alike())
+    with on_meta():
+        one = engine.begin(pipelined=True)
+        for specs, flat in zip(buckets, flats_of(buckets), strict=True):
+            one.start(engine.open(specs, flat.device, is_agreed=True), flat)
+        sent = engine.counts().messages
+        one.finish()
+    # With each bucket but the first, the second message of the one before.
+    assert (sent, engine.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))

@@ -20,6 +20,7 @@ from thinwire.kernels import dispatch
 from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
+from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.sync import Engine
 from thinwire.sync.stats import Stats
@@ -253,3 +254,24 @@ def test_a_device_that_triton_does_not_reach_is_told(
     assert not triton_limits.reaches(device)  # and is not told again
     assert len(accelerators.shortfalls(device)) == 1
     assert not triton_limits.reaches(torch.device("cpu"))
+
+
+def test_the_probe_has_the_options_of_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them Triton 3.9 warns, and where warnings are errors that would pass for "does not compile"."""
+    launched = Mock()
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.empty(1))  # on CUDA
+    monkeypatch.setattr(launcher, "launch", launched)
+    launcher.check()
+    assert launched.call_args.args[3] == launcher.FUSED
+
+
+@pytest.mark.parametrize(("hip", "kind"), [(None, "sm_90"), ("6.4", "gfx942")])
+def test_the_kind_of_gpu_is_part_of_what_members_compare(
+    hip: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Mock(major=9, minor=0, gcnArchName="gfx942")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.Backend("Triton", TORCH.load, lambda: "3.6.0"),))
+    like = Mock(torch.Tensor, device=torch.device("cuda"), dtype=torch.float32)
+    assert dispatch.name_of_kernels_for(like, 4) == f"Triton 3.6.0 on {kind}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
 from pool import in_each_process
 from sync.test_nonfinite import loss_of, new_ddp_model, run
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
@@ -21,6 +22,7 @@ from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
 from training import flat
@@ -140,7 +142,7 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)  # the CPU may be asked
     specs = buckets()[0]
 
-    def train(*, host_check: bool) -> None:
+    def train(*, host_check: HostCheck) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             scale = torch.tensor([8.0])
             loss_scale = (lambda device: scale) if scaled else None
@@ -151,8 +153,44 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
             assert engine.memory[ERROR]
 
     train(host_check=False)
+    train(host_check="auto")
     with pytest.raises(DataDependentOutputException):
         train(host_check=True)
+
+
+@pytest.mark.parametrize("bad_steps", [{0, 2}, set()], ids=["bad steps", "good steps"])
+@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
+def test_on_the_cpu_it_always_looks(algorithm: Algorithm, bad_steps: set[int]) -> None:
+    told, expected = run(algorithm, bad_steps, steps=NUM_STEPS, host_check=True)
+    chosen, got = run(algorithm, bad_steps, steps=NUM_STEPS, host_check="auto")
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    assert chosen.engines[0].memory.step == told.engines[0].memory.step == NUM_STEPS - len(bad_steps)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "others", "waits"),
+    [
+        (PowerSGD(), {}, False),
+        (BatchedPowerSGD(), {"on_nonfinite": "zero"}, False),
+        (PowerSGD(), {"on_nonfinite": "raise"}, True),
+        (PowerSGD(), {"may_be_unused": True}, True),
+        (Quantize(error_feedback=True), {}, True),  # its memory would be copied
+    ],
+    ids=str,
+)
+def test_on_accelerators_it_looks_only_where_it_must(
+    algorithm: Algorithm, others: dict[str, Any], waits: bool
+) -> None:
+    settings = Settings(host_check="auto", **others)
+    assert settings.decided(algorithm, torch.device("cuda")).host_check is waits
+    assert Settings(**others).decided(algorithm, torch.device("cuda")).host_check is True
+
+
+@pytest.mark.parametrize("given", ["never", None, [True]])
+def test_what_is_no_choice(given: object) -> None:
+    words = f'^host_check must be "auto", True or False, got {re.escape(repr(given))}$'
+    with pytest.raises(thinwire.ConfigError, match=words):
+        Settings.of(host_check=given)  # type: ignore[arg-type]
 
 
 @in_each_process(2)

@@ -45,7 +45,7 @@ def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
 def matrices(
     name: str, rank: int, letter: str = "f", *, aligned: bool = True, **constants: Any
 ) -> tuple[str, dict[str, Any], int, bool, bool]:
-    tile = tile_of(name, rank, is_aligned=aligned)
+    tile = tile_of(name, rank, is_aligned=aligned, keeps=constants.get("KEEPS", False))
     given: dict[str, Any] = {"G": letter, "R": rank, "ROWS": tile.rows, "COLUMNS": tile.columns}
     given |= {"ALIGNED": aligned, "DOT": "tf32x3" if rank >= DOT_ROWS else "", **constants}
     given |= {"STAGES": tile.stages} if name != "reconstruct" else {}
@@ -65,7 +65,7 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
     *(matrices("reconstruct", rank, **MEANS, aligned=False) for rank in RANKS),
     *(matrices("reconstruct", rank, "b", TERMS=1, LIMIT=3.3895e38) for rank in RANKS),
     *(matrices("reconstruct", rank, TERMS=3, LIMIT=0.0) for rank in (1, 4)),
-    *(basis(name, rows) for rows in (1, 4, 8, 16, 32) for name in ("gram", "gram_again", "orthonormal")),
+    *(basis(name, rows) for rows in RANKS for name in ("gram", "gram_again", "orthonormal")),
     ("compiled_matrices.add_splits", {"COLUMNS": 1024}, 4, True, False),
     ("compiled_matrices.finite", {"G": "f", "COLUMNS": 4096}, 4, True, False),
     ("compiled_matrices.write", {"G": "b", "SOURCE": "f", "COLUMNS": 4096}, 4, True, False),

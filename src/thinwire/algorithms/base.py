@@ -229,6 +229,10 @@ class Algorithm(ABC):
     # buckets are computed, than in one with those of all buckets at the end.
     pipelines_buckets: ClassVar[bool] = False
 
+    # Whether its commits have `writes_where`, so that the device takes back a step at no cost. In steps that
+    # drop memory the host may wait.
+    decides_on_device: ClassVar[bool] = False
+
     # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False
 

@@ -63,7 +63,8 @@ def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) 
 def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
     """Return whether something is true on every member, as a tensor of one bool. Collective."""
     # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
-    is_false = (~is_true).to(transport.control_device, torch.uint8).view(1)
+    # Over the gradients' device: otherwise the host would wait for it, even if it does not ask.
+    is_false = (~is_true).to(transport.data_device, torch.uint8).view(1)
     transport.all_reduce(is_false, purpose, operation="max").wait()
     return is_false[0] == 0
 

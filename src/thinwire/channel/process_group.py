@@ -52,6 +52,12 @@ TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all"
 _NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 
+# Kinds of device that have no way here, and why: of others a message or a kernel says so by itself.
+NOT_SERVED = {
+    "mps": "no backend of torch.distributed carries its tensors; move the model to the CPU: model.cpu()",
+    "xla": "its tensors have no memory to cut and pack; leave the averaging to torch_xla, or train on GPUs",
+}
+
 
 class GroupTransport(Transport):
     """Carries tensors over a process group by the group's own methods.
@@ -178,6 +184,8 @@ class ProcessGroupTransport(GroupTransport):
     why = WHY_IN_A_FIXED_GROUP
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+        if device is not None and device.type in NOT_SERVED:
+            raise AttachError(f"gradients on {device} can't be averaged: {NOT_SERVED[device.type]}")
         checked = checked_group(group)
         super().__init__(checked, checked.rank(), checked.size())
         self._numbers = _NUMBERS.setdefault(checked, count())
@@ -193,6 +201,12 @@ class ProcessGroupTransport(GroupTransport):
         if self.gradient_device is not None:
             return self.gradient_device
         return self._own_gpu() if kinds[0] == "cuda" else torch.device(kinds[0])
+
+    @property
+    def data_device(self) -> torch.device:
+        """As `Transport.data_device`: the gradients', if a backend carries its tensors."""
+        device = self.gradient_device
+        return self.control_device if device is None or device.type not in self._backends else device
 
     @property
     def fast_device(self) -> torch.device:
@@ -370,8 +384,12 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
 
 
 def alone() -> dist.ProcessGroup:
-    """Return a new process group of this process only. This is not collective."""
-    # Without that flag every process of the job would have to call it as well, and wait for the others.
+    """Return a new process group of this process only. Called on all processes at the same time.
+
+    Collective over them if the default group is bound to a device (`init_process_group(device_id=…)`), since
+    torch then splits its communicator.
+    """
+    # Without that flag torch would compare the ranks with those of all other processes, which differ.
     return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 

@@ -49,6 +49,11 @@ class Transport(ABC):
         """The device on which small messages for the host are cheapest."""
         return torch.device("cpu")
 
+    @property
+    def data_device(self) -> torch.device:
+        """The device on which small messages for what is computed of gradients are cheapest."""
+        return self.control_device
+
     @abstractmethod
     def start(self, message: Message) -> Work:
         """Start a collective, without waiting for it; what the methods below ask for."""

@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
 from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.sync import GradientSync, Settings
-from thinwire.sync.settings import OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ def attach(
     replicas: dist.ProcessGroup | DeviceMesh | None = None,
     machines: Layout = True,
     grad_scaler: GradScaler | Callable[[], float] | None = None,
-    host_check: bool = True,
+    host_check: HostCheck = "auto",
     on_nonfinite: OnNonfinite = "nan",
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
@@ -64,7 +64,9 @@ def attach(
             what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
             units, so that a change of scale changes no result.
         host_check: Whether the host waits for the device in each step to see whether all means are finite.
-            With False it mostly does not wait, and steps that are not finite count in `steps`; see
+            With False it mostly does not wait, and steps that are not finite count in `steps`. "auto" is
+            False on accelerators with low-rank algorithms, whose kernels keep memory as it was at no cost,
+            and True elsewhere, with `find_unused_parameters`, and with "raise"; see
             docs/ddp.md#without-a-host-check.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
             memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
@@ -77,9 +79,9 @@ def attach(
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
 
-    Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
-    algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for each parameter in the
-    messages, while there is a residual.
+    Cost per step: one host synchronisation with algorithms that remember something (none if not
+    `host_check`); see each algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for
+    each parameter in the messages, while there is a residual.
 
     Raises:
         AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its

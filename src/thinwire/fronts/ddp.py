@@ -39,6 +39,7 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
 from thinwire.sync.places import Specs
 from thinwire.sync.step import Step
+from thinwire.sync.streams import Aside
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # what errors advise
@@ -115,6 +116,7 @@ class BucketFront:
         # Weak: the model holds the hook's state, and with it this.
         self._model = None if model is None else weakref.ref(model)
         self._parameters = _Parameters(names)
+        self._aside = Aside()
         self._lanes: dict[tuple[int, ...], Lane] = {}
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
@@ -138,7 +140,7 @@ class BucketFront:
         try:
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
-            with self.engine.clock.inside(self.engine.traffic):
+            with self.engine.clock.inside(self.engine.traffic), self._aside.after_here(flat.device):
                 lane = self._lane_of(bucket.parameters())
                 step = self._open_step or self._begin(bucket)
                 step.start(lane, flat)
@@ -147,11 +149,14 @@ class BucketFront:
             is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
             if is_last:
                 self._parameters.refuse_unaveraged()
-                self._finish(step)
+                with self._aside.after_here(flat.device):
+                    self._finish(step)
+                self._aside.rejoin()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
             self._waiting = []
             self.engine.abandon()
+            self._aside.rejoin()
             raise
         return future
 

@@ -20,7 +20,7 @@ from thinwire.fronts.common import Shadow, new_engine, refuse_averaged_twice
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
-from thinwire.sync.settings import OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.tensors import accelerators
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class StepFront(Joinable):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: object = None,
-        host_check: bool = True,
+        host_check: HostCheck = True,
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = False,
         transport: Transport | None = None,

@@ -28,7 +28,7 @@ from thinwire.fronts.ddp_model import dense_buffer
 from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
-from thinwire.sync.settings import OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.sync.state import checked_state as checked_saved_state
 from thinwire.sync.state import packed_state
 from thinwire.sync.stats import Stats
@@ -56,7 +56,7 @@ class StepOptions(TypedDict, total=False):
     """What `thinwire.attach` takes, and torch's state does not."""
 
     grad_scaler: GradScaler | Callable[[], float] | None
-    host_check: bool
+    host_check: HostCheck
     on_nonfinite: OnNonfinite
     machines: Layout
 

@@ -37,7 +37,7 @@ from thinwire.integrations.local import (
 )
 from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.settings import OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -118,7 +118,7 @@ class ThinwireStrategy(DDPStrategy):
         self,
         *positional: Any,
         algorithm: Algorithm | Makes | None = None,
-        host_check: bool = True,
+        host_check: HostCheck = "auto",
         on_nonfinite: OnNonfinite = "nan",
         machines: Layout = True,
         **options: Any,

@@ -19,7 +19,7 @@ from thinwire.fronts.attach import attach
 from thinwire.localsgd import elastic
 from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import Settings
-from thinwire.sync.settings import OnNonfinite
+from thinwire.sync.settings import HostCheck, OnNonfinite
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
 # Such as that, the same of thinwire.elastic, or thinwire.auto.
@@ -52,12 +52,13 @@ def checked_averaging(given: object) -> Algorithm | Makes:
 
 
 def checked_steps(
-    take_effect: bool, host_check: bool, on_nonfinite: OnNonfinite, machines: Layout
+    take_effect: bool, host_check: HostCheck, on_nonfinite: OnNonfinite, machines: Layout
 ) -> dict[str, Any]:
     """Return what `thinwire.attach` is to be given of these: what is not its default, if it is called."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
-    steps: dict[str, Any] = {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
+    defaults = Settings.of()
+    steps: dict[str, Any] = {name: each for name, each in chosen.items() if each != getattr(defaults, name)}
     if machines is not True:
         steps["machines"] = machines
     if steps and not take_effect:

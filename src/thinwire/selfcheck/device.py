@@ -25,7 +25,7 @@ from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstructio
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import gap
-from thinwire.sync import Engine
+from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls, wait_for
 from thinwire.version import __version__
@@ -297,7 +297,7 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
 def _step_cost(code: str, algorithm: Algorithm, copied: _Copied | None, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
     assert copied is not None  # or all algorithms are left out
-    engine, device = Engine(algorithm, parts.transport), parts.device
+    engine, device = Engine(algorithm, parts.transport, settings=Settings.of()), parts.device
 
     def step() -> None:
         copied.copy()

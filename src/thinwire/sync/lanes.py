@@ -63,7 +63,7 @@ class Lanes:
         parts: Parts,
         machines: Machines | None,
     ) -> None:
-        self.transport, self.traffic, self.settings = transport, traffic, settings
+        self.transport, self.traffic, self._settings = transport, traffic, settings
         # Which process of this machine averages what; None if each averages whole buckets with all.
         self.places = None if machines is None else Places(machines.inside)
         # With whom this process averages: all, or those of its place on the other machines.
@@ -105,6 +105,11 @@ class Lanes:
         self.may_remember |= algorithm.remembers
         if self.places is not None:
             self.places.divide(algorithm, self.specs)
+
+    @property
+    def settings(self) -> Settings:
+        """How steps are treated, with this algorithm, on the device of the last bucket."""
+        return self._settings.decided(self.algorithm, self.device)
 
     @property
     def specs(self) -> Specs:

@@ -49,6 +49,7 @@ class CudaGraph:
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
         self._pool, self._stream = pool, stream
+        self._outside = torch.cuda.current_stream(stream.device)
         self._graph = torch.cuda.CUDAGraph()
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and on the host
 
@@ -70,7 +71,9 @@ class CudaGraph:
 
     def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
         """As `Graph.upload`: filled behind the recording, which must contain no copy from the host."""
-        self._tables.append((torch.empty_like(made, device=device), made))
+        # Not from the graph's memory, where it could lie on the scratch of the graph's earlier launches.
+        with torch.cuda.stream(self._outside):
+            self._tables.append((torch.empty_like(made, device=device), made))
         return self._tables[-1][0]
 
     def replay(self) -> None:

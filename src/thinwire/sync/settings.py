@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from thinwire.algorithms import Algorithm
 from thinwire.channel import Transport
-from thinwire.checks import shown, true_or_false
+from thinwire.checks import shown
 from thinwire.errors import ConfigError
+from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import sent_to
 
 OnNonfinite = Literal["nan", "zero", "raise"]
+
+HostCheck: TypeAlias = "bool | Literal['auto']"
+"""Whether the host waits in each step to learn if it was healthy."""
 
 
 def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
@@ -70,14 +76,17 @@ class Settings:
 
     loss_scale: LossScale | None = None
     may_be_unused: bool = False
-    host_check: bool = True
+    host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
     together: Transport | None = None
     gradients_stay: bool = False  # in the same memory from step to step, as in DDP's buckets
     typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
+        if self.host_check not in ("auto", True, False):
+            raise ConfigError(f'host_check must be "auto", True or False, got {self.host_check!r}')
+        if self.host_check != "auto":  # but NumPy's own, 1 and 0 as well
+            object.__setattr__(self, "host_check", bool(self.host_check))
         is_raised, other = checked_on_nonfinite(self.on_nonfinite) == "raise", ""
         if self.may_be_unused:
             other = "find_unused_parameters=True: which parameters are unused is the host's to find out"
@@ -86,12 +95,31 @@ class Settings:
         if other and not self.host_check:
             raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
+    def decided(self, algorithm: Algorithm, device: torch.device) -> Settings:
+        """Return these with an "auto" decided: by what is the same on all processes, and on all shards."""
+        if self.host_check != "auto":
+            return self
+        # On the CPU it makes no one wait, and what the host knows it can count.
+        can_do_without = algorithm.decides_on_device and accelerators.pays_per_launch(device)
+        needs_host = self.may_be_unused or self.on_nonfinite == "raise"
+        return self._unchecked if can_do_without and not needs_host else self._checked
+
+    # Kept, since several things ask for them in each step.
+
+    @cached_property
+    def _checked(self) -> Settings:
+        return replace(self, host_check=True)
+
+    @cached_property
+    def _unchecked(self) -> Settings:
+        return replace(self, host_check=False)
+
     @classmethod
     def of(
         cls,
         *,
         grad_scaler: object = None,
-        host_check: bool = True,
+        host_check: HostCheck = "auto",
         on_nonfinite: OnNonfinite = "nan",
         typed: Mapping[str, str] | None = None,
     ) -> Settings:

@@ -143,8 +143,7 @@ class Step:
         memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
-        # Skipped on an accelerator: there its stream would wait, and with it the backward pass that is on it.
-        if self._pipelined and flat.device.type == "cpu":
+        if self._pipelined:
             self._exchange.advance_earlier()
 
     def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
@@ -289,7 +288,7 @@ class Step:
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
-        device = places.inside.control_device
+        device = places.inside.data_device
         said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
         said[0] = ~is_healthy.to(device)
         places.inside.all_reduce(said, purpose).wait()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
 import torch
 
 from thinwire.errors import StepError
@@ -20,6 +23,51 @@ def marked(device: torch.device) -> torch.Event | None:
     event = torch.Event(device, enable_timing=True)
     event.record(stream)
     return event
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a stream of a device that has one already, beside that."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
+
+
+def launching_on(stream: torch.Stream) -> AbstractContextManager[object]:
+    """Return a context in which this thread launches on a stream."""
+    context: AbstractContextManager[object] = torch.get_device_module(stream.device).stream(stream)
+    return context
+
+
+class Aside:
+    """Streams beside those of the backward pass, one for each device; none on the CPU.
+
+    What a step computes there, and the messages that it waits for, hold up no gradient that is still to come.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    @contextmanager
+    def after_here(self, device: torch.device) -> Iterator[None]:
+        """Launch on it, behind all that the current stream has been given."""
+        here = current_stream(device)
+        if here is None:
+            yield
+            return
+        if device not in self._streams:
+            self._streams[device] = new_stream(device)
+        self._streams[device].wait_stream(here)
+        with launching_on(self._streams[device]):
+            yield
+
+    def rejoin(self) -> None:
+        """Let the current streams wait for all that it has been given.
+
+        Before they are given anything else: what was made on them may have been freed while this reads it.
+        """
+        for device, stream in self._streams.items():
+            here = current_stream(device)
+            if here is not None:
+                here.wait_stream(stream)
 
 
 class Streams:

@@ -80,7 +80,8 @@ class Watch:
     the error memory) and one host synchronisation.
 
     A full disk, or a different error of the writer, ends the watching with a warning, not the training.
-    If the host does not learn which steps were not finite (`host_check=False`), the records do not say it.
+    If the host does not learn which steps were not finite (see `thinwire.attach`'s `host_check`), the
+    records do not say it.
 
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.

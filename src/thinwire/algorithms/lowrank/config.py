@@ -53,6 +53,7 @@ class LowRank(Algorithm):
     """The settings; `PowerSGD` says what each means."""
 
     slots = (ERROR, FACTOR, BASIS, SENT)
+    decides_on_device = True
     always_shown = ("matrix_rank",)  # it says most of the bytes
     names_elsewhere = ELSEWHERE
 

@@ -34,6 +34,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
 from thinwire.sync.step import Step, give_back
+from thinwire.sync.streams import Aside
 from thinwire.tensors.accelerators import sent_to
 
 
@@ -169,11 +170,8 @@ class ShardedFront:
         self._has_order = False
         # How many of the buckets, in order, may be started before the end of a pass.
         self._num_early = 0
-        device = self._buckets[0].device
         self._handles: list[RemovableHandle] = []
-        self._stream: torch.cuda.Stream | None = None  # beside the backward pass
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._aside = Aside()
         self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
@@ -275,7 +273,7 @@ class ShardedFront:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
                 return
-            with self.engine.clock.inside(self.engine.traffic), self._aside():
+            with self.engine.clock.inside(self.engine.traffic), self._beside_the_pass():
                 try:
                     self._start(bucket)
                 except BaseException:
@@ -302,7 +300,7 @@ class ShardedFront:
             return
         engine = self.engine
         try:
-            with engine.clock.inside(engine.traffic), self._aside():
+            with engine.clock.inside(engine.traffic), self._beside_the_pass():
                 self._open_lanes()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
@@ -322,8 +320,7 @@ class ShardedFront:
             raise
         finally:
             # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
-            if self._stream is not None:
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._aside.rejoin()
         # First: what follows may raise, and the next pass is to find nothing of this one.
         self.forget_pass()
         if not committed:
@@ -355,16 +352,11 @@ class ShardedFront:
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Compute without autograd, and on a GPU beside the backward pass: on a separate stream."""
-        with torch.no_grad():
-            if self._stream is None:
-                yield
-                return
-            # FSDP2's own stream in a hook; it has waited for the one that the user's work is on.
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):
-                yield
+    def _beside_the_pass(self) -> Iterator[None]:
+        """Compute without autograd, and on a GPU on a separate stream."""
+        # In a hook the current stream is FSDP2's own; it has waited for the one that the user's work is on.
+        with torch.no_grad(), self._aside.after_here(self._buckets[0].device):
+            yield
 
     @property
     def _are_lanes_open(self) -> bool:

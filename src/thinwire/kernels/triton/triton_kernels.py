@@ -37,7 +37,7 @@ SUMS, ELEMENTS = 1024, 4096
 
 # Columns of a factor that one program has, and holds at a time: few, as a division in fp64 is a subroutine on
 # sm_80: around it registers that are full would be put aside.
-CHUNK, COLUMNS = 1024, 128
+CHUNK, COLUMNS = 512, 128
 
 
 def _launch(
@@ -196,7 +196,7 @@ def basis_constants(kernel: str, rows: int) -> dict[str, object]:
     """Return the compile-time arguments of a kernel that makes bases, and options."""
     constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
     # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
-    constants["num_warps"] = 4 if (kernel, rows) == ("gram_again", 16) else 8
+    constants["num_warps"] = 4 if kernel == "gram" or (kernel == "gram_again" and rows <= 2) else 8
     return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
 
 
@@ -232,17 +232,19 @@ class Tile(NamedTuple):
 # one loads too little at a time.
 TILES = {
     "products": {4: Tile(8, 256), 8: Tile(8, 128), 32: Tile(64, 64, stages=1)},
-    "projections": {4: Tile(32, 64), 8: Tile(16, 64), 16: Tile(32, 64), 32: Tile(32, 128, stages=1)},
+    "projections": {4: Tile(32, 128), 8: Tile(16, 64), 16: Tile(32, 64), 32: Tile(32, 128, stages=1)},
     "reconstruct": {4: Tile(8, 256), 8: Tile(32, 128, warps=8), 32: Tile(32, 64)},
 }
 
 
-def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool) -> Tile:
+def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = False) -> Tile:
     """Return the tile of a kernel for factors of so many rows."""
     tile = next(tile for most_rows, tile in TILES[kernel].items() if factor_rows <= most_rows)
-    # Each number then has an address, which takes registers. The others add up tile by tile: a matrix must
-    # give the same sums wherever it lies.
-    return tile._replace(rows=tile.rows // 2) if kernel == "reconstruct" and not is_aligned else tile
+    # Addresses of single numbers, and of what is written, take registers. Along what is added up, tiles stay
+    # the same: a matrix must give the same sums wherever it lies.
+    if kernel == "reconstruct" and not is_aligned:
+        return tile._replace(rows=tile.rows // 2)
+    return tile._replace(columns=tile.columns // 2) if kernel == "projections" and keeps else tile
 
 
 def _kind(group: MatrixGroup, written: Sequence[torch.Tensor] = ()) -> tuple[torch.dtype, int, bool]:
@@ -292,7 +294,7 @@ class _Matrices:
         factor_rows = padded(ranks[0])
         touched = [*matrices, *known, *(each for each in written or () if each is not None)]
         is_aligned = _are_aligned(touched)
-        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned)
+        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=self.is_kept)
         self._kernel = f"compiled_matrices.{kernel}"
         self._constants: dict[str, object] = {
             "G": LETTERS[matrices[0].dtype],

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# The first ten minutes on a machine with a GPU: whether Triton's kernels serve there, whether the tests pass,
+# what steps and kernels cost. From a clone, with torch, Triton and pytest installed:
+#
+#   scripts/first_gpu_session.sh                      # logs in build/gpu
+#   OUT=… PYTHON=… scripts/first_gpu_session.sh
+#
+# Beside each figure stands that of an H200 (torch 2.11, Triton 3.6, Python 3.12; 2026-11-26).
+set -u
+cd "$(dirname "$0")/.."
+OUT=${OUT:-build/gpu} PYTHON=${PYTHON:-python3}
+mkdir -p "$OUT"
+export PYTHONPATH=src:tests:benchmarks PYTHONUNBUFFERED=1
+failed=()
+
+stage() { # name, seconds, command …
+  local name=$1 limit=$2 begun=$SECONDS result=0
+  shift 2
+  timeout "$limit" "$@" > "$OUT/$name.log" 2>&1 || result=$?
+  [ $result = 0 ] || failed+=("$name")
+  [ $result = 124 ] && echo "ended after $limit s, unfinished" >> "$OUT/$name.log"
+  printf '\n%s: %s, %d s, %s\n' "$name" "$([ $result = 0 ] && echo "done" || echo "FAILED ($result)")" \
+    $((SECONDS - begun)) "$OUT/$name.log"
+}
+
+beside() { # what it is, log, how its line begins, its place in the line, what an H200 gave
+  local found
+  found=$(awk -F'|' -v line="$3" -v place="$4" 'index($0, line) == 1 { gsub(/ /, "", $place); print $place; exit }' \
+    "$OUT/$2.log")
+  printf '  %-44s %10s %10s\n' "$1" "${found:-none}" "$5"
+}
+
+heads() { printf '  %-44s %10s %10s\n' "$1" here H200; }
+
+# Without a C compiler or a place for its cache (TRITON_CACHE_DIR) Triton compiles nothing: the log says what is
+# missing, and all that follows is of PyTorch's kernels.
+stage triton 60 "$PYTHON" -W error -c '
+import sys, torch
+from thinwire.kernels.triton.limits import can_be_used, installed
+print(torch.cuda.get_device_name(), "torch", torch.__version__, "Triton", installed(), sys.version)
+sys.exit(not can_be_used())'
+tail -n 3 "$OUT/triton.log"
+
+# pytest-benchmark warns beside pytest-xdist, and warnings are errors here.
+stage tests 270 "$PYTHON" -m pytest tests/gpu -q -p no:benchmark -p no:cacheprovider
+tail -n 1 "$OUT/tests.log"
+echo "  (H200: 51 s, after the kernels were compiled)"
+
+stage check 120 "$PYTHON" -m thinwire check --device cuda
+grep -v -E '^works|^thinwire: process' "$OUT/check.log" | head -n 3
+heads "a step of GPT-2 small by itself"
+beside "AllReduce, ms" check "| AllReduce()" 3 2.47
+beside "4 bits, ms" check "| Quantize(bits=4)" 3 8.28
+beside "matrix rank 4, ms" check "| PowerSGD(matrix_rank=4)" 3 19.76
+beside "4 bits, launches" check "| Quantize(bits=4)" 6 60
+beside "matrix rank 4, launches" check "| PowerSGD(matrix_rank=4)" 6 60
+beside "matrix rank 4, host waits (0 by default now)" check "| PowerSGD(matrix_rank=4)" 7 1
+
+stage bench 120 "$PYTHON" benchmarks/bench_triton.py
+heads "a kernel's share of a copy's speed"
+step="| GPT-2 small, rank 4 |"
+beside "matrix rank 4, products" bench "$step products f4 " 7 70%
+beside "matrix rank 4, projections" bench "$step projections f4 " 7 42%
+beside "matrix rank 4, reconstruct" bench "$step reconstruct f4 " 7 50%
+beside "4 bits, encode" bench "| GPT-2 small, 4 bits | encode f4 " 7 23%
+beside "4 bits, average" bench "| GPT-2 small, 4 bits | average f4 " 7 3%
+beside "4 bits, decode" bench "| GPT-2 small, 4 bits | decode f4 " 7 65%
+heads "a step of matrix rank 4, ms"
+beside "the host: all buckets started" bench "$step 13 " 4 8.31
+beside "the host: the step finished" bench "$step 13 " 5 10.45
+beside "the GPU" bench "$step 13 " 6 1.87
+
+[ ${#failed[@]} = 0 ] || { printf '\nFAILED: %s\n' "${failed[*]}"; exit 1; }
