@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (
@@ -283,7 +284,7 @@ def test_orthonormal_rows(device: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
+@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK()], ids=str)
 @pytest.mark.parametrize("host_check", [True, False, "auto"])
 def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: HostCheck) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
@@ -394,6 +395,32 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
         codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < flat.nbytes / 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [2, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_few_entries_by_triton_are_those_of_pytorch(
+    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = tuple(
+        ParameterSpec.of(str(numel), torch.empty(numel, dtype=dtype)) for numel in (3 * 4096, 1, 5003)
+    )
+    found = []
+    for backends in (dispatch.backends, (dispatch.TORCH,)):
+        monkeypatch.setattr(dispatch, "backends", backends)
+        engine = Engine(TopK(bits=bits), InProcessTransport.group(1)[0])
+        draw = torch.Generator("cuda").manual_seed(0)
+        for _ in range(3):
+            # No two of a chunk have one magnitude: of those any may be sent.
+            order = torch.rand(5, 4096, device="cuda", generator=draw).argsort(1).view(-1)
+            bits_of_each = (0x3C00 + order[: sum(spec.numel for spec in specs)]).short()
+            flat = bits_of_each.view(torch.float16 if dtype == torch.float32 else dtype).to(dtype)
+            assert engine.average([(specs, flat)])
+            found.append(flat)
+        found += [engine.memory[ERROR][spec.name] for spec in specs]
+    assert all(map(torch.equal, found[:6], found[6:]))
+    assert 0 < found[0].count_nonzero() < len(found[0]) / 50
 
 
 @needs_gpu

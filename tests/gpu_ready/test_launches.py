@@ -165,14 +165,22 @@ def test_gpt2_small(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
+@pytest.mark.parametrize(
+    ("algorithm", "first", "for_each", "for_all"),
+    [(PowerSGD(matrix_rank=4), "matrices.products", 1, 11), (TopK(), "entries.select", 4, 1)],
+    ids=["rank 4", "TopK"],
+)
 def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
-    given: object, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm,
+    first: str,
+    for_each: int,
+    for_all: int,
+    given: object,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU, where tensors have addresses: on "meta" they are all alike."""
     buckets = [(ParameterSpec.of(f"{number}.weight", torch.empty(64, 48)),) for number in range(NUM_BUCKETS)]
-    engine = Engine(
-        PowerSGD(matrix_rank=4), Alike(), settings=Settings(loss_scale_of(given), host_check=False)
-    )
+    engine = Engine(algorithm, Alike(), settings=Settings(loss_scale_of(given), host_check=False))
     launched: list[str] = []
 
     def launch(kernel: str, programs: int, *_: object, **__: object) -> None:
@@ -184,9 +192,9 @@ def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
         for _ in range(3):
             launched.clear()
             engine.average([(specs, torch.randn(64 * 48)) for specs in buckets], is_agreed=True)
-    # What comes back is multiplied once in each bucket, as it starts; all else is for all buckets at once.
-    assert launched.count("compiled_matrices.products") == NUM_BUCKETS
-    assert len(launched) <= NUM_BUCKETS + 11, Counter(launched)
+    # Low-rank steps multiply each bucket once, as it starts; all else they do for all buckets at once.
+    assert launched.count(f"compiled_{first}") == NUM_BUCKETS
+    assert len(launched) <= for_each * NUM_BUCKETS + for_all, Counter(launched)
     assert engine.counts().compression_ratio > 5
 
 

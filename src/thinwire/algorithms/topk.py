@@ -233,7 +233,7 @@ class TopKPlan(BucketPlan):
         values = sent.values if loss_scale is None else sent.values * loss_scale
         by_senders = self.config.merge == "senders"
         if not by_senders:
-            values = values / len(sent.places)
+            values = values / values.new_full((), len(sent.places))  # as in `_steps`
         kept = self.message.layout_on(result.device).table[2]
         entries = SentEntries(sent.places, values, sent.values, kept, by_senders)
         entry_kernels_for(result).add(result, entries)
@@ -352,7 +352,11 @@ def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Ten
     """Return the lowest level, how far levels lie apart, and the number of the highest."""
     lowest, highest = ends.to(dtype).unbind(-1)
     highest_code = (1 << bits - 1) - 1
-    return lowest, (highest - lowest) / highest_code, highest_code
+    step = highest - lowest
+    if highest_code > 1:
+        # By a tensor: CUDA would not divide by a number of the host's, but multiply by one over it, rounded.
+        step /= step.new_full((), highest_code)
+    return lowest, step, highest_code
 
 
 def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:

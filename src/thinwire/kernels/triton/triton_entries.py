@@ -19,9 +19,6 @@ ENTRIES_HELD, MARKS_HELD = 512, 1024
 # Products and sums are rounded one by one, as PyTorch rounds them.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
-# As many hold a chunk in few registers, so that more programs hide what others wait for.
-SELECTING = {**OPTIONS, "num_warps": 8}
-
 
 def serves(layout: EntryLayout) -> bool:
     """Say so if not."""
@@ -42,7 +39,7 @@ def encoded(wanted: Wanted, layout: EntryLayout) -> torch.Tensor:
         "compiled_entries.select",
         layout.chunks,
         [flat, wanted.error, wanted.loss_scale, layout.table, positions, values, layout.chunks],
-        {**_of_chunks(wanted, layout), **SELECTING},
+        _of_chunks(wanted, layout),
         device,
         reads=[flat, wanted.error],
         writes=[positions, values],
