@@ -17,6 +17,7 @@ from thinwire.algorithms.requests import AllGather
 from thinwire.algorithms.topk import TopKPlan
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import EntryLayout
+from thinwire.kernels.triton.triton_entries import LENGTH
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
 from triton_ready.interpreting import quiet
@@ -132,6 +133,15 @@ def test_what_is_not_finite_is_sent(bits: int, value: float) -> None:
     layout = layout_of(algorithm, flat)
     scales = packed[sum(layout.stream_bytes[:2]) :].clone()[: layout.stream_bytes[2]].view(torch.bfloat16)
     assert scales.view(2, -1).isfinite().all(1).tolist() == [False, True]
+
+
+def test_longer_chunks_are_served_by_pytorch() -> None:
+    flat = torch.randn(LENGTH + 1, generator=torch.Generator().manual_seed(0))
+    algorithm, kept = TopK(chunk=LENGTH + 1), {}
+    expected = message(algorithm, flat, torch.zeros_like(flat))
+    with by_triton(), accelerators.shortfalls_kept_in(kept), pytest.warns(UserWarning, match="4,097"):
+        assert torch.equal(message(algorithm, flat, torch.zeros_like(flat)), expected)
+    assert len(kept) == 1
 
 
 def test_of_equal_entries_the_first_are_sent() -> None:

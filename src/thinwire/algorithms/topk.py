@@ -74,7 +74,8 @@ class TopK(Algorithm):
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for each
     chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about 13
     copies of the gradients on one CPU thread with Numba (25 without), and one or two more for each member
-    beyond two; one host synchronisation, for the finite check (none without `host_check`).
+    beyond two, or five launches a bucket by Triton, for chunks up to 4,096 of which at most 1,024 entries are
+    sent; one host synchronisation, for the finite check (none without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -209,7 +209,11 @@ def _bits_at(row, bit, mask, WIDTH: tl.constexpr):
     return (found >> shift) & ((1 << WIDTH) - 1)
 
 
-@triton.jit(do_not_specialize=["count", "first_word", "first_scale", "members", "entries"])
+# Only bytes are read of messages, so that it is no use to compile in whether they are aligned.
+@triton.jit(
+    do_not_specialize=["stride", "count", "first_word", "first_scale", "members", "entries"],
+    do_not_specialize_on_alignment=["received"],
+)
 def unpack(
     received, stride, table, positions, values, count, first_word, first_scale, members, entries,
     LOW: tl.constexpr, CODE: tl.constexpr, MARKS: tl.constexpr, ROWS: tl.constexpr,
@@ -249,58 +253,61 @@ def unpack(
 
 
 @triton.jit
-def _entries(positions, values, e, real, length):
+def _entries(positions, values, k, real, length):
     """Return positions, values, and which there are: a place outside of its chunk would be a neighbour's."""
-    p = tl.load(positions + e, real, other=-1)
+    p = tl.load(positions + k, real, other=-1)
     there = (p >= 0) & (p < length)
-    return p, tl.load(values + e, there, other=0.0), there
+    return p, tl.load(values + k, there, other=0.0), there
 
 
 @triton.jit
-def _clear(room, positions, values, e, real, length, members, entries):
+def _clear(room, positions, values, k, real, length, members, entries):
     """Write zeros to the places that members have sent."""
     for _ in range(members):
-        p, _, there = _entries(positions, values, e, real, length)
+        p, _, there = _entries(positions, values, k, real, length)
         tl.store(room + p, 0.0, there)
-        e += entries
+        positions += entries
+        values += entries
     tl.debug_barrier()
 
 
 @triton.jit
-def _count(counts, positions, values, e, real, length, members, entries):
+def _count(counts, positions, values, k, real, length, members, entries):
     """Count who has sent something for each place."""
     for _ in range(members):
-        p, v, there = _entries(positions, values, e, real, length)
+        p, v, there = _entries(positions, values, k, real, length)
         found = tl.load(counts + p, there, other=0.0) + (v != 0).to(tl.float32)
         tl.store(counts + p, found, there)
         tl.debug_barrier()
-        e += entries
+        positions += entries
+        values += entries
 
 
 @triton.jit
 def _add(
-    sums, counts, positions, values, e, real, length, members, entries, scale, BY_SENDERS: tl.constexpr
+    sums, counts, positions, values, k, real, length, members, entries, scale, BY_SENDERS: tl.constexpr
 ):  # fmt: skip
     """Add up what members have sent."""
-    divisor = tl.full(e.shape, 1.0, tl.float32) * members
+    divisor = tl.full(k.shape, 1.0, tl.float32) * members
     for _ in range(members):
-        p, v, there = _entries(positions, values, e, real, length)
+        p, v, there = _entries(positions, values, k, real, length)
         if BY_SENDERS:
             divisor = tl.maximum(tl.load(counts + p, there, other=1.0), 1.0)
         found = tl.load(sums + p, there, other=0.0) + tl.div_rn(v * scale, divisor)
         tl.store(sums + p, found, there)
         tl.debug_barrier()
-        e += entries
+        positions += entries
+        values += entries
 
 
 @triton.jit
 def _round(
-    flat, error, sums, positions, values, e, real, length, members, entries, scale, LIMIT: tl.constexpr
+    flat, error, sums, positions, values, k, real, length, members, entries, scale, LIMIT: tl.constexpr
 ):  # fmt: skip
     """Write sums to gradients in 16 bits, and what these can't hold of them to the residual."""
-    one = tl.full(e.shape, 1.0, tl.float32)
+    one = tl.full(k.shape, 1.0, tl.float32)
     for _ in range(members):
-        p, _, there = _entries(positions, values, e, real, length)
+        p, _, there = _entries(positions, values, k, real, length)
         total = tl.load(sums + p, there, other=0.0)
         # Zero where a member before has sent the same.
         there = there & (total != 0)
@@ -310,7 +317,8 @@ def _round(
         tl.store(error + p, tl.load(error + p, there, other=0.0) + lost, there)
         tl.store(sums + p, 0.0, there)
         tl.debug_barrier()
-        e += entries
+        positions += entries
+        values += entries
 
 
 @triton.jit(do_not_specialize=["count", "own", "members", "entries"])
@@ -341,8 +349,9 @@ def merge(
     tl.debug_barrier()
 
     k = tl.arange(0, KEPT)
-    e, real = first + k, k < kept
-    p, v, there = _entries(positions, values, e + own.to(tl.int64) * entries, real, length)
+    real = k < kept
+    positions, values, mine = positions + first, values + first, own.to(tl.int64) * entries
+    p, v, there = _entries(positions + mine, values + mine, k, real, length)
     before = tl.load(error + p, there, other=0.0)
     tl.debug_barrier()
     tl.store(error + p, before - v, there)
@@ -356,10 +365,10 @@ def merge(
         scale = tl.load(loss_scale)
     if BY_SENDERS:
         counts += start
-        _clear(counts, positions, values, e, real, length, members, entries)
-        _count(counts, positions, values, e, real, length, members, entries)
+        _clear(counts, positions, values, k, real, length, members, entries)
+        _count(counts, positions, values, k, real, length, members, entries)
     if LIMIT > 0:
-        _clear(sums, positions, values, e, real, length, members, entries)
-    _add(sums, counts, positions, values, e, real, length, members, entries, scale, BY_SENDERS)
+        _clear(sums, positions, values, k, real, length, members, entries)
+    _add(sums, counts, positions, values, k, real, length, members, entries, scale, BY_SENDERS)
     if LIMIT > 0:
-        _round(flat, error, sums, positions, values, e, real, length, members, entries, scale, LIMIT)
+        _round(flat, error, sums, positions, values, k, real, length, members, entries, scale, LIMIT)

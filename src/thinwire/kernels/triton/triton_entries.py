@@ -18,6 +18,8 @@ ENTRIES_HELD, MARKS_HELD = 512, 1024
 
 # Products and sums are rounded one by one, as PyTorch rounds them.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+# It mostly waits for memory: the fewer registers a thread takes, the more of them there are.
+MERGING_WARPS = 8
 
 
 def serves(layout: EntryLayout) -> bool:
@@ -99,6 +101,7 @@ def merge(merging: Merging, sent: tuple[torch.Tensor, torch.Tensor], layout: Ent
             "KEPT": padded(layout.most[1]),
             "BY_SENDERS": by_senders,
             "LIMIT": 0.0 if is_wide else torch.finfo(flat.dtype).max,
+            "num_warps": MERGING_WARPS,
         },
         flat.device,
         reads=[flat, error, *sent],
