@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_sent(bits: int, value: float) -> None:
 
 def test_longer_chunks_are_served_by_pytorch() -> None:
     flat = torch.randn(LENGTH + 1, generator=torch.Generator().manual_seed(0))
-    algorithm, kept = TopK(chunk=LENGTH + 1), {}
+    algorithm, kept = TopK(chunk=LENGTH + 1), dict[str, None]()
     expected = message(algorithm, flat, torch.zeros_like(flat))
     with by_triton(), accelerators.shortfalls_kept_in(kept), pytest.warns(UserWarning, match="4,097"):
         assert torch.equal(message(algorithm, flat, torch.zeros_like(flat)), expected)
