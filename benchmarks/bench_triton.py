@@ -22,9 +22,9 @@ from thinwire.channel import InProcessTransport
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.limits import installed
 from thinwire.selfcheck.device import GPT2_SMALL, buckets_of
-from thinwire.sync import Engine, Settings
+from thinwire.sync import Engine, Settings, replay
 
-UNTIMED_STEPS, TIMED_STEPS = 4, 5
+UNTIMED_STEPS, TIMED_STEPS = 5, 5
 # The device sleeps this many cycles, about 0.1 s: more than the host takes for a step.
 ASLEEP_CYCLES = 200_000_000
 
@@ -111,7 +111,8 @@ def measured(case: str, copied_bytes_per_second: float) -> tuple[list[str], list
     algorithm, shapes, dtype = CASES[case]
     buckets = buckets_of(shapes, dtype)
     flats = [torch.randn(sum(spec.numel for spec in each), device="cuda").to(dtype) for each in buckets]
-    engine = Engine(algorithm, InProcessTransport.group(1)[0], settings=Settings(host_check=False))
+    settings = Settings(host_check="auto", gradients_stay=True)  # as of DDP
+    engine = Engine(algorithm, InProcessTransport.group(1)[0], settings=settings)
     lanes = [engine.open(each, flats[0].device) for each in buckets]
 
     def step() -> tuple[float, float, float]:
@@ -130,15 +131,20 @@ def measured(case: str, copied_bytes_per_second: float) -> tuple[list[str], list
         torch.cuda.synchronize()
         return 1e3 * (started - began), 1e3 * (finished - started), start.elapsed_time(end)
 
-    for _ in range(UNTIMED_STEPS):
-        step()
-    times = [f"{median(each):.2f}" for each in zip(*(step() for _ in range(TIMED_STEPS)), strict=True)]
+    def steps() -> list[str]:
+        for _ in range(UNTIMED_STEPS):
+            step()
+        return [f"{median(each):.2f}" for each in zip(*(step() for _ in range(TIMED_STEPS)), strict=True)]
+
+    recorded = steps()
+    replay.enabled = False
+    made = steps()
     timed, original = Timed(), launcher.launch
     launcher.launch = timed
     for _ in range(TIMED_STEPS):
         step()
-    launcher.launch = original
-    return [case, str(len(lanes)), *times], timed.rows(case, copied_bytes_per_second)
+    launcher.launch, replay.enabled = original, True
+    return [case, str(len(lanes)), *recorded, *made], timed.rows(case, copied_bytes_per_second)
 
 
 def copied_bytes_per_second() -> float:
@@ -163,7 +169,8 @@ def main() -> None:
     asked = parser.parse_args()
     speed = copied_bytes_per_second()
     measurements = [measured(case, speed) for case in asked.cases]
-    heads = ["step", "buckets", "host: starts, ms", "host: finish, ms", "device, ms"]
+    times = ["host: starts, ms", "host: finish, ms", "device, ms"]
+    heads = ["step", "buckets", *times, *(f"not recorded: {each}" for each in times)]
     kernel_heads = ["step", "kernel", "launches", "ms", "GB read and written", "of a copy's speed"]
     text = page(
         "Triton's kernels, and the host",

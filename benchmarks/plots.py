@@ -47,7 +47,9 @@ def step_time(
     return save_figure(figure, "network", title.replace(" ", "-"))
 
 
-def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, float]]]) -> list[str]:
+def predicted_against_measured(
+    steps_ms: Mapping[str, Sequence[tuple[float, float]]], *name_parts: str | None
+) -> list[str]:
     """One point a prediction (measured, predicted), one colour a setting, and a band of 15 %."""
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     every = [value for points in steps_ms.values() for point in points for value in point]
@@ -61,7 +63,7 @@ def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, floa
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-    return save_figure(figure, "advice")
+    return save_figure(figure, "advice", *name_parts)
 
 
 # Algorithm, seconds on the clock, held-out losses.
@@ -104,7 +106,7 @@ def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path
     _write(figure, [path.with_suffix(suffix) for suffix in (".png", ".svg")])
 
 
-def save_figure(figure: Figure, *name_parts: str) -> list[str]:
+def save_figure(figure: Figure, *name_parts: str | None) -> list[str]:
     """Write a figure of today in both formats; their names within the folder of results."""
     paths: list[Path] = [result_path(suffix, *name_parts) for suffix in ("png", "svg")]
     _write(figure, paths)

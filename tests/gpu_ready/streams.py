@@ -39,7 +39,7 @@ class Device(TorchDispatchMode):
         self._judge = EventHandler()
         self._known = {MAIN}
         self._events = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._alive: dict[int, tuple[StorageWeakRef, int | None, str]] = {}
         self._freed: list[tuple[int, str, list[tuple[int, int]]]] = []
 
     @contextmanager
@@ -92,7 +92,8 @@ class Device(TorchDispatchMode):
                 if address in seen.accesses:
                     last = [*seen.get_reads(address), seen.get_write(address)]
                     used = [(each.stream, each.seq_num) for each in last if each and each.stream != owner]
-                    self._freed.append((owner, name, used))
+                    if owner is not None:
+                        self._freed.append((owner, name, used))
                     seen.delete_tensor(address)
 
     def _reuse(self) -> None:
@@ -117,10 +118,10 @@ class Device(TorchDispatchMode):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (written if is_written else read).extend(tensors_in((value,)))
-        for tensor in written:
-            storage = tensor.untyped_storage()
-            if tensor.numel():
-                self._alive.setdefault(storage.data_ptr(), (_weak(storage), self.stream, name))
+        # What no kernel has written was made by the host; its memory is used again as well.
+        for owner, tensors in ((self.stream, written), (None, read)):
+            for storage in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
+                self._alive.setdefault(storage.data_ptr(), (_weak(storage), owner, name))
         if not name.startswith(("empty", "new_empty")):
             self.run(name, read, written)
         return out

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
+from gpu_ready.recorded import RecordedGraph
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
@@ -20,7 +21,7 @@ from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.ddp import ATTACHED, front_of, switched
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, clock, streams
+from thinwire.sync import Engine, Settings, clock, replay, streams
 from thinwire.tensors import accelerators
 
 NUM_BUCKETS, NUM_STEPS = 3, 2
@@ -146,7 +147,8 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
             transport = SimulatedNCCL(device, forgets=False)
             front = front_of(model, algorithm, transport, Settings.of())
             switched(model, lambda: front, ATTACHED)
-            for _ in range(NUM_STEPS + 1):  # in the first one DDP learns the order of its buckets
+            # In the first one DDP learns the order of its buckets, in the fourth they are recorded.
+            for _ in range(NUM_STEPS + 4):
                 model.zero_grad()
                 torch.autograd.backward(model(torch.randn(4, 24)).sum())
                 for parameter in model.parameters():
@@ -157,15 +159,29 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
 
 
 @pytest.mark.parametrize(
-    "algorithm", [PowerSGD(matrix_rank=2), Quantize(bits=4, error_feedback=True), AllReduce()], ids=str
+    ("algorithm", "is_recorded"),
+    [
+        (PowerSGD(matrix_rank=2), False),
+        (PowerSGD(matrix_rank=2), True),
+        (Quantize(bits=4), False),
+        (Quantize(bits=4), True),
+        (Quantize(bits=4, error_feedback=True), False),
+        (AllReduce(), False),
+    ],
+    ids=str,
 )
 def test_ddps_front_holds_up_no_gradient_and_does_not_race(
-    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(RecordedGraph, "num_replays", 0)
+    if is_recorded:
+        monkeypatch.setattr(replay, "can_record", lambda device: True)
+        monkeypatch.setattr(replay, "cuda_graphs", lambda device: RecordedGraph)
     device, waiting, num_buckets = train_ddp(algorithm, monkeypatch)
     assert (device.races, device.early_frees) == ([], [])
     assert MAIN not in waiting
     assert num_buckets > NUM_BUCKETS
+    assert bool(RecordedGraph.num_replays) == is_recorded
 
 
 @pytest.mark.parametrize("missing", ["rejoin", "every wait for a stream"])

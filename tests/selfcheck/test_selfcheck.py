@@ -213,7 +213,7 @@ def test_without_gradients_no_step_is_made_and_the_page_says_so(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("seconds_of_a_step", "timed_steps"), [(0.3, [5] * len(ALGORITHMS)), (20.0, [5, 1]), (100.0, [])]
+    ("seconds_of_a_step", "timed_steps"), [(0.3, [5] * len(ALGORITHMS)), (15.0, [5, 1]), (100.0, [])]
 )
 def test_a_part_ends_between_two_of_its_steps_when_time_is_up(
     monkeypatch: pytest.MonkeyPatch, seconds_of_a_step: float, timed_steps: list[int]

@@ -32,8 +32,8 @@ from thinwire.version import __version__
 
 # Up to 4 the CPU has compiled its own kernels; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
-# The first steps compile kernels, agree upon plans and lay memory out.
-UNTIMED_STEPS, TIMED_STEPS = 3, 5
+# The first steps compile kernels, agree upon plans, lay memory out, and are recorded where steps are.
+UNTIMED_STEPS, TIMED_STEPS = 5, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
 COPY, ARITHMETIC = "a copy", {f"arithmetic at matrix rank {rank}": rank for rank in MATRIX_RANKS}
@@ -297,7 +297,8 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
 def _step_cost(code: str, algorithm: Algorithm, copied: _Copied | None, parts: _Parts) -> Row:
     """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
     assert copied is not None  # or all algorithms are left out
-    engine, device = Engine(algorithm, parts.transport, settings=Settings.of()), parts.device
+    settings = Settings(host_check="auto", gradients_stay=True)  # as of DDP's steps
+    engine, device = Engine(algorithm, parts.transport, settings=settings), parts.device
 
     def step() -> None:
         copied.copy()

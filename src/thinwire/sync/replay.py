@@ -309,7 +309,7 @@ class Replays:
 
     def _forget(self, plans: Sequence[BucketPlan]) -> None:
         self._plans, self._homes = plans, Homes()
-        self._tapes: dict[Hashable, Tape] = {}
+        self.tapes: dict[Hashable, Tape] = {}
         self._seen: dict[Hashable, int] = {}
         self._unfit: set[Hashable] = set()
 
@@ -326,7 +326,7 @@ class Replays:
         variant = tuple(plan.variant(memory) for plan in plans)
         if None in variant or variant in self._unfit:
             return Exchange(wire, name)
-        tape = self._tapes.get(variant)
+        tape = self.tapes.get(variant)
         if tape is not None and tape.fits(memory):
             return Replay(tape, wire, name, memory)
         if tape is not None:  # something else has written memory
@@ -339,6 +339,6 @@ class Replays:
     def keep(self, exchange: Exchange) -> None:
         """Keep what was recorded of a step that has ended."""
         if isinstance(exchange, Recorder) and exchange.is_whole:
-            self._tapes[exchange.variant] = exchange.tape
+            self.tapes[exchange.variant] = exchange.tape
         elif isinstance(exchange, Recorder) and exchange.is_whole is False:
             self._unfit.add(exchange.variant)
