@@ -350,6 +350,8 @@ def _flag(is_healthy: torch.Tensor | None) -> torch.Tensor | None:
 
 def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the matrices of all batches, contiguous ones."""
+    # Kernels get addresses, and take what lies there for fp32.
+    assert all(batch.dtype is torch.float32 for batch in batches)
     # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
     whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
     return [each for batch in whole for each in batch.unbind()]

@@ -1,0 +1,563 @@
+"""Held-out loss of byte GPTs of 0.7 to 85 M parameters with AdamW: gradients in few bits beside exact ones.
+
+    python benchmarks/bench_sizes.py smoke                 # 25 s: milliseconds a step, alone and side by side
+    python benchmarks/bench_sizes.py train --seconds 270   # what the file lacks, the most valuable first
+    python benchmarks/bench_sizes.py page
+
+Made for one GPU and a few minutes. All members receive the same mean, so they share one model. A whole step
+(each member's pass, the algorithm's arithmetic and messages, AdamW) is captured as a CUDA graph, and several
+trainings run side by side on streams of a process. Each run adds a line to a file: one that is stopped loses
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from queue import Empty
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from torch import nn
+
+from captured import (
+    CHUNK,
+    CONTEXT_LENGTH,
+    DEVICE,
+    FIRST_TUNING_SEED,
+    HELDOUT_BATCHES,
+    HELDOUT_WINDOWS,
+    MAX_GRADIENT_NORM,
+    WARMUP_SHARE,
+    Outcome,
+    Run,
+    Training,
+)
+from models import new_lstm
+from pages import RESULTS_FOLDER, markdown_table, page, save, spread, with_interval
+from thinwire import AllReduce, Cast, Quantize
+from thinwire.algorithms import Algorithm
+from thinwire.demo.model import GPT, SIZES, GPTConfig
+from trainings import EXACT, percents, text
+from tried_bits import KINDS, TRIED
+
+RECORDS = RESULTS_FOLDER / "sizes.jsonl"
+SEEDS = 3
+IDLE_SECONDS = 5e-4
+# The first ones are compared for every size.
+MAIN: dict[str, Algorithm] = {
+    EXACT: AllReduce(),
+    "bf16": Cast("bf16"),
+    **{f"{bits} bits": Quantize(bits=bits) for bits in (4, 3, 2)},
+}
+METHODS = {**MAIN, **TRIED}
+
+
+# What is trained.
+
+
+@dataclass(frozen=True)
+class Model:
+    """What learns, and how long.
+
+    Attributes:
+        new: Makes it.
+        steps: Of the comparison.
+        tuning_steps: With which the peak rate is searched for.
+        rates: Of AdamW, that are tried.
+    """
+
+    new: Callable[[], nn.Module]
+    steps: int
+    tuning_steps: int
+    rates: tuple[float, ...]
+
+
+def gpt(layers: int, heads: int, width: int) -> Callable[[], nn.Module]:
+    return partial(GPT, GPTConfig(layers, heads, width, CONTEXT_LENGTH))
+
+
+MODELS = {
+    "0.7 M": Model(gpt(3, 4, 128), 2_000, 800, (2e-3, 4e-3, 8e-3)),
+    "3 M": Model(gpt(4, 4, 256), 2_000, 800, (1e-3, 2e-3, 4e-3)),
+    "10.9 M": Model(partial(GPT, SIZES["medium"]), 1_500, 600, (5e-4, 1e-3, 2e-3)),
+    "25 M": Model(gpt(8, 8, 512), 1_000, 400, (5e-4, 1e-3, 2e-3)),
+    "85 M": Model(gpt(12, 12, 768), 600, 250, (3e-4, 6e-4, 1.2e-3)),
+    "3 M, 16 layers": Model(gpt(16, 2, 128), 2_000, 800, (1e-3, 2e-3, 4e-3)),
+    "3 M, 1 layer": Model(gpt(1, 8, 512), 2_000, 800, (1e-3, 2e-3, 4e-3)),
+    "LSTM, 1.2 M": Model(new_lstm, 2_000, 800, (2e-3, 4e-3, 8e-3)),
+}
+
+
+def new_training(run: Run, *, captures: bool) -> Training:
+    return Training(run, MODELS[run.model].new, METHODS[run.method], captures=captures)
+
+
+# Trainings side by side, in several processes.
+
+
+def work(tasks: Any, results: Any, side_by_side: int, captures: bool) -> None:
+    """In a process of its own, until it is ended: train what comes."""
+    torch.set_num_threads(1)
+    trainings: list[Training] = []
+    while True:
+        if len(trainings) < side_by_side:
+            take(tasks, results, trainings, captures=captures)
+        if not go_on(results, trainings):
+            time.sleep(IDLE_SECONDS)
+
+
+def take(tasks: Any, results: Any, trainings: list[Training], *, captures: bool) -> None:
+    """Begin the next training, if there is one; wait for it if there is nothing else to do."""
+    with suppress(Empty):
+        run = tasks.get(block=not trainings)
+        with reporting(results, run):
+            trainings.append(new_training(run, captures=captures))
+
+
+def go_on(results: Any, trainings: list[Training]) -> bool:
+    """Hand the device some steps of each training that needs them; return whether one did."""
+    has_advanced = False
+    for training in tuple(trainings):
+        with reporting(results, training.run):
+            # Taken out if it fails.
+            trainings.remove(training)
+            has_advanced |= training.advance()
+            if training.is_over():
+                results.put((training.run, training.outcome(), ""))
+            else:
+                trainings.append(training)
+    return has_advanced
+
+
+@contextmanager
+def reporting(results: Any, run: Run) -> Iterator[None]:
+    """Report the failure of a training; the others go on, unless the device itself has failed."""
+    try:
+        yield
+    except Exception:
+        results.put((run, None, traceback.format_exc()))
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class Schedule:
+    """Which run is next: the first of the plan that can be made now."""
+
+    def __init__(self, plan: Sequence[Run], found: Sequence[Record]) -> None:
+        self._pending, self._found = list(plan), list(found)
+        self._seconds_a_step: dict[str, float] = {}
+        self.in_flight: list[Run] = []
+
+    def next_run(self, seconds_left: float) -> Run | None:
+        """Return a run that is not done yet and will have ended in time; None if there is none now."""
+        done = {record.run for record in self._found}
+        for planned in tuple(self._pending):
+            run = planned
+            if not run.rate:
+                if self._is_tuning(run.model):
+                    continue
+                run = replace(run, rate=round(best_rate(self._found, run.model) * run.times_rate, 8))
+            self._pending.remove(planned)
+            if (
+                run.rate
+                and run not in done
+                and self._seconds_a_step.get(run.model, 0.0) * run.steps < seconds_left
+            ):
+                self.in_flight.append(run)
+                return run
+        return None
+
+    def _is_tuning(self, model: str) -> bool:
+        open_runs = [*self._pending, *self.in_flight]
+        return any(run.model == model and run.is_tuning for run in open_runs)
+
+    def ended(self, run: Run, outcome: Outcome | None) -> None:
+        self.in_flight.remove(run)
+        if outcome is not None:
+            self._found.append(Record(run, outcome))
+            self._seconds_a_step[run.model] = outcome.seconds / run.steps
+
+
+def best_rate(found: Sequence[Record], model: str) -> float:
+    """Return the peak rate at which exact averaging ended lowest, on a seed of its own; 0 if none ended."""
+    losses = {
+        each.run.rate: each.outcome.loss for each in found if each.run.model == model and each.run.is_tuning
+    }
+    return min(losses, key=lambda rate: losses[rate], default=0.0)
+
+
+def the_plan(length: float) -> list[Run]:
+    """Return all runs, the most valuable first; of steps times `length`."""
+    first, later = ("85 M", "10.9 M", "3 M"), ("25 M", "0.7 M")
+    shapes = ("LSTM, 1.2 M", "3 M, 16 layers", "3 M, 1 layer")
+    runs = [
+        *tuning(first),
+        *compared(first, (EXACT, "bf16", "4 bits", "2 bits")),
+        *tuning(later),
+        *compared(("10.9 M", "3 M"), ("3 bits",)),
+        *compared(later, (EXACT, "bf16", "4 bits", "2 bits", "3 bits")),
+    ]
+    for method in TRIED:
+        runs += compared(("10.9 M", "3 M"), (method,))
+    runs += [*tuning(shapes), *compared(shapes, MAIN)]
+    # One thing at a time that a gap could depend on.
+    three = MODELS["3 M"].steps
+    for other in (
+        {"windows": 8},
+        {"windows": 128},
+        {"steps": three // 4},
+        {"steps": 3 * three},
+        {"times_rate": 0.5},
+        {"times_rate": 2.0},
+        {"members": 4},
+        {"members": 8},
+    ):
+        runs += [replace(run, **other) for run in compared(("3 M",), (EXACT, "4 bits", "2 bits"))]
+    runs += compared(("3 M", "10.9 M", "0.7 M"), MAIN, seeds=range(SEEDS, 2 * SEEDS))
+    return [replace(run, steps=max(1, round(length * run.steps))) for run in runs]
+
+
+def tuning(models: Sequence[str]) -> Iterator[Run]:
+    for name in models:
+        for rate in MODELS[name].rates:
+            yield Run(name, EXACT, FIRST_TUNING_SEED, MODELS[name].tuning_steps, rate)
+
+
+def compared(
+    models: Sequence[str], methods: Iterable[str], seeds: Iterable[int] = range(SEEDS)
+) -> Iterator[Run]:
+    for seed in seeds:
+        for name in models:
+            for method in methods:
+                yield Run(name, method, seed, MODELS[name].steps)
+
+
+# Records.
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the file: what was trained, and what came of it."""
+
+    run: Run
+    outcome: Outcome
+
+    def line(self) -> str:
+        return json.dumps({**asdict(self.run), **asdict(self.outcome)})
+
+    @classmethod
+    def of_line(cls, line: str) -> Record:
+        values = json.loads(line)
+        run, outcome = ({each.name: values[each.name] for each in fields(kind)} for kind in (Run, Outcome))
+        return cls(Run(**run), Outcome(**outcome))
+
+
+def records(path: Path) -> list[Record]:
+    return [Record.of_line(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Train what the file lacks, as long as there is time."""
+    start, slots = time.monotonic(), arguments.workers * arguments.side_by_side
+    plan = [
+        run
+        for run in the_plan(arguments.length)
+        if run.model in arguments.models and run.method in arguments.methods
+    ]
+    schedule = Schedule(plan, records(arguments.file))
+    tasks, results, workers = started(arguments.workers, arguments.side_by_side, captures=arguments.captures)
+    try:
+        while (left := arguments.seconds - (time.monotonic() - start)) > 0:
+            while len(schedule.in_flight) < slots and (run := schedule.next_run(left)):
+                tasks.put(run)
+            if not schedule.in_flight or not any(worker.is_alive() for worker in workers):
+                break
+            with suppress(Empty):
+                run, outcome, error = results.get(timeout=min(left, 1.0))
+                schedule.ended(run, outcome)
+                seconds = time.monotonic() - start
+                print(f"{seconds:.0f} s: {run}: {error or outcome}", flush=True)
+                if outcome is not None:
+                    with arguments.file.open("a") as file:
+                        file.write(Record(run, outcome).line() + "\n")
+    finally:
+        for worker in workers:
+            worker.terminate()
+    print(f"in flight at the end: {len(schedule.in_flight)}")
+
+
+def started(num_workers: int, side_by_side: int, *, captures: bool) -> tuple[Any, Any, list[Any]]:
+    """Start processes; return the queues of their tasks and results, and them."""
+    context = get_context("spawn")
+    tasks, results = context.Queue(), context.Queue()
+    # What was not taken is of no use when this process ends.
+    tasks.cancel_join_thread()
+    workers = [
+        context.Process(target=work, args=(tasks, results, side_by_side, captures), daemon=True)
+        for _ in range(num_workers)
+    ]
+    for worker in workers:
+        worker.start()
+    return tasks, results, workers
+
+
+# How long a step takes, before a plan is made of it.
+
+# Whether captured, and how many side by side.
+ALONE = (
+    ("10.9 M", "2 bits", True, 1),
+    ("10.9 M", "2 bits", True, 6),
+    ("85 M", "4 bits", True, 1),
+    ("85 M", "4 bits", True, 3),
+    ("10.9 M", "2 bits", False, 1),
+    ("3 M", "4 bits", True, 6),
+    ("85 M", EXACT, True, 1),
+    ("25 M", "4 bits", True, 1),
+)
+SMOKE_STEPS = 50
+SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE = 3, 4
+IN_PROCESSES = (
+    *(Run("10.9 M", "2 bits", seed, 2 * SMOKE_STEPS, 1e-3) for seed in range(12)),
+    *(Run("0.7 M", method, 0, CHUNK, 1e-3) for method in METHODS),
+    Run("LSTM, 1.2 M", "2 bits", 0, CHUNK, 1e-3),
+)
+
+
+def smoke(arguments: argparse.Namespace) -> None:
+    """Print how long steps take in one process, then in several; and whether all methods work."""
+    end = time.monotonic() + arguments.seconds
+    # While this process measures, the others start, and then wait.
+    tasks, results, workers = started(SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE, captures=DEVICE.type == "cuda")
+    print(f"text: {len(text().train):,} and {len(text().heldout):,} bytes, of {sys.version}", flush=True)
+    for model, method, captures, side_by_side in ALONE:
+        if time.monotonic() < end - 0.4 * arguments.seconds:
+            run = Run(model, method, 0, SMOKE_STEPS, 1e-3)
+            try:
+                print(timed(run, side_by_side, captures=captures), flush=True)
+            except Exception:
+                print(f"{run}: {traceback.format_exc()}", flush=True)
+    start = time.monotonic()
+    for run in IN_PROCESSES:
+        tasks.put(run)
+    for number in range(len(IN_PROCESSES)):
+        try:
+            run, outcome, error = results.get(timeout=max(0.1, end - time.monotonic()))
+        except Empty:
+            print(f"{number} of {len(IN_PROCESSES)} ended in time")
+            break
+        print(f"{time.monotonic() - start:.1f} s in {SMOKE_WORKERS} processes: {run}: {error or outcome}")
+    for worker in workers:
+        worker.terminate()
+
+
+def timed(run: Run, side_by_side: int, *, captures: bool) -> str:
+    """Train some in this process; return how long it took."""
+    begin = time.monotonic()
+    trainings = [new_training(replace(run, seed=seed), captures=captures) for seed in range(side_by_side)]
+    prepared = time.monotonic()
+    host = 0.0
+    while not all(training.is_over() for training in trainings):
+        before = time.monotonic()
+        has_advanced = [training.advance() for training in trainings]
+        host += time.monotonic() - before if any(has_advanced) else 0.0
+        time.sleep(IDLE_SECONDS)
+    seconds = time.monotonic() - prepared
+    steps = run.steps * side_by_side
+    memory = torch.cuda.max_memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0.0
+    how = f"{side_by_side} side by side, {'' if captures else 'not '}captured"
+    return (
+        f"{run.model}, {run.method}, {how}: {1e3 * seconds / steps:.2f} ms a step, "
+        f"{1e3 * host / steps:.2f} of the host; {(prepared - begin) / side_by_side:.2f} s to prepare each, "
+        f"{memory:.1f} GB"
+    )
+
+
+# The page.
+
+EXPLANATION = (
+    "Byte GPTs (and an LSTM) learn the standard library of a Python, in bf16 autocast, with AdamW as torch "
+    "has it (weight decay 0.01, betas 0.9 and 0.999). A step takes windows of "
+    f"{CONTEXT_LENGTH} bytes, of which each member has its share, so exact averaging is the same training "
+    f"however many share them. The gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "
+    f"rises for {WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Its peak is that of "
+    "those tried at which exact averaging ended lowest, with fewer steps, on a seed that nothing else uses. "
+    f"Loss in nats a byte on {HELDOUT_BATCHES * HELDOUT_WINDOWS:,} fixed windows of files not trained on, "
+    "± standard deviation over seeds; all methods have the same starts and windows. Gaps to exact averaging "
+    "are taken seed by seed: mean, and the 95 % interval of the mean (Student's t); in training, of the mean "
+    "loss of the last tenth of the steps. Bytes leave a member in a step, counted as of a ring. Errors "
+    "are those of the means after the last step, squared, relative to the true means: of embeddings and "
+    "head, of vectors (biases, LayerNorms), and of matrices; with error feedback they say nothing. bf16 is "
+    "the control: passes on a GPU differ in their last bits, so it differs by chance."
+)
+
+
+IDEAS = (
+    "Gaps to the same bits as they are, seed by seed: less than nothing is a gain. What does not gain two "
+    "standard errors is dropped."
+)
+
+
+def make_page(arguments: argparse.Namespace) -> None:
+    result = made_page(records(arguments.file))
+    print(result)
+    if arguments.save:
+        print(f"saved as {save(result, 'sizes')}")
+
+
+def made_page(found: Sequence[Record]) -> str:
+    """Return the page: what grows with the size first, then a table a setting."""
+    gpus = ", ".join(sorted({f"{each.outcome.device}; {each.outcome.versions}" for each in found}))
+    parts: dict[str, list[Record]] = {}
+    for each in found:
+        if not each.run.is_tuning:
+            parts.setdefault(title(each.run), []).append(each)
+    order = list(MODELS)
+    ordered = sorted(parts, key=lambda part: order.index(parts[part][0].run.model))
+    sections = [f"## {part}\n\n{table(parts[part])}" for part in ordered]
+    summary = f"## Gap to exact averaging\n\n{summed_up({part: parts[part] for part in ordered})}"
+    ideas = f"## What was tried\n\n{IDEAS}\n\n{ideas_table({part: parts[part] for part in ordered})}"
+    tuned = f"## Peak rates\n\n{rates_table(found)}"
+    return page("Few bits, by size", f"Trained on {gpus}.", EXPLANATION, summary, ideas, *sections, tuned)
+
+
+def title(run: Run) -> str:
+    return (
+        f"{run.model}, {run.members} members, {run.windows * CONTEXT_LENGTH:,} bytes a step, "
+        f"{run.steps:,} steps, peak rate {run.rate:g}"
+    )
+
+
+def by_method(runs: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """Return them by method, in the order of `METHODS`, and seed."""
+    return {
+        method: {each.run.seed: each for each in runs if each.run.method == method}
+        for method in METHODS
+        if any(each.run.method == method for each in runs)
+    }
+
+
+def gaps(runs: Mapping[int, Record], exact: Mapping[int, Record]) -> tuple[list[float], list[float]]:
+    """Return by how many percent held-out losses, and those of the end of training, exceed exact ones."""
+    heldout, training = (
+        ({seed: each.outcome.loss for seed, each in some.items()} for some in (runs, exact)),
+        ({seed: each.outcome.curve[-1] for seed, each in some.items()} for some in (runs, exact)),
+    )
+    return percents(*heldout), percents(*training)
+
+
+def table(runs: Sequence[Record]) -> str:
+    """One row a method."""
+    methods = by_method(runs)
+    exact = methods.get(EXACT, {})
+    rows = []
+    for method, by_seed in methods.items():
+        outcomes = [each.outcome for each in by_seed.values()]
+        heldout, training = gaps(by_seed, exact)
+        is_exact = method == EXACT
+        rows.append(
+            [
+                method,
+                f"{outcomes[0].bytes_a_step:,.0f}",
+                f"{outcomes[0].times_fewer:.1f}",
+                str(len(outcomes)),
+                spread([each.loss for each in outcomes], ".4f"),
+                "" if is_exact else with_interval(heldout),
+                "" if is_exact else with_interval(training),
+                " ".join(f"{fmean(each.errors[kind] for each in outcomes):.3f}" for kind in KINDS),
+            ]
+        )
+    header = ["method", "bytes", "times fewer than bf16", "seeds", "held-out loss", "gap", "gap in training"]
+    return markdown_table([*header, "errors"], rows)
+
+
+def summed_up(parts: Mapping[str, Sequence[Record]]) -> str:
+    """One row a setting, of the methods that all are compared by."""
+    rows = []
+    for name, runs in parts.items():
+        methods = by_method(runs)
+        exact = methods.get(EXACT, {})
+        cells = [with_interval(gaps(methods.get(method, {}), exact)[0]) for method in MAIN if method != EXACT]
+        rows.append([name, str(len(exact)), *cells])
+    return markdown_table(["model", "seeds", *(method for method in MAIN if method != EXACT)], rows)
+
+
+def ideas_table(parts: Mapping[str, Sequence[Record]]) -> str:
+    """One row an idea and setting: beside the same bits as they are."""
+    rows = []
+    for name, runs in parts.items():
+        methods = by_method(runs)
+        for method in (method for method in methods if method in TRIED):
+            plain = methods.get(method.partition(",")[0], {})
+            gap, _ = gaps(methods[method], plain)
+            if len(gap) < 2:
+                continue
+            first, other = (next(iter(some.values())).outcome for some in (methods[method], plain))
+            size = f"{first.bytes_a_step / other.bytes_a_step:.2f}"
+            errors = fmean(gap) / (stdev(gap) / math.sqrt(len(gap)))
+            rows.append([method, name, size, str(len(gap)), with_interval(gap), f"{errors:+.1f}"])
+    return markdown_table(["idea", "model", "times the bytes", "seeds", "gap", "standard errors"], rows)
+
+
+def rates_table(found: Sequence[Record]) -> str:
+    """One row a model: the loss at each rate that was tried."""
+    tuned: dict[str, list[Record]] = {}
+    for each in sorted(found, key=lambda record: record.run.rate):
+        if each.run.is_tuning:
+            tuned.setdefault(each.run.model, []).append(each)
+    rows = [
+        [
+            name,
+            f"{runs[0].run.steps:,}",
+            "; ".join(f"{each.run.rate:g}: {each.outcome.loss:.4f}" for each in runs),
+        ]
+        for name, runs in tuned.items()
+    ]
+    return markdown_table(["model", "steps", "peak rate: held-out loss"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--file", type=Path, default=RECORDS, help="one line a training")
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train", help="what the file lacks")
+    training.set_defaults(command=train)
+    training.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
+    training.add_argument("--workers", type=int, default=2, help="processes")
+    training.add_argument("--side-by-side", type=int, default=6, help="trainings of each process")
+    training.add_argument(
+        "--length", type=float, default=1.0, help="steps of all trainings, times the plan's"
+    )
+    training.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    training.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    training.add_argument(
+        "--captures",
+        action=argparse.BooleanOptionalAction,
+        default=DEVICE.type == "cuda",
+        help="a step as a CUDA graph; if not, better many processes with one training each",
+    )
+    trying = commands.add_parser("smoke", help="how long steps take")
+    trying.set_defaults(command=smoke)
+    trying.add_argument("--seconds", type=float, default=25.0, help="after which it ends")
+    making = commands.add_parser("page", help="of all that the file holds")
+    making.set_defaults(command=make_page)
+    making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    arguments.command(arguments)
+
+
+if __name__ == "__main__":
+    main()
