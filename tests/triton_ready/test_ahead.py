@@ -34,7 +34,7 @@ CODED = {
 ENTRIES = {"DECAY": 0.95, "LENGTH": 4096, "ALIGNED": True}
 MERGED = {**ENTRIES, "BY_SENDERS": True, "KEPT": 64}
 PLAIN = {"loss_scale": None, "is_healthy": None}
-FEW = {"LOW": 6, "CODE": 2, "ROWS": 8}
+FEW = {"LOW": 6, "CODE": 2, "ROWS": 4}
 
 
 def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
@@ -77,7 +77,7 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
     ("compiled_entries.select", {**ENTRIES, "ALIGNED": False}, 4, False, False),
     ("compiled_entries.pack", {**FEW, "KEPT": 64}, 4, False, False),
     ("compiled_entries.pack", {**FEW, "LOW": 2, "KEPT": 1024, "ROWS": 1}, 4, False, False),
-    ("compiled_entries.unpack", {**FEW, "MARKS": 128}, 4, False, False),
+    ("compiled_entries.unpack", {**FEW, "MARKS": 128, "ROWS": 8}, 4, False, False),
     ("compiled_entries.unpack", {**FEW, "CODE": 0, "MARKS": 2048, "ROWS": 1}, 4, False, False),
     ("compiled_entries.merge", {**MERGED, **PLAIN, "LIMIT": 0.0}, 8, False, True),
     ("compiled_entries.merge", {**MERGED, "LIMIT": 65504.0, "BY_SENDERS": False}, 8, False, True),

@@ -14,7 +14,7 @@ from thinwire.kernels.triton.limits import tell
 LENGTH, KEPT = 4096, 1024
 
 # Entries, and marks, that a program holds: of several chunks.
-ENTRIES_HELD, MARKS_HELD = 512, 1024
+ENTRIES_HELD, MARKS_HELD = 256, 1024
 
 # Products and sums are rounded one by one, as PyTorch rounds them.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
