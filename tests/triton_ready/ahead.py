@@ -21,10 +21,12 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-bl
 
 TYPES = {
     **dict.fromkeys(["table", "keys", "firsts", "starts", "lengths"], "*i64"),
-    **dict.fromkeys(["flat", "out", "lost", "levels"], "*fp32"),
+    **dict.fromkeys(["flat", "out", "lost", "levels", "error", "values", "sums", "counts"], "*fp32"),
     **dict.fromkeys(["message", "received"], "*u8"),
     **dict.fromkeys(["stride", "received_stride", "share", "count", "filled", "members"], "i32"),
-    "tiles": "*i32", "flags": "*i8", "is_healthy": "*i8",
+    **dict.fromkeys(["own", "entries", "first_word", "first_scale"], "i32"),
+    "tiles": "*i32", "flags": "*i8", "is_healthy": "*i8", "positions": "*i32", "less": "*fp64",
+    "loss_scale": "*fp32",
 }  # fmt: skip
 
 

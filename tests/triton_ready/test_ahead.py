@@ -31,6 +31,10 @@ CODED = {
     "firsts": None,
     "lengths": None,
 }
+ENTRIES = {"DECAY": 0.95, "LENGTH": 4096, "ALIGNED": True}
+MERGED = {**ENTRIES, "BY_SENDERS": True, "KEPT": 64}
+PLAIN = {"loss_scale": None, "is_healthy": None}
+FEW = {"LOW": 6, "CODE": 2, "ROWS": 4}
 
 
 def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
@@ -69,6 +73,14 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
     ("compiled_codes.encode", {**CODES, **CODED, "starts": None}, 8, False, True),
     ("compiled_codes.average", {**CODES, **CODED, "KEEPS": False, "lost": None}, 8, False, False),
     ("compiled_codes.decode", {**CODES, "SUBTRACTS": True, "starts": None, "lengths": None}, 8, False, True),
+    ("compiled_entries.select", {**ENTRIES, "loss_scale": None}, 4, False, True),
+    ("compiled_entries.select", {**ENTRIES, "ALIGNED": False}, 4, False, False),
+    ("compiled_entries.pack", {**FEW, "KEPT": 64}, 4, False, False),
+    ("compiled_entries.pack", {**FEW, "LOW": 2, "KEPT": 1024, "ROWS": 1}, 4, False, False),
+    ("compiled_entries.unpack", {**FEW, "MARKS": 128, "ROWS": 8}, 4, False, False),
+    ("compiled_entries.unpack", {**FEW, "CODE": 0, "MARKS": 2048, "ROWS": 1}, 4, False, False),
+    ("compiled_entries.merge", {**MERGED, **PLAIN, "LIMIT": 0.0}, 8, False, True),
+    ("compiled_entries.merge", {**MERGED, "LIMIT": 65504.0, "BY_SENDERS": False}, 8, False, True),
 ]
 
 # So much in every run of all tests: what changes most, on one architecture.
