@@ -24,12 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (
     code_kernels_for,
+    entry_kernels_for,
     kernels_for,
     orthonormal_rows,
     products,
@@ -39,7 +41,7 @@ from thinwire.kernels.dispatch import (
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
-from thinwire.kernels.triton import triton_codes, triton_kernels
+from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
 from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
@@ -283,7 +285,7 @@ def test_orthonormal_rows(device: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
+@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK()], ids=str)
 @pytest.mark.parametrize("host_check", [True, False, "auto"])
 def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: HostCheck) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
@@ -357,6 +359,7 @@ def test_triton_serves_where_it_can() -> None:
     if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
         assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
         assert code_kernels_for(like) is triton_codes.CODES
+        assert entry_kernels_for(like.bfloat16()) is triton_entries.ENTRIES
         assert shortfalls(like.device) == ()
     else:
         assert kernels_for(like, 4) is LOW_RANK
@@ -399,6 +402,32 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
         codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < given[0].nbytes / 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", [2, 8, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_few_entries_by_triton_are_those_of_pytorch(
+    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = tuple(
+        ParameterSpec.of(str(numel), torch.empty(numel, dtype=dtype)) for numel in (3 * 4096, 1, 5003)
+    )
+    found = []
+    for backends in (dispatch.backends, (dispatch.TORCH,)):
+        monkeypatch.setattr(dispatch, "backends", backends)
+        engine = Engine(TopK(bits=bits), InProcessTransport.group(1)[0])
+        draw = torch.Generator("cuda").manual_seed(0)
+        for _ in range(3):
+            # No two of a chunk have one magnitude: of those any may be sent.
+            order = torch.rand(5, 4096, device="cuda", generator=draw).argsort(1).view(-1)
+            bits_of_each = (0x3C00 + order[: sum(spec.numel for spec in specs)]).short()
+            flat = bits_of_each.view(torch.float16 if dtype == torch.float32 else dtype).to(dtype)
+            assert engine.average([(specs, flat)])
+            found.append(flat)
+        found += [engine.memory[ERROR][spec.name] for spec in specs]
+    assert all(map(torch.equal, found[:6], found[6:]))
+    assert 0 < found[0].count_nonzero() < len(found[0]) / 50
 
 
 @needs_gpu

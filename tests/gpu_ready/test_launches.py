@@ -173,14 +173,22 @@ def test_gpt2_small(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
+@pytest.mark.parametrize(
+    ("algorithm", "first", "for_each", "for_all"),
+    [(PowerSGD(matrix_rank=4), "matrices.products", 1, 11), (TopK(), "entries.select", 4, 1)],
+    ids=["rank 4", "TopK"],
+)
 def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
-    given: object, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm,
+    first: str,
+    for_each: int,
+    for_all: int,
+    given: object,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU, where tensors have addresses: on "meta" they are all alike."""
     buckets = [(ParameterSpec.of(f"{number}.weight", torch.empty(64, 48)),) for number in range(NUM_BUCKETS)]
-    engine = Engine(
-        PowerSGD(matrix_rank=4), Alike(), settings=Settings(loss_scale_of(given), host_check=False)
-    )
+    engine = Engine(algorithm, Alike(), settings=Settings(loss_scale_of(given), host_check=False))
     launched: list[str] = []
 
     def launch(kernel: str, programs: int, *_: object, **__: object) -> None:
@@ -192,9 +200,9 @@ def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
         for _ in range(3):
             launched.clear()
             engine.average([(specs, torch.randn(64 * 48)) for specs in buckets], is_agreed=True)
-    # What comes back is multiplied once in each bucket, as it starts; all else is for all buckets at once.
-    assert launched.count("compiled_matrices.products") == NUM_BUCKETS
-    assert len(launched) <= NUM_BUCKETS + 11, Counter(launched)
+    # Low-rank steps multiply each bucket once, as it starts; all else they do for all buckets at once.
+    assert launched.count(f"compiled_{first}") == NUM_BUCKETS
+    assert len(launched) <= for_each * NUM_BUCKETS + for_all, Counter(launched)
     assert engine.counts().compression_ratio > 5
 
 
@@ -250,6 +258,9 @@ OTHERS = {
     "4 bits by Triton": of_one_layer(Quantize(bits=4), 7, 2.6, 0, by_triton=True),
     "1 bit by Triton": of_one_layer(Quantize(bits=1), 7, 2.2, 0, by_triton=True),
     "error feedback by Triton": of_one_layer(FEEDBACK, 13, 8.8, by_triton=True),
+    "TopK by Triton": of_one_layer(TopK(), 12, 6.3, by_triton=True),
+    "TopK by Triton, 16-bit gradients": of_one_layer(TopK(), 12, 9.6, dtype=BF16, by_triton=True),
+    "TopK by Triton, no host check": of_one_layer(TopK(), 12, 6.3, 0, UNCHECKED, by_triton=True),
     # What asks the host for an answer has its residual copied, and put back.
     "TopK, no host check": of_one_layer(TopK(), 526, 40.4, 0, settings=UNCHECKED),
     "4 bits, no host check": of_one_layer(FEEDBACK, 369, 85.8, 0, settings=UNCHECKED),

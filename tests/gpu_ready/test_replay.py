@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_ready.recorded import RecordedGraph
-from thinwire import PowerSGD, Quantize
+from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.kernels import dispatch
@@ -89,6 +89,8 @@ ALGORITHMS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "16 bits on the wire": (PowerSGD(matrix_rank=2, wire_dtype="bf16"), {"host_check": False}),
     "no feedback": (PowerSGD(matrix_rank=2, error_feedback=False), {}),
     "4 bits": (Quantize(bits=4), {}),
+    "few entries": (TopK(chunk=100), {}),
+    "few entries, loss scale": (TopK(bits=16), {"loss_scale": ScaleThatGrows}),
 }
 
 

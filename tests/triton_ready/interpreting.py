@@ -17,7 +17,7 @@ with patch.dict(
     if isinstance(triton.language.cdiv, triton.JITFunction):
         pytest.skip("TRITON WAS IMPORTED ELSEWHERE: its interpreter is off", allow_module_level=True)
     import_module("triton.experimental.gluon.language")
-    for name in ("compiled_bases", "compiled_codes", "compiled_matrices"):
+    for name in ("compiled_bases", "compiled_codes", "compiled_entries", "compiled_matrices"):
         import_module(f"thinwire.kernels.triton.{name}")
 
 # What is not finite is computed with as on a GPU, which warns of nothing.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
 from thinwire.algorithms.topk_message import SCALE_DTYPE, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import SentEntries
+from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, SentEntries, Wanted
 from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
@@ -29,8 +30,10 @@ MAX_CHUNK = 1 << 16
 PARTS = 1 << 46
 
 REDUCTION = Slot("reduction", is_local=True, is_saved=False)
-"""How much sending has reduced the squared norm of this member's residual, one number for each parameter:
-shows how much was not sent."""
+"""How much sending has reduced the squared norm of this member's residual: shows how much was not sent.
+
+A number for each parameter or, by some kernels, for each of its chunks.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,8 @@ class TopK(Algorithm):
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for each
     chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about 13
     copies of the gradients on one CPU thread with Numba (25 without), and one or two more for each member
-    beyond two; one host synchronisation, for the finite check (none without `host_check`).
+    beyond two, or five launches a bucket by Triton, for chunks up to 4,096 of which at most 1,024 entries are
+    sent; one host synchronisation, for the finite check (none without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -148,10 +152,20 @@ class TopKPlan(BucketPlan):
     config: TopK
     message: Message
 
+    def variant(self, memory: Memory) -> Hashable:
+        """See `BucketPlan.variant`: nothing, once all is in memory."""
+        known = memory[ERROR].keys() & memory[REDUCTION].keys()
+        return 0 if all(spec.name in known for spec in self.specs if spec.numel) else None
+
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """See `BucketPlan.exchange`: one round; none for a bucket without elements."""
         if not self.message.parts:
             yield Commit(all_finite, writes=False)
+            return
+        layout = self.message.layout_on(bucket.flat.device)
+        passes = entry_kernels_for(bucket.flat).passes
+        if passes is not None and passes.serves(layout):
+            yield from self._in_passes(bucket, memory, passes, layout)
             return
         scale = bucket.loss_scale
         wanted = bucket.flat.to(self.specs[0].memory_dtype)  # the bucket itself, if it is of this type
@@ -180,6 +194,22 @@ class TopKPlan(BucketPlan):
         round_into(bucket.flat, mean, wanted, scale)
         self._remember(bucket, memory, wanted)
 
+    def _in_passes(
+        self, bucket: Bucket, memory: Memory, passes: EntryPasses, layout: EntryLayout
+    ) -> Requests:
+        """Exchange by kernels that read the gradients and residuals themselves."""
+        names, sizes = [spec.name for spec in self.specs], [spec.numel for spec in self.specs]
+        error = as_one(names, memory[ERROR], sizes, torch.float32, bucket.flat.device)
+        wanted = Wanted(bucket.flat, error, self.config.error_decay, bucket.loss_scale)
+        sent = passes.decoded((yield AllGather(passes.encoded(wanted, layout))), layout)
+        is_healthy = yield Commit(AllFinite((sent[1],)), writes_where=True)
+        counts = [-(-size // self.config.chunk) for size in sizes]
+        less = as_one(names, memory[REDUCTION], counts, torch.float64, bucket.flat.device)
+        merging = Merging(wanted, bucket.rank, self.config.merge == "senders", less, is_healthy)
+        passes.merge(merging, sent, layout)
+        memory[ERROR].update(zip(names, error.split_with_sizes(sizes), strict=True))
+        memory[REDUCTION].update(zip(names, less.split_with_sizes(counts), strict=True))
+
     def _largest(self, wanted: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of each chunk as a message."""
         bits, kernels = self.config.bits, entry_kernels_for(wanted)
@@ -204,8 +234,8 @@ class TopKPlan(BucketPlan):
         values = sent.values if loss_scale is None else sent.values * loss_scale
         by_senders = self.config.merge == "senders"
         if not by_senders:
-            values = values / len(sent.places)
-        kept = self.message.chunks_on(result.device)[2]
+            values = values / values.new_full((), len(sent.places))  # as in `_steps`
+        kept = self.message.layout_on(result.device).table[2]
         entries = SentEntries(sent.places, values, sent.values, kept, by_senders)
         entry_kernels_for(result).add(result, entries)
         return result
@@ -234,15 +264,45 @@ class TopKPlan(BucketPlan):
 
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         """Return how much of gradient and residual was not sent. Cost: one norm for each parameter."""
-        names = [s.name for s in self.specs if {s.name} <= memory[ERROR].keys() & memory[REDUCTION].keys()]
+        known = memory[ERROR].keys() & memory[REDUCTION].keys()
+        names = [spec.name for spec in self.specs if spec.numel and spec.name in known]
         if not names:
             return None
         dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
         remaining = torch.stack([memory[ERROR][name].to(dtype).norm() for name in names])
         # What few bits round up may leave more than there was.
-        reduced = torch.stack([memory[REDUCTION][name] for name in names]).clamp_min_(0)
+        reduced = torch.stack([memory[REDUCTION][name].sum() for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)
+
+
+def as_one(
+    names: Sequence[str],
+    kept: Mapping[str, torch.Tensor],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return what is kept as one tensor: what it was split from, or a copy with zeros for what is not."""
+    parts = [kept.get(name) for name in names]
+    whole = None if parts[0] is None else parts[0]._base
+    ends = accumulate(sizes, initial=0)
+    # Loaded states, and what a different bucket has left, lie apart.
+    if (
+        whole is not None
+        and len(whole) == sum(sizes)
+        and all(
+            part is not None and part._base is whole and part.storage_offset() == end
+            for part, end in zip(parts, ends, strict=False)
+        )
+    ):
+        return whole
+    whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    places = zip(whole.split_with_sizes(list(sizes)), parts, strict=True)
+    known = [(place, part) for place, part in places if part is not None and part.shape == place.shape]
+    if known:
+        torch._foreach_copy_([place for place, _ in known], [part for _, part in known])
+    return whole
 
 
 # Levels: few bits for the entries that are sent of a chunk.
@@ -293,7 +353,11 @@ def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Ten
     """Return the lowest level, how far levels lie apart, and the number of the highest."""
     lowest, highest = ends.to(dtype).unbind(-1)
     highest_code = (1 << bits - 1) - 1
-    return lowest, (highest - lowest) / highest_code, highest_code
+    step = highest - lowest
+    if highest_code > 1:
+        # By a tensor: CUDA would not divide by a number of the host's, but multiply by one over it, rounded.
+        step /= step.new_full((), highest_code)
+    return lowest, step, highest_code
 
 
 def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from thinwire.kernels.base import EntryLayout
 from thinwire.tensors.blocks import Chunks
 from thinwire.tensors.coded import pack, packed_bytes, unpack
 
@@ -32,7 +33,7 @@ class Message:
     density: float
     bits: int
     # Kept by device: else the host would wait each time for a copy.
-    _chunks: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _layouts: dict[torch.device, EntryLayout] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def code_bits(self) -> int:
@@ -95,32 +96,44 @@ class Message:
         """For the runs of chunks, in the order of the entries: the parameter's index, and entries."""
         return [(run.parameter, run.num_chunks * chunks.kept) for chunks in self.parts for run in chunks.runs]
 
-    def chunks_on(self, device: torch.device) -> torch.Tensor:
-        """Return of each chunk: where it begins in the bucket, marks less entries before, entries.
-
-        int64, (3, chunks).
-        """
-        if device not in self._chunks:
+    def layout_on(self, device: torch.device) -> EntryLayout:
+        """Return where chunks lie, and what is sent of them; made once for each device."""
+        if device not in self._layouts:
             # In Python, once for a plan, which serves all steps.
             columns, marks, entries = [], 0, 0
             for chunks in self.parts:
                 for run in chunks.runs:
                     for start in range(run.first, run.first + run.num_chunks * chunks.length, chunks.length):
-                        columns.append((start, marks - entries, chunks.kept))
+                        columns.append((start, marks - entries, chunks.kept, chunks.length, entries))
                         marks += self._marks_of(chunks)
                         entries += chunks.kept
-            self._chunks[device] = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
-        return self._chunks[device]
+            table = torch.tensor(columns, dtype=torch.int64).T
+            # As they lie in the bucket: parameter by parameter.
+            numbers = table[0].argsort().argsort()
+            each = [(chunks.length, chunks.kept, self._marks_of(chunks)) for chunks in self.parts]
+            self._layouts[device] = EntryLayout(
+                torch.cat([table, numbers.unsqueeze(0)]).to(device),
+                self.num_chunks,
+                self.num_entries,
+                tuple(map(max, zip(*each, strict=True))),
+                self.low_bits,
+                self.code_bits,
+                self.stream_bytes,
+                self.num_bytes,
+                not bool((table[[0, 3]] % 8).any()),
+            )
+        return self._layouts[device]
 
     def chunk_of_entries(self, device: torch.device) -> torch.Tensor:
         """Return which chunk each entry is of."""
         chunk = torch.arange(self.num_chunks, device=device)
         # With its size given: else the host would wait for a device to count.
-        return chunk.repeat_interleave(self.chunks_on(device)[2], output_size=self.num_entries)
+        return chunk.repeat_interleave(self.layout_on(device).table[2], output_size=self.num_entries)
 
     def _first_marks(self, chunk: torch.Tensor) -> torch.Tensor:
         """Return each entry's mark if the high bits of its position were zero."""
-        return self.chunks_on(chunk.device)[1, chunk] + torch.arange(self.num_entries, device=chunk.device)
+        less_entries = self.layout_on(chunk.device).table[1]
+        return less_entries[chunk] + torch.arange(self.num_entries, device=chunk.device)
 
     def packed(
         self, positions: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, chunk: torch.Tensor
@@ -157,7 +170,7 @@ class Message:
         places = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
         behind = places.new_empty(len(gathered), self.num_entries + 1)
         high = behind.scatter_(1, number, places)[:, :-1] - self._first_marks(chunk)
-        places = self.chunks_on(chunk.device)[0, chunk] + (high << self.low_bits)
+        places = self.layout_on(chunk.device).table[0, chunk] + (high << self.low_bits)
         # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
         scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
         codes = packed_words

@@ -134,6 +134,59 @@ class SentEntries(NamedTuple):
     by_senders: bool  # whether each sum is divided by the members that have sent something
 
 
+class EntryLayout(NamedTuple):
+    """Where the chunks of a bucket lie, and what is sent of them lies in a message."""
+
+    # Of each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before, entries,
+    # elements, entries before, and its number in the order of the bucket.
+    table: torch.Tensor
+    chunks: int
+    entries: int
+    most: tuple[int, int, int]  # of a chunk: elements, entries, marks
+    low_bits: int  # of each position that are sent as they are, in front of its code
+    code_bits: int
+    stream_bytes: tuple[int, int, int]  # of marks, of words, and of scales, in the order of a message
+    num_bytes: int  # of a message
+    is_aligned: bool  # whether all chunks begin and end at a multiple of 8 elements
+
+
+class Wanted(NamedTuple):
+    """What a member wants to send of a bucket."""
+
+    flat: torch.Tensor  # gradients
+    error: torch.Tensor  # its residuals in fp32, as long
+    decay: float  # what these are multiplied by
+    loss_scale: torch.Tensor | None  # what gradients are divided by
+
+
+class Merging(NamedTuple):
+    """What becomes of a bucket."""
+
+    wanted: Wanted  # the mean is written to its gradients, and to its residuals what was not sent
+    rank: int  # this member's
+    by_senders: bool  # as of `SentEntries`
+    less: torch.Tensor  # takes how much less the squares of each chunk's residual have become, fp64
+    is_healthy: torch.Tensor | None  # one bool: if it is false, only gradients are written: NaN
+
+
+@dataclass(frozen=True, eq=False)
+class EntryPasses:
+    """All of averaging few entries, in few launches; of gradients in fp32 or 16 bits."""
+
+    serves: Callable[[EntryLayout], bool]
+    """Whether chunks are short enough."""
+
+    encoded: Callable[[Wanted, EntryLayout], torch.Tensor]
+    """This member's message, uint8, of the entries of largest magnitude."""
+
+    decoded: Callable[[torch.Tensor, EntryLayout], tuple[torch.Tensor, torch.Tensor]]
+    """Positions in their chunks and values of what members have sent, (members, entries); not finite where
+    something of a chunk was not."""
+
+    merge: Callable[[Merging, tuple[torch.Tensor, torch.Tensor], EntryLayout], None]
+    """Turns gradients into the mean of what was sent."""
+
+
 @dataclass(frozen=True, eq=False)
 class EntryKernels:
     """The arithmetic of averaging few entries, of flat tensors in fp32 or fp64; sums are equal to the bit."""
@@ -146,6 +199,9 @@ class EntryKernels:
 
     add: Callable[[torch.Tensor, SentEntries], None]
     """Adds what members have sent to zeros, the bucket's, member after member."""
+
+    passes: EntryPasses | None = None
+    """What does all of it, for gradients of any type that the backend serves."""
 
 
 @dataclass(frozen=True, eq=False)

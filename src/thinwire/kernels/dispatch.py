@@ -116,8 +116,8 @@ def code_kernels_for(like: torch.Tensor) -> CodeKernels:
 
 def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
     """Return the kernels that serve averaging of few entries of a tensor like this one."""
-    # On an accelerator PyTorch's: no one else has any, and to ask others might warn of what they lack.
-    return (_serving(like, None)[1] if like.device.type == "cpu" else TORCH_TABLES).entries
+    # On an accelerator they take all gradients that low-rank kernels take, and not fp32 alone.
+    return _serving(like, None if like.device.type == "cpu" else 1)[1].entries
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:

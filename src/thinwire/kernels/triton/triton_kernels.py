@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from thinwire.kernels import torch_entries, torch_kernels
+from thinwire.kernels import torch_kernels
 from thinwire.kernels.base import Tables
 from thinwire.kernels.batching import alike, batched, split_as
 from thinwire.kernels.device_tables import table_of, tiles_of
@@ -22,6 +22,7 @@ from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.triton_codes import CODES
+from thinwire.kernels.triton.triton_entries import ENTRIES
 
 LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
 
@@ -367,4 +368,4 @@ LOW_RANK = replace(
     orthonormal_rows=orthonormal_rows,
     all_finite=all_finite,
 )
-TABLES = Tables(LOW_RANK, CODES, torch_entries.ENTRIES)
+TABLES = Tables(LOW_RANK, CODES, ENTRIES)

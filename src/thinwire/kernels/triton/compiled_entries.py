@@ -1,0 +1,374 @@
+"""The kernels of averaging few entries. A program has one chunk, or as many rows of entries as fit.
+
+What a member wants to send is never written: two kernels compute it of the gradient and the residual alike.
+Messages are streams of bits that begin anywhere, so that a word of memory may have bits of several programs:
+each sets its own, in any order.
+
+Parameters, if a kernel has them:
+    flat, error: Gradients, and residuals in fp32, of one bucket, parameter after parameter.
+    loss_scale, is_healthy: One number; one bool. None for 1, and for true.
+    table: As `EntryLayout` has it; count: its chunks.
+    positions, values: Of the entries that are sent, int32 in their chunks, and fp32; for each member.
+    message, received, stride: Bytes; those of members, and bytes from one to the next.
+    first_word, first_scale: Where in a message words and scales begin: the bit, and the byte.
+    less: Takes how much less the squares of each chunk's residual have become, fp64.
+    sums, counts: Room for a bucket in fp32 each, with anything in it.
+    own, members, entries: This member, all, and the entries of each.
+    DECAY, LOW, CODE: As of `Wanted` and `EntryLayout`.
+    LENGTH, KEPT, MARKS: Of the longest chunk its elements, entries and marks, or the next power of two.
+    ROWS: Chunks of a program.
+    BY_SENDERS: Whether sums are divided by those who have sent something.
+    LIMIT: The largest number of the gradients' type; 0 where that is fp32.
+    ALIGNED: Whether all chunks begin at a multiple of 16 bytes, and end at one.
+"""
+
+# Types of parameters are Triton's own, evaluated when a kernel is compiled.
+import triton
+import triton.language as tl
+
+from thinwire.kernels.triton.compiled_codes import _bf16_bits, _widened
+
+
+@triton.jit
+def _chunk(table, count, ALIGNED: tl.constexpr):
+    """Return of a program's chunk where it begins, its elements, its entries, and where these begin."""
+    column = table + tl.program_id(0)
+    start = tl.load(column)
+    length = tl.load(column + 3 * count).to(tl.int32)
+    if ALIGNED:
+        start, length = tl.multiple_of(start, 8), tl.multiple_of(length, 8)
+    return start, length, tl.load(column + 2 * count).to(tl.int32), tl.load(column + 4 * count)
+
+
+@triton.jit
+def _wanted(flat, error, loss_scale, i, inside, DECAY: tl.constexpr):
+    """Return gradients in units of the unscaled loss, plus what is left of the residuals."""
+    x = tl.load(flat + i, inside, other=0.0).to(tl.float32)
+    if loss_scale is not None:
+        x = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * tl.load(loss_scale))
+    # Rounded once, as PyTorch's addition of a multiple is.
+    return tl.fma(tl.load(error + i, inside, other=0.0), tl.full(x.shape, DECAY, tl.float32), x)
+
+
+@triton.jit(do_not_specialize=["count"])
+def select(
+    flat, error, loss_scale, table, positions, values, count,
+    DECAY: tl.constexpr, LENGTH: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Find the entries of largest magnitude of each chunk; of equal ones the first."""
+    start, length, kept, first = _chunk(table, count, ALIGNED)
+    i = tl.arange(0, LENGTH)
+    inside = i < length
+    # From pointers of the chunk on, 32 bits count: they take fewer registers.
+    x = _wanted(flat + start, error + start, loss_scale, i, inside, DECAY)
+    # Bits of magnitudes are in their order; one NaN for all, and below all numbers what is behind the end.
+    size = tl.minimum(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7FC00000)
+    size = tl.where(inside, size, -1)
+    # Halved until as many are at least `low` as are kept, or `low` is the smallest of them.
+    low = 0 * length
+    high = tl.max(size, axis=0) + 1
+    number = length
+    while (number != kept) & (high - low > 1):
+        middle = low + (high - low) // 2
+        above = tl.sum((size >= middle).to(tl.int32), axis=0)
+        enough = above >= kept
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        number = tl.where(enough, above, number)
+    larger, equal = (size > low).to(tl.int32), (size == low).to(tl.int32)
+    room = kept - tl.sum(larger, axis=0)
+    # Both are counted at once: there are not 2¹⁶ elements.
+    both = (larger << 16) + equal
+    before = tl.cumsum(both, axis=0) - both
+    is_kept = (larger > 0) | ((equal > 0) & ((before & 0xFFFF) < room))
+    entry = (before >> 16) + tl.minimum(before & 0xFFFF, room)
+    tl.store(positions + first + entry, i, is_kept)
+    tl.store(values + first + entry, x, is_kept)
+
+
+@triton.jit
+def _on_the_wire(x):
+    """Return the bits of the nearest bf16; finite numbers stay finite."""
+    LARGEST: tl.constexpr = 3.3895313892515355e38
+    within = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    return _bf16_bits(tl.where(tl.abs(x) < float("inf"), within, x))
+
+
+@triton.jit
+def _store_scale(at, bits, mask):
+    """Store a bf16 at any byte."""
+    tl.store(at, (bits & 0xFF).to(tl.uint8), mask)
+    tl.store(at + 1, ((bits >> 8) & 0xFF).to(tl.uint8), mask)
+
+
+@triton.jit
+def _load_scale(at, mask):
+    """Return a bf16 from any byte as fp32."""
+    return _widened(
+        tl.load(at, mask, other=0).to(tl.int32) | (tl.load(at + 1, mask, other=0).to(tl.int32) << 8)
+    )
+
+
+@triton.jit
+def _set_bits(words, bit, number, mask, WIDTH: tl.constexpr):
+    """Set bits that are zero, from some bit of a message on, to those of a number."""
+    at, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
+    tl.atomic_or(at, number << shift, mask, sem="relaxed")
+    if WIDTH > 1:
+        # What goes beyond the word; shifted in two steps, as 32 bits are not shifted by 32.
+        tl.atomic_or(at + 1, (number >> 1) >> (31 - shift), mask & (shift + WIDTH > 32), sem="relaxed")
+
+
+@triton.jit
+def _two_means(sizes, peak, kept, inside):
+    """Return the two levels of each row from which its magnitudes lie least far, squared."""
+    PARTS: tl.constexpr = 70368744177664.0
+    unit = tl.where(peak == 0, 1.0, peak)
+    one = tl.full(sizes.shape, 1.0, tl.float32)
+    # What is behind the end goes behind all shares, which are at most one.
+    ordered = tl.sort(tl.where(inside, tl.div_rn(sizes, one * unit[:, None]), 2.0), dim=1)
+    k = tl.arange(0, sizes.shape[1])[None, :]
+    parts = tl.where(k < kept[:, None], ordered * PARTS, 0.0).to(tl.int64)
+    below = tl.cumsum(parts, axis=1).to(tl.float32) * (1 / PARTS)
+    above = tl.sum(parts, axis=1).to(tl.float32)[:, None] * (1 / PARTS) - below
+    num_below = one * (k + 1)
+    num_above = tl.maximum(one * kept[:, None] - num_below, 1.0)
+    spread = tl.div_rn(below * below, num_below) + tl.div_rn(above * above, num_above)
+    border = tl.argmax(tl.where(k < kept[:, None] - 1, spread, -1.0), axis=1)
+    at = k == border[:, None]
+    low = tl.sum(tl.where(at, tl.div_rn(below, num_below), 0.0), axis=1)
+    high = tl.sum(tl.where(at, tl.div_rn(above, num_above), 0.0), axis=1)
+    return low * unit, high * unit
+
+
+@triton.jit
+def _ends(sizes, kept, inside, CODE: tl.constexpr):
+    """Return the bits of the lowest and the highest level of each row; NaN if something is not finite."""
+    broken = tl.max((inside & ~(sizes < float("inf"))).to(tl.int32), axis=1) > 0
+    peak = tl.max(sizes, axis=1)
+    least = tl.min(tl.where(inside, sizes, float("inf")), axis=1)
+    low, high = least, peak
+    if CODE == 2:
+        low, high = _two_means(sizes, peak, kept, inside)
+        low, high = tl.where(kept == 1, least, low), tl.where(kept == 1, peak, high)
+    return tl.where(broken, 0x7FC0, _on_the_wire(low)), tl.where(broken, 0x7FC0, _on_the_wire(high))
+
+
+@triton.jit
+def _steps(low, high, shape: tl.constexpr, CODE: tl.constexpr):
+    """Return the lowest level of each row, and how far levels lie apart, in the shape of its entries."""
+    one = tl.full(shape, 1.0, tl.float32)
+    return one * low[:, None], tl.div_rn(one * (high - low)[:, None], one * ((1 << CODE - 1) - 1))
+
+
+@triton.jit(do_not_specialize=["count", "first_word", "first_scale"])
+def pack(
+    positions, values, table, message, count, first_word, first_scale,
+    LOW: tl.constexpr, CODE: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write the entries of chunks to a message of zeros."""
+    c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = c < count
+    k = tl.arange(0, KEPT)[None, :]
+    kept = tl.load(table + 2 * count + c, rows, other=0).to(tl.int32)
+    inside = k < kept[:, None]
+    entry = tl.load(table + 4 * count + c, rows, other=0)[:, None] + k
+    position = tl.load(positions + entry, inside, other=0)
+    x = tl.load(values + entry, inside, other=0.0)
+    words = message.to(tl.pointer_type(tl.int32))
+    mark = tl.load(table + count + c, rows, other=0)[:, None] + entry + (position >> LOW)
+    _set_bits(words, mark, tl.full(mark.shape, 1, tl.int32), inside, 1)
+    word = position & ((1 << LOW) - 1)
+    if CODE == 0:
+        _store_scale(message + first_scale + 2 * entry, _on_the_wire(x), inside)
+    else:
+        LAST: tl.constexpr = (1 << CODE - 1) - 1
+        low_bits, high_bits = _ends(tl.abs(x), kept, inside, CODE)
+        at = message + first_scale + 4 * c
+        _store_scale(at, low_bits, rows)
+        _store_scale(at + 2, high_bits, rows)
+        low, step = _steps(_widened(low_bits), _widened(high_bits), x.shape, CODE)
+        units = tl.div_rn(tl.abs(x) - low, tl.where(step > 0, step, 1.0))
+        # 1.5 · 2²³: beyond it there are only whole numbers, so the sum is rounded to one, ties to even.
+        whole = (tl.minimum(tl.maximum(units, 0.0), LAST) + 12582912.0) - 12582912.0
+        code = tl.where(units == units, whole, 0.0).to(tl.int32) | ((x < 0).to(tl.int32) << CODE - 1)
+        word = (word << CODE) | code
+    if LOW + CODE > 0:
+        _set_bits(words, first_word + entry * (LOW + CODE), word, inside, LOW + CODE)
+
+
+@triton.jit
+def _bits_at(row, bit, mask, WIDTH: tl.constexpr):
+    """Return some bits of a message, at most 16, from any bit on."""
+    at, shift = row + (bit >> 3), (bit & 7).to(tl.int32)
+    found = tl.load(at, mask, other=0).to(tl.int32)
+    if WIDTH > 1:
+        found |= tl.load(at + 1, mask & (shift + WIDTH > 8), other=0).to(tl.int32) << 8
+    if WIDTH > 9:
+        found |= tl.load(at + 2, mask & (shift + WIDTH > 16), other=0).to(tl.int32) << 16
+    return (found >> shift) & ((1 << WIDTH) - 1)
+
+
+# Only bytes are read of messages, so that it is no use to compile in whether they are aligned.
+@triton.jit(
+    do_not_specialize=["stride", "count", "first_word", "first_scale", "members", "entries"],
+    do_not_specialize_on_alignment=["received"],
+)
+def unpack(
+    received, stride, table, positions, values, count, first_word, first_scale, members, entries,
+    LOW: tl.constexpr, CODE: tl.constexpr, MARKS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Read the entries of chunks from the messages of all members."""
+    c = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = c < count
+    j = tl.arange(0, MARKS)[None, :]
+    kept = tl.load(table + 2 * count + c, rows, other=0).to(tl.int32)[:, None]
+    length = tl.load(table + 3 * count + c, rows, other=1).to(tl.int32)[:, None]
+    first = tl.load(table + 4 * count + c, rows, other=0)[:, None]
+    mark = tl.load(table + count + c, rows, other=0)[:, None] + first + j
+    is_mark = rows[:, None] & (j < kept + ((length - 1) >> LOW))
+    row = received
+    for _ in range(members):
+        # The n-th mark that is set is the n-th entry's.
+        is_set = _bits_at(row, mark, is_mark, 1)
+        n = tl.cumsum(is_set, axis=1) - 1
+        inside = (is_set > 0) & (n < kept)
+        position, entry = (j - n) << LOW, first + n
+        word = tl.zeros(position.shape, tl.int32)
+        if LOW + CODE > 0:
+            word = _bits_at(row, first_word + entry * (LOW + CODE), inside, LOW + CODE)
+        if CODE == 0:
+            x = _load_scale(row + first_scale + 2 * entry, inside)
+        else:
+            LAST: tl.constexpr = (1 << CODE - 1) - 1
+            at = row + first_scale + 4 * c
+            low, step = _steps(_load_scale(at, rows), _load_scale(at + 2, rows), word.shape, CODE)
+            x = low + step * (word & LAST).to(tl.float32)
+            x = tl.where((word & (LAST + 1)) > 0, -x, x)
+        tl.store(positions + entry, position + (word >> CODE), inside)
+        tl.store(values + entry, x, inside)
+        row += stride
+        positions += entries
+        values += entries
+
+
+@triton.jit
+def _entries(positions, values, k, real, length):
+    """Return positions, values, and which there are: a place outside of its chunk would be a neighbour's."""
+    p = tl.load(positions + k, real, other=-1)
+    there = (p >= 0) & (p < length)
+    return p, tl.load(values + k, there, other=0.0), there
+
+
+@triton.jit
+def _clear(room, positions, values, k, real, length, members, entries):
+    """Write zeros to the places that members have sent."""
+    for _ in range(members):
+        p, _, there = _entries(positions, values, k, real, length)
+        tl.store(room + p, 0.0, there)
+        positions += entries
+        values += entries
+    tl.debug_barrier()
+
+
+@triton.jit
+def _count(counts, positions, values, k, real, length, members, entries):
+    """Count who has sent something for each place."""
+    for _ in range(members):
+        p, v, there = _entries(positions, values, k, real, length)
+        found = tl.load(counts + p, there, other=0.0) + (v != 0).to(tl.float32)
+        tl.store(counts + p, found, there)
+        tl.debug_barrier()
+        positions += entries
+        values += entries
+
+
+@triton.jit
+def _add(
+    sums, counts, positions, values, k, real, length, members, entries, scale, BY_SENDERS: tl.constexpr
+):  # fmt: skip
+    """Add up what members have sent."""
+    divisor = tl.full(k.shape, 1.0, tl.float32) * members
+    for _ in range(members):
+        p, v, there = _entries(positions, values, k, real, length)
+        if BY_SENDERS:
+            divisor = tl.maximum(tl.load(counts + p, there, other=1.0), 1.0)
+        found = tl.load(sums + p, there, other=0.0) + tl.div_rn(v * scale, divisor)
+        tl.store(sums + p, found, there)
+        tl.debug_barrier()
+        positions += entries
+        values += entries
+
+
+@triton.jit
+def _round(
+    flat, error, sums, positions, values, k, real, length, members, entries, scale, LIMIT: tl.constexpr
+):  # fmt: skip
+    """Write sums to gradients in 16 bits, and what these can't hold of them to the residual."""
+    one = tl.full(k.shape, 1.0, tl.float32)
+    for _ in range(members):
+        p, _, there = _entries(positions, values, k, real, length)
+        total = tl.load(sums + p, there, other=0.0)
+        # Zero where a member before has sent the same.
+        there = there & (total != 0)
+        rounded = tl.minimum(tl.maximum(total, -LIMIT), LIMIT).to(flat.dtype.element_ty)
+        lost = tl.div_rn(total - rounded.to(tl.float32), one * scale)
+        tl.store(flat + p, rounded, there)
+        tl.store(error + p, tl.load(error + p, there, other=0.0) + lost, there)
+        tl.store(sums + p, 0.0, there)
+        tl.debug_barrier()
+        positions += entries
+        values += entries
+
+
+@triton.jit(do_not_specialize=["count", "own", "members", "entries"])
+def merge(
+    flat, error, loss_scale, is_healthy, table, positions, values, less, sums, counts, count, own, members,
+    entries,
+    DECAY: tl.constexpr, LIMIT: tl.constexpr, BY_SENDERS: tl.constexpr, LENGTH: tl.constexpr,
+    KEPT: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Turn gradients into the mean of what members have sent, and leave what was not sent as the residual.
+
+    Entries are added in memory, member after member: threads of a program see what others have written before
+    a barrier. If the step is not healthy, residuals stay and gradients become NaN.
+    """
+    start, length, kept, first = _chunk(table, count, ALIGNED)
+    flat, error, sums = flat + start, error + start, sums + start
+    i = tl.arange(0, LENGTH)
+    x = _wanted(flat, error, loss_scale, i, i < length, DECAY)
+    zero, written = 0.0, length
+    if is_healthy is not None:
+        healthy = tl.load(is_healthy) != 0
+        zero, written = tl.where(healthy, 0.0, float("nan")), tl.where(healthy, length, 0)
+        kept = tl.where(healthy, kept, 0)
+    # Elements may be read by other threads than those that write them, and so may entries below.
+    tl.debug_barrier()
+    tl.store(error + i, x, i < written)
+    tl.store(flat + i, zero, i < length)
+    tl.debug_barrier()
+
+    k = tl.arange(0, KEPT)
+    real = k < kept
+    positions, values, mine = positions + first, values + first, own.to(tl.int64) * entries
+    p, v, there = _entries(positions + mine, values + mine, k, real, length)
+    before = tl.load(error + p, there, other=0.0)
+    tl.debug_barrier()
+    tl.store(error + p, before - v, there)
+    # In double: the difference of two large squares may be small.
+    b, a = before.to(tl.float64), (before - v).to(tl.float64)
+    number = tl.load(table + tl.program_id(0) + 5 * count)
+    tl.store(less + number, tl.sum(b * b - a * a, axis=0), written > 0)
+
+    scale = 1.0
+    if loss_scale is not None:
+        scale = tl.load(loss_scale)
+    if BY_SENDERS:
+        counts += start
+        _clear(counts, positions, values, k, real, length, members, entries)
+        _count(counts, positions, values, k, real, length, members, entries)
+    if LIMIT > 0:
+        _clear(sums, positions, values, k, real, length, members, entries)
+    _add(sums, counts, positions, values, k, real, length, members, entries, scale, BY_SENDERS)
+    if LIMIT > 0:
+        _round(flat, error, sums, positions, values, k, real, length, members, entries, scale, LIMIT)

@@ -1,0 +1,135 @@
+"""Few entries by Triton: gradients in fp32, fp16 and bf16, four launches and zeros for a bucket."""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.kernels import torch_entries
+from thinwire.kernels.base import EntryKernels, EntryLayout, EntryPasses, Merging, Wanted
+from thinwire.kernels.triton import launcher
+from thinwire.kernels.triton.launcher import padded
+from thinwire.kernels.triton.limits import tell
+
+# Elements, and entries, of the longest chunk that a program holds.
+LENGTH, KEPT = 4096, 1024
+
+# Entries, and marks, that a program holds: of several chunks.
+ENTRIES_HELD, MARKS_HELD = 256, 1024
+
+# Products and sums are rounded one by one, as PyTorch rounds them.
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+# It mostly waits for memory: the fewer registers a thread takes, the more of them there are.
+MERGING_WARPS = 8
+
+
+def serves(layout: EntryLayout) -> bool:
+    """Say so if not."""
+    length, kept, _ = layout.most
+    if length > LENGTH or kept > KEPT:
+        return tell(
+            f"Triton's kernels take up to {KEPT:,} entries of chunks up to {LENGTH:,}, "
+            f"and these are {kept:,} of {length:,}"
+        )
+    return True
+
+
+def encoded(wanted: Wanted, layout: EntryLayout) -> torch.Tensor:
+    """Take two launches, and zeros."""
+    flat, device = wanted.flat, wanted.flat.device
+    positions, values = _empty((layout.entries,), device)
+    launcher.launch(
+        "compiled_entries.select",
+        layout.chunks,
+        [flat, wanted.error, wanted.loss_scale, layout.table, positions, values, layout.chunks],
+        _of_chunks(wanted, layout),
+        device,
+        reads=[flat, wanted.error],
+        writes=[positions, values],
+    )
+    # Whole words, of which each chunk sets its own bits.
+    message = torch.zeros(-(-layout.num_bytes // 4) * 4, dtype=torch.uint8, device=device)
+    width = padded(layout.most[1])
+    rows = max(1, ENTRIES_HELD // width)
+    launcher.launch(
+        "compiled_entries.pack",
+        -(-layout.chunks // rows),
+        [positions, values, layout.table, message, layout.chunks, *_streams(layout)],
+        {**_of_words(layout), "KEPT": width, "ROWS": rows},
+        device,
+        reads=[positions, values],
+        writes=[message],
+    )
+    return message[: layout.num_bytes]
+
+
+def decoded(gathered: torch.Tensor, layout: EntryLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take one launch."""
+    members, device = len(gathered), gathered.device
+    positions, values = _empty((members, layout.entries), device)
+    width = padded(layout.most[2])
+    rows = max(1, MARKS_HELD // width)
+    sizes = [layout.chunks, *_streams(layout), members, layout.entries]
+    launcher.launch(
+        "compiled_entries.unpack",
+        -(-layout.chunks // rows),
+        [gathered, gathered.stride(0), layout.table, positions, values, *sizes],
+        {**_of_words(layout), "MARKS": width, "ROWS": rows},
+        device,
+        reads=[gathered],
+        writes=[positions, values],
+    )
+    return positions, values
+
+
+def merge(merging: Merging, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
+    """Take one launch."""
+    wanted, rank, by_senders, less, is_healthy = merging
+    flat, error, is_wide = wanted.flat, wanted.error, wanted.flat.dtype == torch.float32
+    counts = torch.empty_like(error) if by_senders else None
+    launcher.launch(
+        "compiled_entries.merge",
+        layout.chunks,
+        [
+            *(flat, error, wanted.loss_scale),
+            None if is_healthy is None else is_healthy.view(torch.int8),
+            *(layout.table, *sent, less),
+            flat if is_wide else torch.empty_like(error),  # room for the sums, of which few are touched
+            *(counts, layout.chunks, rank, len(sent[0]), layout.entries),
+        ],
+        {
+            **_of_chunks(wanted, layout),
+            "KEPT": padded(layout.most[1]),
+            "BY_SENDERS": by_senders,
+            "LIMIT": 0.0 if is_wide else torch.finfo(flat.dtype).max,
+            "num_warps": MERGING_WARPS,
+        },
+        flat.device,
+        reads=[flat, error, *sent],
+        writes=[flat, error],
+    )
+
+
+def _empty(shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return room for positions and values."""
+    return (
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def _streams(layout: EntryLayout) -> tuple[int, int]:
+    """Return the bit at which words begin in a message, and the byte at which scales do."""
+    marks, words, _ = layout.stream_bytes
+    return 8 * marks, marks + words
+
+
+def _of_chunks(wanted: Wanted, layout: EntryLayout) -> dict[str, object]:
+    is_aligned = layout.is_aligned and (wanted.flat.data_ptr() | wanted.error.data_ptr()) % 16 == 0
+    return {"DECAY": wanted.decay, "LENGTH": padded(layout.most[0]), "ALIGNED": is_aligned, **OPTIONS}
+
+
+def _of_words(layout: EntryLayout) -> dict[str, object]:
+    return {"LOW": layout.low_bits, "CODE": layout.code_bits, **OPTIONS}
+
+
+ENTRIES = EntryKernels(torch_entries.largest, torch_entries.add, EntryPasses(serves, encoded, decoded, merge))
