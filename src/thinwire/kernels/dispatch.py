@@ -116,8 +116,7 @@ def code_kernels_for(like: torch.Tensor) -> CodeKernels:
 
 def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
     """Return the kernels that serve averaging of few entries of a tensor like this one."""
-    # On an accelerator they take all gradients that low-rank kernels take, and not fp32 alone.
-    return _serving(like, None if like.device.type == "cpu" else 1)[1].entries
+    return _serving(like, None)[1].entries
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
