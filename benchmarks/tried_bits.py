@@ -24,7 +24,7 @@ from thinwire.algorithms.requests import Requests
 from thinwire.kernels.torch_codes import CODES
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.coded import CODEBOOKS, Codebook
-from thinwire.tensors.rounding import WORD, Draws, draws_for
+from thinwire.tensors.rounding import WORD, Draws
 
 KINDS = ("embeddings", "vectors", "matrices")
 
@@ -123,17 +123,19 @@ class Drawn(QuantizePlan):
     def _first_draws(self) -> dict[torch.device, Draws]:
         return {}
 
-    def _draws(self, memory: Memory, bucket: Bucket, who: int) -> Draws:
+    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws]:
         device = bucket.flat.device
         if device not in self._first_draws:
-            drawn = draws_for(self.blocks, self.specs, self.config.seed, 0, 0, device)
-            self._first_draws[device] = drawn
-        keys, first = self._first_draws[device].keys, self._first_draws[device].first
-        words = (keys + memory[NOW][self.names[0]] * 0x9E3779B1 + (who + 2) * 0x85EBCA6B) & WORD
+            self._first_draws[device] = self._drawing.draws(0, [0], device)[0]
+        return self._of(memory, bucket.rank, device), self._of(memory, quantize.OF_THE_MEAN, device)
+
+    def _of(self, memory: Memory, who: int, device: torch.device) -> Draws:
+        draws = self._first_draws[device]
+        words = (draws.keys.long() + memory[NOW][self.names[0]] * 0x9E3779B1 + (who + 2) * 0x85EBCA6B) & WORD
         # Mixed: else a parameter would draw in one step what a different one has drawn in another.
         for factor in (0x21F0AAAD, 0x735A2D97):
             words = ((words ^ (words >> 15)) * factor) & WORD
-        return Draws(words, first)
+        return draws._replace(keys=words.int())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,31 +20,33 @@ from triton.compiler import ASTSource
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 
 TYPES = {
-    **dict.fromkeys(["table", "keys", "firsts", "starts", "lengths"], "*i64"),
-    **dict.fromkeys(["flat", "out", "lost", "levels", "error", "values", "sums", "counts"], "*fp32"),
-    **dict.fromkeys(["message", "received"], "*u8"),
-    **dict.fromkeys(["stride", "received_stride", "share", "count", "filled", "members"], "i32"),
-    **dict.fromkeys(["own", "entries", "first_word", "first_scale"], "i32"),
-    "tiles": "*i32", "flags": "*i8", "is_healthy": "*i8", "positions": "*i32", "less": "*fp64",
-    "loss_scale": "*fp32",
+    **dict.fromkeys(["table", "bases", "starts", "lengths"], "*i64"),
+    **dict.fromkeys(["flat", "out", "lost", "levels", "rest", "error", "values", "sums", "counts"], "*fp32"),
+    **dict.fromkeys(["message", "received", "sent"], "*u8"),
+    **dict.fromkeys(["stride", "received_stride", "sent_stride", "share", "count", "members"], "i32"),
+    **dict.fromkeys(["own", "until", "entries", "first_word", "first_scale"], "i32"),
+    **dict.fromkeys(["keys", "owners", "tiles", "positions"], "*i32"),
+    "flags": "*i8", "is_healthy": "*i8", "less": "*fp64", "loss_scale": "*fp32",
 }  # fmt: skip
 
 
 def compiled(
     kernel: str, constants: dict[str, Any], warps: int, fuses: bool, architecture: int
 ) -> dict[str, Any]:
-    """Return the bytes spilled, and how many loads of 16 bytes there are."""
+    """Return the bytes spilled, those of shared memory, and how many loads of 16 bytes there are."""
     module, _, name = kernel.partition(".")
     function = getattr(import_module(f"thinwire.kernels.triton.{module}"), name)
     names = function.arg_names
+    # A table, or how many there are.
+    types = TYPES if "table" in names else {**TYPES, "tiles": "i32"}
     source = ASTSource(
         fn=function,
-        signature={each: "constexpr" if each in constants else TYPES[each] for each in names},
+        signature={each: "constexpr" if each in constants else types[each] for each in names},
         constexprs={(names.index(each),): value for each, value in constants.items()},
         attrs={
             (place,): [["tt.divisibility", 16]]
             for place, each in enumerate(names)
-            if each not in constants and TYPES[each][0] == "*"
+            if each not in constants and types[each][0] == "*"
         },
     )
     options = {"num_warps": warps, "enable_fp_fusion": fuses}
@@ -63,6 +65,7 @@ def compiled(
     return {
         "kernel": kernel,
         "spilled": sum(int(word) for word, of in _pairs(told) if of in ("spill stores", "spill loads")),
+        "shared": found.metadata.shared,
         "wide": ptx.count("ld.global.v4") + ptx.count(".v4.b32") + ptx.count("0x10, "),
     }
 

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
+from thinwire.kernels.triton import triton_codes
 from thinwire.kernels.triton.triton_kernels import DOT_ROWS, basis_constants, tile_of
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.coded import CODEBOOKS
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,30 +25,24 @@ pytestmark = [
 ]
 
 MEANS: dict[str, Any] = {"TERMS": 1, "LIMIT": 0.0}
-CODES = {"CUBIC": 112, "LEVELS": 15, "BITS": 4, "BLOCK": 64, "PADDED": 64, "ROWS": 16, "WHOLE": True}
-CODED = {
-    "LAST": 1127.0,
-    "STATISTIC": "largest",
-    "DRAWN": False,
-    "keys": None,
-    "firsts": None,
-    "lengths": None,
-}
+
+# Name, constants, warps, whether products and sums are fused; whether it reads gradients by 16 bytes.
+Kernel: TypeAlias = tuple[str, dict[str, Any], int, bool, bool]
+
+WHOLE: dict[str, Any] = {"starts": None, "lengths": None}
 ENTRIES = {"DECAY": 0.95, "LENGTH": 4096, "ALIGNED": True}
 MERGED = {**ENTRIES, "BY_SENDERS": True, "KEPT": 64}
 PLAIN = {"loss_scale": None, "is_healthy": None}
 FEW = {"LOW": 6, "CODE": 2, "ROWS": 4}
 
 
-def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
+def basis(name: str, rows: int) -> Kernel:
     constants: dict[str, Any] = basis_constants(name, rows)
     warps, fuses = constants.pop("num_warps"), constants.pop("enable_fp_fusion")
     return f"compiled_bases.{name}", constants, warps, fuses, False
 
 
-def matrices(
-    name: str, rank: int, letter: str = "f", *, aligned: bool = True, **constants: Any
-) -> tuple[str, dict[str, Any], int, bool, bool]:
+def matrices(name: str, rank: int, letter: str = "f", *, aligned: bool = True, **constants: Any) -> Kernel:
     tile = tile_of(name, rank, is_aligned=aligned, keeps=constants.get("KEEPS", False))
     given: dict[str, Any] = {"G": letter, "R": rank, "ROWS": tile.rows, "COLUMNS": tile.columns}
     given |= {"ALIGNED": aligned, "DOT": "tf32x3" if rank >= DOT_ROWS else "", **constants}
@@ -53,10 +50,22 @@ def matrices(
     return f"compiled_matrices.{name}", given, tile.warps, True, aligned
 
 
+def codes(name: str, bits: int, *, drawn: bool = False, **constants: Any) -> Kernel:
+    given: dict[str, Any] = triton_codes.constants(CODEBOOKS[bits], Blocks((64,), 64, 1), **constants)
+    warps, fuses = given.pop("num_warps"), given.pop("enable_fp_fusion")
+    if name in ("encode", "average"):
+        given |= triton_codes.statistic(CODEBOOKS[bits]) | (
+            {} if drawn else dict.fromkeys(["keys", "bases", "owners"])
+        )
+    given |= {"levels": None} if bits >= 4 else {}
+    if name == "average":
+        given.pop("starts", None)
+    return f"compiled_codes.{name}", given, warps, fuses, name != "average" and given["ALIGNED"]
+
+
 RANKS = (1, 2, 4, 8, 16, 32)
 
-# Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by 16 bytes.
-KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
+KERNELS: list[Kernel] = [
     *(matrices("products", rank, KEEPS=True) for rank in RANKS),
     *(matrices("products", rank, "b", KEEPS=False) for rank in RANKS),
     *(matrices("projections", rank, SPLIT=512, KEEPS=False) for rank in RANKS),
@@ -70,9 +79,17 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
     ("compiled_matrices.add_splits", {"COLUMNS": 1024}, 4, True, False),
     ("compiled_matrices.finite", {"G": "f", "COLUMNS": 4096}, 4, True, False),
     ("compiled_matrices.write", {"G": "b", "SOURCE": "f", "COLUMNS": 4096}, 4, True, False),
-    ("compiled_codes.encode", {**CODES, **CODED, "starts": None}, 8, False, True),
-    ("compiled_codes.average", {**CODES, **CODED, "KEEPS": False, "lost": None}, 8, False, False),
-    ("compiled_codes.decode", {**CODES, "SUBTRACTS": True, "starts": None, "lengths": None}, 8, False, True),
+    *(codes("encode", bits, **WHOLE) for bits in CODEBOOKS),
+    *(codes("average", bits, **WHOLE, lost=None) for bits in CODEBOOKS),
+    *(codes("decode", bits, **WHOLE, LIMIT=0.0) for bits in CODEBOOKS),
+    *(codes("decode_and_keep", bits, **WHOLE, LIMIT=0.0) for bits in CODEBOOKS),
+    *(codes("encode", bits, drawn=True, **WHOLE) for bits in CODEBOOKS),
+    *(codes("average", bits, drawn=True, **WHOLE) for bits in CODEBOOKS),
+    codes("encode", 4),
+    codes("encode", 4, ALIGNED=False),
+    codes("decode", 4, LIMIT=0.0),
+    codes("average", 4),
+    codes("decode_and_keep", 4, LIMIT=0.0),
     ("compiled_entries.select", {**ENTRIES, "loss_scale": None}, 4, False, True),
     ("compiled_entries.select", {**ENTRIES, "ALIGNED": False}, 4, False, False),
     ("compiled_entries.pack", {**FEW, "KEPT": 64}, 4, False, False),
@@ -87,6 +104,7 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
 SOME = [
     matrices("reconstruct", 8, **MEANS),
     basis("gram_again", 8),
+    codes("average", 4, **WHOLE, lost=None),
 ]
 
 
@@ -97,7 +115,7 @@ def test_gradients_are_read_16_bytes_at_a_time_and_nothing_is_spilled(architectu
 
 
 def test_so_are_some_on_the_oldest_architecture() -> None:
-    assert [kernel.partition(".")[2] for kernel, *_ in SOME] == ["reconstruct", "gram_again"]
+    assert [kernel.partition(".")[2] for kernel, *_ in SOME] == ["reconstruct", "gram_again", "average"]
     check(SOME, 80)
 
 
@@ -130,10 +148,12 @@ def run_apart(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def check(kernels: list[tuple[str, dict[str, Any], int, bool, bool]], architecture: int) -> None:
+def check(kernels: list[Kernel], architecture: int) -> None:
     found = json.loads(run_apart("ahead.py", json.dumps([each[:4] for each in kernels]), str(architecture)))
     assert len(found) == len(kernels)
     for (kernel, constants, *_, reads_gradients), result in zip(kernels, found, strict=True):
         # Versions of the compiler differ by a register or two, which they put aside once, outside of loops.
         assert result["spilled"] <= 16, (kernel, constants, result)
         assert result["wide"] or not reads_gradients, (kernel, constants)
+        # Codes of a word are a thread's.
+        assert kernel.partition(".")[0] != "compiled_codes" or constants["BITS"] < 4 or not result["shared"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from catalog import numbers, spec
-from thinwire.kernels.base import Averaging
+from thinwire.algorithms.quantize import MAX_BLOCK
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
-from thinwire.kernels.triton.triton_codes import ELEMENTS
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.coded import CODEBOOKS, Coded
-from thinwire.tensors.rounding import Draws, draws_for
+from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded
+from thinwire.tensors.rounding import Drawing, Draws
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -32,9 +32,16 @@ def are_equal(one: Coded, other: Coded) -> bool:
 
 
 def draws_of(blocks: Blocks) -> Draws:
-    return draws_for(
-        blocks, [spec(str(numel), numel) for numel in blocks.numels], 0, 0, 0, torch.device("cpu")
-    )
+    specs = [spec(str(numel), numel) for numel in blocks.numels]
+    return Drawing(blocks, specs, 0).draws(0, [0], torch.device("cpu"))[0]
+
+
+def as_decoded(
+    kernels: CodeKernels, coded: Coded, blocks: Blocks, codebook: Codebook, dtype: torch.dtype
+) -> torch.Tensor:
+    flat = torch.empty(sum(blocks.numels), dtype=dtype)
+    kernels.decode(coded, blocks, codebook, flat)
+    return flat
 
 
 @every_bits
@@ -42,23 +49,24 @@ def draws_of(blocks: Blocks) -> Draws:
     ("blocks", "drawn"), [(SHORT, False), (WHOLE, True)], ids=["short, nearest", "whole, drawn"]
 )
 def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -> None:
-    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.own(0)
+    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.own(1)
     flat = numbers(blocks)
-    coded = TRITON.encoded(flat, blocks, codebook, draws)
-    assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook, draws))
+    for dtype in (torch.float16, torch.float32):
+        # Some come out beyond fp16's range, and are cut off.
+        gradients = flat.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+        coded = TRITON.encoded(gradients, blocks, codebook, draws)
+        assert are_equal(coded, PYTORCH.encoded(gradients, blocks, codebook, draws))
+        assert torch.equal(
+            *[as_decoded(kernels, coded, blocks, codebook, dtype) for kernels in (TRITON, PYTORCH)]
+        )
     assert coded.message.nbytes < flat.nbytes / 2.5
-    decoded = [torch.empty_like(flat) for _ in range(2)]
-    for kernels, each in zip((TRITON, PYTORCH), decoded, strict=True):
-        kernels.decode(coded, blocks, codebook, each)
-    assert torch.equal(*decoded)
-    assert torch.equal(TRITON.remainder(flat, coded, blocks, codebook), flat - decoded[1])
 
     sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook, None) for seed in range(3)]
     # Between those of other buckets, as several buckets' messages travel.
-    rows = torch.stack([each.message[0] for each in sent])
+    rows = torch.stack([each.message[1] for each in sent])
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], blocks.share)
-    lost = [torch.empty(own.stop, blocks.block) for _ in range(2)]
+    lost = [torch.empty(own.stop - own.start, blocks.block) for _ in range(2)]
     of_own = None if draws is None else draws.of(own)
     means = [
         kernels.averaged(Averaging(received, blocks, own, codebook, of_own, each, torch.float32))
@@ -66,6 +74,15 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     ]
     assert are_equal(*means)
     assert torch.equal(*lost)
+    for dtype, scale in ((torch.float32, None), (torch.float16, torch.tensor(3.0))):
+        kept = []
+        for kernels in (TRITON, PYTORCH):
+            values = flat.clone()
+            gradients = values.to(dtype)  # in fp32 the same memory
+            other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
+            item = Keeping(other, blocks, codebook, gradients, values, coded, lost[0], own, scale)
+            kept.append((kernels.decode_and_keep(item), gradients))
+        assert all(map(torch.equal, *kept))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
@@ -85,12 +102,25 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
     assert torch.equal(*[each.nan_to_num(7.0) for each in found])
 
 
-def test_blocks_longer_than_a_program_are_served_by_pytorch() -> None:
-    blocks, codebook = Blocks((2 * ELEMENTS + 1,), 2 * ELEMENTS, 2), CODEBOOKS[4]
+def test_the_longest_blocks() -> None:
+    blocks, codebook = Blocks((2 * MAX_BLOCK + 1,), MAX_BLOCK, 2), CODEBOOKS[4]
     flat = numbers(blocks)
     coded = TRITON.encoded(flat, blocks, codebook, None)
     assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook, None))
-    found = [torch.empty_like(flat) for _ in range(2)]
-    TRITON.decode(coded, blocks, codebook, found[0])
-    PYTORCH.decode(coded, blocks, codebook, found[1])
+    found = [as_decoded(kernels, coded, blocks, codebook, torch.float32) for kernels in (TRITON, PYTORCH)]
     assert torch.equal(*found)
+
+
+def test_every_number_around_a_middle_or_a_level_has_pytorchs_code() -> None:
+    """Where codes are found by arithmetic, and not by comparing with all."""
+    levels = torch.tensor(CODEBOOKS[4].levels)
+    edges = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    around = [torch.nextafter(edges, torch.tensor(end)) for end in (-math.inf, math.inf)]
+    # In every block the largest level, which makes its scale one.
+    rows = torch.cat([edges, *around]).clamp(-1127, 1127).view(-1, 1).expand(-1, 64).clone()
+    rows[:, 0] = 1127
+    blocks = Blocks((rows.numel(),), 64, 1)
+    for draws in (None, draws_of(blocks)):
+        found = [each.encoded(rows.view(-1), blocks, CODEBOOKS[4], draws) for each in (TRITON, PYTORCH)]
+        assert are_equal(*found)
+        assert (found[0].scales == 1).all()

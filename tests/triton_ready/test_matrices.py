@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernel_calls import asked, wanted
-from thinwire import PowerSGD
+from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Write
@@ -234,6 +234,11 @@ RUNS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any]]] = {
         PowerSGD(matrix_rank=2, alternating=True, power_iterations=2, min_compression_ratio=1),
         torch.float32,
         {},
+    ),
+    "few bits, fp16, scaled": (
+        Quantize(bits=4, rounding="stochastic", error_feedback=True),
+        torch.float16,
+        {"loss_scale": lambda device: torch.tensor(8.0)},
     ),
 }
 

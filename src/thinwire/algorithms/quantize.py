@@ -15,13 +15,12 @@ from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import Averaging
+from thinwire.kernels.base import Averaging, Keeping
 from thinwire.kernels.dispatch import all_finite, code_kernels_for
-from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
-from thinwire.tensors.rounding import Draws, draws_for
+from thinwire.tensors.rounding import Drawing, Draws
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
@@ -157,39 +156,36 @@ class QuantizePlan(BucketPlan):
         if not blocks.total:  # on all members alike: no one sends, and no one waits
             yield Commit(all_finite, writes=False)
             return
-        # Kernels take fp32 and fp64; of those it is the bucket itself.
-        values = bucket.flat.to(self.specs[0].memory_dtype)
-        parts, errors = parts_with_residual(bucket, memory, values)
-        if errors:
-            torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
+        dtype = self.specs[0].memory_dtype
+        values = bucket.flat
+        if keeps_residual:
+            # Not in 16 bits: what it adds to a gradient is often below its last bit.
+            values = values.to(dtype)
+            parts, errors = parts_with_residual(bucket, memory, values)
+            if errors:
+                torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
         # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
         # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same
         # bytes.
         kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
         own = blocks.own(bucket.rank)
-        sent = kernels.encoded(values, blocks, codebook, self._draws(memory, bucket, bucket.rank))
+        # Those of the mean are seeded by parameter and place, not by member: all draw the same for a block.
+        draws, of_mean = self._draws(memory, bucket)
+        sent = kernels.encoded(values, blocks, codebook, draws)
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
         lost = values.new_empty(own.stop - own.start, blocks.block) if keeps_residual else None
-        # Seeded by parameter and place, not by member: all members draw the same for a block.
-        draws = self._draws(memory, bucket, OF_THE_MEAN)
-        of_share = None if draws is None else draws.of(own)
-        mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, values.dtype))
+        of_share = None if of_mean is None else of_mean.of(own)
+        mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
         yield Commit(AllFinite((coded.scales,)), writes=keeps_residual)
-        residual = None
-        # Before the mean is written: it comes to lie where the values are.
-        if lost is not None:
-            residual = kernels.remainder(values, sent, blocks, codebook)
-            self._add_lost(residual, lost, own)
-        kernels.decode(coded, blocks, codebook, values)
-        if values is not bucket.flat:
-            round_into(bucket.flat, values, residual, None)
-        if residual is not None:
-            if scale is not None:
-                residual /= scale
+        if lost is None:
+            kernels.decode(coded, blocks, codebook, bucket.flat)
+        else:
+            item = Keeping(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
+            residual = kernels.decode_and_keep(item)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     def variant(self, memory: Memory) -> Hashable:
@@ -197,20 +193,13 @@ class QuantizePlan(BucketPlan):
         is_fixed = self.config.rounding == "nearest" and not self.config.error_feedback
         return 0 if is_fixed and memory[ERROR].keys().isdisjoint(self.names) else None
 
-    def _add_lost(self, residual: torch.Tensor, lost: torch.Tensor, own: slice) -> None:
-        """Add what coding the mean of its blocks has lost to the residual of the member that averaged them.
+    @cached_property
+    def _drawing(self) -> Drawing:
+        return Drawing(self.blocks, self.specs, self.config.seed)
 
-        So the mean residual and the mean in few bits add up to the true mean.
-        """
-        # Times the members: of the mean over them, what one alone keeps counts by that much less.
-        flat = (self.blocks.num_members * lost).view(-1)
-        pieces = list(self.blocks.pieces(own))
-        # All parameters at once: on an accelerator each by itself would be a launch.
-        if pieces:
-            torch._foreach_add_([residual[here] for here, _ in pieces], [flat[there] for _, there in pieces])
-
-    def _draws(self, memory: Memory, bucket: Bucket, who: int) -> Draws | None:
-        """Return the draws of a member, or of the mean, if there are any."""
+    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | tuple[None, None]:
+        """Return the draws of this member, and those of the mean, if there are any."""
         if self.config.rounding == "nearest":
-            return None
-        return draws_for(self.blocks, self.specs, self.config.seed, memory.step, who, bucket.flat.device)
+            return None, None
+        of_member, of_mean = self._drawing.draws(memory.step, (bucket.rank, OF_THE_MEAN), bucket.flat.device)
+        return of_member, of_mean

@@ -82,9 +82,23 @@ class Averaging(NamedTuple):
     dtype: torch.dtype  # of the computation, fp32 or fp64
 
 
+class Keeping(NamedTuple):
+    """The coded mean of a bucket, and what a residual is made of."""
+
+    coded: Coded
+    blocks: Blocks
+    codebook: Codebook
+    flat: torch.Tensor  # the gradients, which become the mean
+    values: torch.Tensor  # what this member has coded, fp32 or fp64; may be the gradients
+    sent: Coded  # as it did
+    lost: torch.Tensor  # as of `Averaging`
+    own: slice  # the blocks that those are
+    loss_scale: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class CodeKernels:
-    """The arithmetic of averaging in few bits, of flat tensors in fp32 or fp64.
+    """The arithmetic of averaging in few bits, of flat tensors in fp32 or fp64; gradients may be in 16 bits.
 
     What is decoded is the same to the bit with each backend, since members may have different ones: a level
     times the scale, rounded once. What is encoded may differ in the last bit of a scale: all receive it.
@@ -100,10 +114,14 @@ class CodeKernels:
     """The mean of what members have sent of some blocks, coded again: one row."""
 
     decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Writes the numbers that all blocks stand for to a flat tensor; NaN where a scale is not finite."""
+    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite."""
 
-    remainder: Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
-    """What all blocks have not sent of the numbers of a flat tensor."""
+    decode_and_keep: Callable[[Keeping], torch.Tensor]
+    """The same, and returns the residual: what this member has not sent, what was lost when it coded a mean,
+    and what the gradients' type can't hold.
+
+    So the mean residual and the mean in few bits add up to the true mean.
+    """
 
 
 class SentEntries(NamedTuple):

@@ -60,11 +60,14 @@ def _load_numba() -> Tables | None:
 
 
 def _numba_serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
-    if like.device.type != "cpu" or like.dtype != torch.float32:
+    if like.device.type != "cpu" or like.dtype == torch.float64:
         return False
     # With more threads PyTorch's products run on all of them, and compiled code on one. Few bits and entries
     # take PyTorch many passes over a part that stays in cache, which gain little by more threads.
-    return matrix_rank is None or (torch.get_num_threads() == 1 and matrix_rank <= NUMBA_FACTOR_ROWS)
+    if matrix_rank is None:
+        return True
+    is_served = like.dtype == torch.float32 and matrix_rank <= NUMBA_FACTOR_ROWS
+    return is_served and torch.get_num_threads() == 1
 
 
 @cache

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
+from thinwire.kernels.matrices import round_into
 from thinwire.tensors.accelerators import pays_per_launch
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
@@ -61,14 +63,56 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
         torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
 
 
-def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
-    """Decode, and subtract that."""
-    sent = torch.empty_like(flat)
-    decode(coded, blocks, codebook, sent)
-    return torch.sub(flat, sent, out=sent)
+def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+    """Return what all blocks have not sent of some numbers."""
+    rest = torch.empty_like(values)
+    decode(sent, blocks, codebook, rest)
+    return torch.sub(values, rest, out=rest)
 
 
-CODES = CodeKernels(encoded, averaged, decode, remainder)
+Decode: TypeAlias = Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
+Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.Tensor]
+
+
+def rounding(decode: Decode) -> Decode:
+    """Return what decodes into gradients of any type, by what does in fp32 and fp64."""
+
+    def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        values = flat if flat.dtype == wide else torch.empty_like(flat, dtype=wide)
+        decode(coded, blocks, codebook, values)
+        if values is not flat:
+            round_into(flat, values, None, None)
+
+    return decode_rounded
+
+
+def keeping(remainder: Remainder, decode: Decode) -> Callable[[Keeping], torch.Tensor]:
+    """Return what decodes and keeps a residual, by what does either in fp32 and fp64."""
+
+    def decode_and_keep(item: Keeping) -> torch.Tensor:
+        coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+        rest = remainder(values, sent, blocks, codebook)
+        _add_lost(rest, blocks, lost, own)
+        # Where the numbers are: no one reads them any more.
+        decode(coded, blocks, codebook, values)
+        if values is not flat:
+            round_into(flat, values, rest, None)
+        return rest if loss_scale is None else rest.div_(loss_scale)
+
+    return decode_and_keep
+
+
+def _add_lost(rest: torch.Tensor, blocks: Blocks, lost: torch.Tensor, own: slice) -> None:
+    # Times the members: of the mean over them, what one alone keeps counts by that much less.
+    flat = (blocks.num_members * lost).view(-1)
+    pieces = list(blocks.pieces(own))
+    # All parameters at once: on an accelerator each by itself would be a launch.
+    if pieces:
+        torch._foreach_add_([rest[here] for here, _ in pieces], [flat[there] for _, there in pieces])
+
+
+CODES = CodeKernels(encoded, averaged, rounding(decode), keeping(remainder, decode))
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -97,13 +141,14 @@ def _encoded(
     """Return codes and scales of rows."""
     num_blocks, block = rows.shape
     size = packed_bytes(block, codebook.bits)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
-    levels = levels_of(codebook, rows.dtype, rows.device)
+    levels = levels_of(codebook, dtype, rows.device)
     for some in _cached(rows):
-        part = rows[some]
+        part = rows[some].to(dtype)
         scales[some] = _scales(part, lengths[some], codebook)
-        wide = scales[some].to(rows.dtype)
+        wide = scales[some].to(dtype)
         # Use the scale as it travels, with which codes are read, and not the one that was wanted.
         units = part * torch.where(wide > 0, 1 / wide, 0)[:, None]
         if draws is None:
@@ -113,7 +158,7 @@ def _encoded(
             lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
             upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
             # One of the two levels, by chance, around each number, so that their mean is the number.
-            uniform = draws.of(some).uniform(block, rows.dtype)
+            uniform = draws.of(some).uniform(block, dtype)
             places = (lower + (uniform < upper_share)).to(torch.uint8)
         codes[some] = pack(places, codebook.bits)
     return codes, scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,15 @@ class Blocks:
     @cached_property
     def are_whole(self) -> bool:
         """Whether no block is shorter than others."""
-        return all(numel % self.block == 0 for numel in self.numels)
+        return self.are_divided_by(self.block)
+
+    def are_divided_by(self, number: int) -> bool:
+        """Return whether all tensors have a multiple of so many elements, and so all blocks begin at one."""
+        return self._divisor % number == 0
+
+    @cached_property
+    def _divisor(self) -> int:
+        return math.gcd(*self.numels)
 
     def own(self, rank: int) -> slice:
         """Return the blocks that a member averages, without those that only fill up."""

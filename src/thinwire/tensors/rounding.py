@@ -6,9 +6,11 @@ its order, or how many have been drawn before. So a resumed run draws what the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
@@ -17,25 +19,30 @@ from thinwire.tensors.accelerators import sent_to
 from thinwire.tensors.blocks import Blocks
 
 WORD = 0xFFFFFFFF
+KEY_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(NamedTuple):
     """A number for each element of some blocks."""
 
-    keys: torch.Tensor  # of each block: that of its parameter, int64
-    first: torch.Tensor  # the place of each block's first element in its parameter, int64
+    keys: torch.Tensor  # of each parameter, int32
+    bases: torch.Tensor  # of each parameter: the place in it of what begins the bucket's first block, int64
+    owners: torch.Tensor  # of each of these blocks: its parameter, int32
+    first: int = 0  # of these blocks, among all
 
     def of(self, some: slice) -> Draws:
         """Return those of some blocks."""
-        return Draws(self.keys[some], self.first[some])
+        return Draws(self.keys, self.bases, self.owners[some], self.first + some.start)
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block)."""
         # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): whole numbers
         # only, so that every device draws the same. In 64 bits, for torch has no product of unsigned 32.
-        places = self.first[:, None] + torch.arange(block, device=self.first.device)
-        words = (places * 0x9E3779B1 + self.keys[:, None]) & WORD
+        device = self.owners.device
+        numbers = torch.arange(self.first, self.first + len(self.owners), device=device)
+        firsts = numbers * block + self.bases.index_select(0, self.owners)
+        places = firsts[:, None] + torch.arange(block, device=device)
+        words = (places * 0x9E3779B1 + self.keys.index_select(0, self.owners)[:, None]) & WORD
         words ^= words >> 16
         words = (words * 0x21F0AAAD) & WORD
         words ^= words >> 15
@@ -44,15 +51,42 @@ class Draws:
         return (words >> 8).to(dtype) / (1 << 24)
 
 
-def draws_for(
-    blocks: Blocks, specs: Sequence[ParameterSpec], seed: int, step: int, who: int, device: torch.device
-) -> Draws:
-    """Return the draws of one who rounds, in one step."""
-    keys = [
-        int.from_bytes(blake2b(f"{seed} {step} {who} {spec.name}".encode(), digest_size=4).digest(), "little")
-        for spec in specs
-    ]
-    places = (torch.arange(blocks.total) - blocks.spread(blocks.starts[:-1])) * blocks.block
-    # A part of a parameter draws what the whole one would there.
-    places += blocks.spread([spec.start for spec in specs])
-    return Draws(sent_to(device, blocks.spread(keys)), sent_to(device, places))
+@dataclass(frozen=True)
+class Drawing:
+    """Where the draws of a bucket come from: all of it but a key a parameter is the same in every step."""
+
+    blocks: Blocks
+    specs: Sequence[ParameterSpec]
+    seed: int
+    # Kept by device, as `Blocks` keeps what it tells.
+    _places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
+
+    def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[Draws]:
+        """Return the draws of each one who rounds, in one step."""
+        digests = bytearray()
+        for each in who:
+            common = blake2b(f"{self.seed} {step} {each} ".encode(), digest_size=KEY_BYTES)
+            for name in self._names:
+                (of_name := common.copy()).update(name)
+                digests += of_name.digest()
+        # As one copy: each costs the host of an accelerator as much as several launches.
+        keys = sent_to(device, torch.frombuffer(digests, dtype=torch.int32))
+        bases, owners = self._places_on(device)
+        count = len(self.specs)
+        return [Draws(keys[first : first + count], bases, owners) for first in range(0, len(keys), count)]
+
+    @cached_property
+    def _names(self) -> list[bytes]:
+        return [spec.name.encode() for spec in self.specs]
+
+    def _places_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if device not in self._places:
+            # A part of a parameter draws what the whole one would there.
+            bases = [
+                spec.start - first * self.blocks.block
+                for spec, first in zip(self.specs, self.blocks.starts, strict=False)
+            ]
+            owners = self.blocks.spread(range(len(self.specs))).int()
+            on_host = torch.tensor(bases, dtype=torch.int64)
+            self._places[device] = on_host.to(device), owners.to(device)
+        return self._places[device]

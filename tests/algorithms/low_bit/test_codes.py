@@ -12,10 +12,10 @@ import torch
 from catalog import numbers, spec
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, pack, packed_bytes, unpack
-from thinwire.tensors.rounding import draws_for
+from thinwire.tensors.rounding import Drawing
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
 BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
@@ -159,8 +159,16 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     for each, target in zip((compiled, plain), decoded, strict=True):
         each.decode(theirs, blocks, codebook, target)
     assert torch.equal(*decoded)
-    left = compiled.remainder(flat, mine, blocks, codebook)
-    torch.testing.assert_close(left, flat - decoded[0], rtol=1e-5, atol=1e-5)
+    own = blocks.own(1)
+    lost = torch.zeros(own.stop - own.start, block)
+    lost[0] = 1
+    # Two members: of what one alone keeps, the mean has half.
+    item = Keeping(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
+    kept = [each.decode_and_keep(item._replace(values=flat.clone())) for each in (compiled, plain)]
+    torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
+    expected = flat - item.flat.double()
+    expected[own.start * block : (own.start + 1) * block] += 2
+    torch.testing.assert_close(4 * kept[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @every_bits
@@ -210,7 +218,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
     one = torch.linspace(-1, 1, 64) ** 3
     names = [f"layer {index}" for index in range(400)]
-    draws = draws_for(blocks, [spec(name, 64) for name in names], 0, 0, 0, one.device)
+    draws = Drawing(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
     kernels.decode(coded, blocks, codebook, found)
@@ -226,7 +234,7 @@ def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
 
     def drawn(blocks: Blocks, names: list[str], seed: int = 0, step: int = 0, who: int = 0) -> torch.Tensor:
         specs = [spec(name, numel) for name, numel in zip(names, blocks.numels, strict=True)]
-        return draws_for(blocks, specs, seed, step, who, device).uniform(16, torch.float32)[-7:]
+        return Drawing(blocks, specs, seed).draws(step, [who], device)[0].uniform(16, torch.float32)[-7:]
 
     first = drawn(alone, ["weight"])
     assert torch.equal(first, drawn(among, ["bias", "weight"]))

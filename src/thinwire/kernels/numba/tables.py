@@ -96,7 +96,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
         return torch_codes.encoded(flat, blocks, codebook, draws)
     size = packed_bytes(blocks.block, codebook.bits)
     coded = Coded.empty(blocks.total, blocks.num_members, blocks.share, size)
-    flat = flat.contiguous()
+    flat = flat.float().contiguous()
     code_passes.encode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
     return coded
 
@@ -177,6 +177,6 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, decode, remainder),
+    CodeKernels(encoded, averaged, torch_codes.rounding(decode), torch_codes.keeping(remainder, decode)),
     EntryKernels(largest, add),
 )

@@ -1,28 +1,47 @@
-"""The kernels of averaging in few bits. A program has some blocks, a row for each.
+"""The kernels of averaging in few bits. A program has some blocks that one member averages.
+
+Its numbers are a tile of four rows: each column has four codes beside each other, of one thread. Columns are
+`ROWS` blocks of `INNER` columns, as many threads beside each other; and so `OUTER` times, in which a thread
+goes on in the same blocks. So numbers are read by 16 bytes, nothing is packed through shared memory, and a
+block's scale is found once for several numbers. Compilers choose this by themselves, as long as a tile has no
+more dimensions.
 
 A scale is handled as the 16 bits that travel, so that rounding to bf16 is the same on every device.
 
 Parameters, if a kernel has them:
-    flat, out: Numbers, fp32, one tensor after the other.
+    flat, out: Numbers, fp32, fp16 or bf16, one tensor after the other.
     message, stride, share: As of `Coded`; the stride of its rows is in bytes. `received` is that of members.
-    starts, lengths: Of each block: where it begins in `flat`, and its elements, int64.
-    keys, firsts: Of each block, as `Draws` has them, int64.
+    tiles: Programs that the blocks of one member take.
+    starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if no block is
+        shorter than others.
+    keys, bases, owners: As `Draws` has them; None if rounding is to the nearest level.
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
-    lost: What coding the mean loses, a row for each block.
-    count, filled, members: Of blocks; of those that are sent; of the group.
+    lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
+        `until` the one behind them.
+    rest: What is left of the numbers, fp32, one tensor after the other.
+    loss_scale: What that is divided by; None for one.
+    count, members: Of blocks; of the group.
     STATISTIC, CUBIC, BITS: As of `Codebook`.
-    BLOCK, PADDED, ROWS: Elements of a block, the next power of two, and blocks of a program.
-    DRAWN, WHOLE, KEEPS, SUBTRACTS: Whether rounding is stochastic, no block is shorter than others, `lost` is
-        wanted, what blocks stand for is subtracted from `flat`.
+    BLOCK: Elements of a block.
+    LIMIT: The largest number of the type of `out`; 0 where that is fp32.
+    ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
 import triton
 import triton.language as tl
 
-# Triton compiles in whether a number is one and whether 16 divides it: so buckets of unlike sizes would
-# have different kernels, and each takes seconds in the first step. No address is made of counts, so that
-# nothing would be won.
+# Triton compiles in whether a number is one, and whether 16 divides it or an address: so buckets of unlike
+# sizes would have different kernels, and each takes seconds in the first step. Only for gradients and
+# residuals is anything won by it: codes begin at any even byte.
+ONE_KERNEL = {
+    "do_not_specialize": [
+        "stride", "sent_stride", "received_stride", "share", "tiles", "count", "own", "until", "members",
+    ],
+    "do_not_specialize_on_alignment": [
+        "starts", "lengths", "keys", "bases", "owners", "levels", "message", "sent", "received",
+    ],
+}  # fmt: skip
 
 
 @triton.jit
@@ -42,273 +61,432 @@ def _widened(bits):
 
 
 @triton.jit
-def _scale_bits(x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr):
-    """Return the bits of each row's scale."""
-    TINY: tl.constexpr = 1.1754943508222875e-38
-    magnitudes = tl.abs(x)
-    # A maximum does not pass on a NaN on every device.
-    has_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
-    largest = tl.max(tl.where(x == x, magnitudes, 0.0), axis=1)
-    if STATISTIC == "largest":
-        wanted = tl.div_rn(largest, tl.full(largest.shape, LAST, tl.float32))
-        bits = _bf16_bits(wanted)
-        # Never below what is wanted, or the largest would be cut off.
-        # The bits of positive numbers are in the order of the numbers: one more is the next bf16.
-        bits += (_widened(bits) < wanted).to(tl.int32)
-    else:
-        # From shares of the largest: squares of the numbers themselves could leave the range.
-        one = tl.full(largest.shape, 1.0, tl.float32)
-        shares = magnitudes * tl.where(largest < TINY, 0.0, tl.div_rn(one, largest))[:, None]
-        if STATISTIC == "mean magnitude":
-            bits = _bf16_bits(largest * tl.div_rn(tl.sum(shares, axis=1), lengths))
-        else:
-            mean_square = tl.div_rn(tl.sum(shares * shares, axis=1), lengths)
-            bits = _bf16_bits(largest * tl.sqrt_rn(mean_square))
-    bits = tl.where(_widened(bits) < TINY, 0, bits)  # one over it would not be finite
-    return tl.where(has_nan, 0x7FC0, bits)
-
-
-@triton.jit
-def _nearest(units, levels, LAST: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the place of the nearest level."""
-    if BITS == 8:
-        kept = tl.minimum(tl.maximum(units, -LAST), LAST)
-        # 1.5 · 2²³: beyond it there are only whole numbers, so the sum is rounded to one, ties to even.
-        whole = (kept + 12582912.0) - 12582912.0
-        places = tl.where(units == units, whole + LAST, 0.0).to(tl.int32)
-    else:
-        places = tl.zeros(units.shape, tl.int32)
-        for place in tl.static_range(LEVELS - 1):
-            # A number in the middle goes down, as by `bucketize`; a NaN anywhere: its block's scale is NaN.
-            middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
-            places += (units > middle).to(tl.int32)
-    return places
-
-
-@triton.jit
-def _drawn(units, uniform, levels, LAST: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the place of one of the two levels around each number, so that their mean is it."""
-    if BITS == 8:
-        kept = tl.where(units == units, tl.minimum(tl.maximum(units, -LAST), LAST), 0.0)
-        lower = tl.minimum(tl.floor(kept) + LAST, LEVELS - 2).to(tl.int32)
-    else:
-        lower = tl.zeros(units.shape, tl.int32)
-        for place in tl.static_range(1, LEVELS - 1):
-            lower += (units >= tl.load(levels + place)).to(tl.int32)
-    below = tl.load(levels + lower)
-    # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
-    share = tl.div_rn(units - below, tl.load(levels + lower + 1) - below)
-    return lower + (uniform < share).to(tl.int32)
-
-
-@triton.jit
-def _uniform(keys, first, j):
-    """Return the draws of `Draws.uniform`."""
-    places = (first[:, None] + j[None, :]).to(tl.uint32)
-    words = places * 0x9E3779B1 + keys.to(tl.uint32)[:, None]
-    words ^= words >> 16
-    words = words * 0x21F0AAAD
-    words ^= words >> 15
-    words = words * 0x735A2D97
-    words ^= words >> 15
-    # As many bits as fp32 holds: so every draw is exact, and below one, on every device.
-    return (words >> 8).to(tl.float32) * (1.0 / 16777216)
-
-
-@triton.jit
-def _places_of(b, stride, share, BYTES: tl.constexpr):
-    """Return where the scales and the codes of blocks lie in a message: bytes, even ones."""
-    row = b // share
-    i = b - row * share
-    return row * stride + 2 * i, row * stride + 2 * share + i * BYTES
-
-
-@triton.jit
-def _write_codes(places, codes, rows, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
-    """Store codes, several of which are one word, at an address for each row."""
-    if BITS == 8:
-        j = tl.arange(0, PADDED)
-        inside = rows[:, None] & (j < BLOCK)[None, :]
-        tl.store(codes[:, None] + j[None, :], places.to(tl.uint8), inside)
-    else:
-        # No word of four bytes: codes begin at an even byte, which need be no more.
-        CODES: tl.constexpr = 4 if BITS == 4 else 8
-        several = tl.reshape(places.to(tl.uint32), (places.shape[0], PADDED // CODES, CODES))
-        shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
-        words = tl.sum(several << shifts[None, None, :], axis=2)
-        g = tl.arange(0, PADDED // CODES)
-        inside = rows[:, None] & (g < BLOCK // CODES)[None, :]
-        if BITS == 3:
-            for byte in tl.static_range(3):
-                part = ((words >> (8 * byte)) & 0xFF).to(tl.uint8)
-                tl.store(codes[:, None] + 3 * g[None, :] + byte, part, inside)
-        else:
-            WORD: tl.constexpr = tl.uint8 if BITS == 1 else tl.uint16
-            tl.store(codes.to(tl.pointer_type(WORD))[:, None] + g[None, :], words.to(WORD), inside)
-
-
-@triton.jit
-def _read_codes(codes, rows, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
-    """Return what `_write_codes` has stored, int32, a row for each block."""
-    if BITS == 8:
-        j = tl.arange(0, PADDED)
-        inside = rows[:, None] & (j < BLOCK)[None, :]
-        places = tl.load(codes[:, None] + j[None, :], inside, other=0).to(tl.int32)
-    else:
-        CODES: tl.constexpr = 4 if BITS == 4 else 8
-        g = tl.arange(0, PADDED // CODES)
-        inside = rows[:, None] & (g < BLOCK // CODES)[None, :]
-        if BITS == 3:
-            at = codes[:, None] + 3 * g[None, :]
-            words = tl.load(at, inside, other=0).to(tl.uint32)
-            for byte in tl.static_range(1, 3):
-                words |= tl.load(at + byte, inside, other=0).to(tl.uint32) << (8 * byte)
-        else:
-            WORD: tl.constexpr = tl.uint8 if BITS == 1 else tl.uint16
-            at = codes.to(tl.pointer_type(WORD))[:, None] + g[None, :]
-            words = tl.load(at, inside, other=0).to(tl.uint32)
-        shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
-        several = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-        places = tl.reshape(several, (codes.shape[0], PADDED)).to(tl.int32)
-    return places
-
-
-@triton.jit
-def _levels_at(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the levels at some places; whole numbers without a table."""
-    signed = places - LEVELS // 2
-    if BITS == 8:
-        found = signed.to(tl.float32)
-    elif CUBIC:
-        # Whole numbers below 2²⁴, which fp32 holds: no backend rounds them otherwise.
-        found = (signed * (signed * signed + CUBIC)).to(tl.float32)
-    else:
-        found = tl.load(levels + places)
-    return found
-
-
-@triton.jit
 def _usable(bits):
     """Return a scale; NaN where it is not finite, or what was infinite could end as a large number."""
     scale = _widened(bits)
     return tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
 
 
+# Codes of a column.
+CODES = tl.constexpr(4)
+
+
+@triton.jit
+def _columns(OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return of each column its block among the program's, and its place in that."""
+    n = tl.arange(0, OUTER * ROWS * INNER)
+    return n // INNER % ROWS, n // (ROWS * INNER) * INNER + n % INNER
+
+
+@triton.jit
+def _inside(column):
+    """Return the places in their block of the numbers of columns."""
+    return tl.arange(0, CODES)[:, None] + (column * CODES)[None, :]
+
+
+@triton.jit
+def _spread(x, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return what each block has found, for each of its columns."""
+    return tl.reshape(tl.broadcast_to(x[None, :, None], (OUTER, ROWS, INNER)), (OUTER * ROWS * INNER,))
+
+
+@triton.jit
+def _largest(x, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return for each column the largest number of its block."""
+    of_columns = tl.reshape(tl.max(x, axis=0), (OUTER, ROWS, INNER))
+    return _spread(tl.max(tl.max(of_columns, axis=2), axis=0), OUTER, ROWS, INNER)
+
+
+@triton.jit
+def _sums(x, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return for each column the sum of its block."""
+    of_columns = tl.reshape(tl.sum(x, axis=0), (OUTER, ROWS, INNER))
+    return _spread(tl.sum(tl.sum(of_columns, axis=2), axis=0), OUTER, ROWS, INNER)
+
+
+@triton.jit
+def _scale_bits(
+    x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Return for each column the bits of its block's scale."""
+    TINY: tl.constexpr = 1.1754943508222875e-38
+    # The bits of positive numbers are in the order of the numbers, behind which are infinity and NaN.
+    top = _largest(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, OUTER, ROWS, INNER)
+    largest = top.to(tl.float32, bitcast=True)
+    if STATISTIC == "largest":
+        wanted = tl.div_rn(largest, tl.full(largest.shape, LAST, tl.float32))
+        # Upwards, or the largest would be cut off.
+        bits = (wanted.to(tl.int32, bitcast=True) + 0xFFFF) >> 16
+    else:
+        # From shares of the largest: squares of the numbers themselves could leave the range.
+        one = tl.full(largest.shape, 1.0, tl.float32)
+        shares = tl.abs(x) * tl.where(largest < TINY, 0.0, tl.div_rn(one, largest))[None, :]
+        if STATISTIC == "mean magnitude":
+            bits = _bf16_bits(largest * tl.div_rn(_sums(shares, OUTER, ROWS, INNER), lengths))
+        else:
+            mean_square = tl.div_rn(_sums(shares * shares, OUTER, ROWS, INNER), lengths)
+            bits = _bf16_bits(largest * tl.sqrt_rn(mean_square))
+    bits = tl.where(bits < 0x80, 0, bits)  # below the least normal number: one over it would not be finite
+    return tl.where(top > 0x7F800000, 0x7FC0, bits)
+
+
+# 1.5 · 2²³: beyond it there are only whole numbers, so a sum with it is rounded to one, ties to even, and the
+# bits of that are its own plus the whole number.
+WHOLE = tl.constexpr(12582912.0)
+WHOLE_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def _level(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
+    """Return the levels at some places, uint32."""
+    HALF: tl.constexpr = LEVELS // 2
+    if BITS == 8 or CUBIC:
+        found = (places + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
+        if CUBIC:
+            found = _cubic(found, CUBIC)
+    else:
+        # They are symmetric, and so few that to choose is faster than to load one for each number. By odd
+        # numbers of both signs.
+        odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
+        found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
+        for place in tl.static_range(1, HALF):
+            found = tl.where(tl.abs(odd) > 2 * place, tl.load(levels + HALF + place), found)
+        found = tl.where(odd < 0, -found, found)
+    return found
+
+
+@triton.jit
+def _cubic(k, CUBIC: tl.constexpr):
+    """Return the level at k from the middle; half numbers, too, are not rounded, for they are below 2²²."""
+    return k * tl.fma(k, k, tl.full(k.shape, CUBIC, tl.float32))
+
+
+@triton.jit
+def _near(units, MINUS: tl.constexpr):
+    """Return whole numbers less than 0.63 from k - MINUS, if `units` is the level at k; plus `WHOLE`."""
+    # A cubic, too, is k by the level within 0.13, up to the last level. It may be rounded in any way.
+    slope = tl.fma(units * units, tl.full(units.shape, -1.6e-9, tl.float32), 0.00815)
+    return tl.fma(units, slope, tl.full(units.shape, -MINUS, tl.float32)) + WHOLE
+
+
+@triton.jit
+def _nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
+    """Return the place of the nearest level, uint32; of two that are as near, the lower one."""
+    if BITS == 8:
+        places = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
+    elif CUBIC:
+        whole = _near(units, 0.5)
+        # The middle of two levels is the level at half numbers, of a cubic that is higher by ¾ k.
+        middle = _cubic(whole - WHOLE + 0.5, CUBIC + 0.75)
+        places = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
+        places += (units > middle).to(tl.uint32)
+    else:
+        # By magnitude, since levels are symmetric: in bits, to which one is added below zero. So a negative
+        # number in the middle, too, goes down, which is up by magnitude.
+        bits = units.to(tl.int32, bitcast=True)
+        size = (bits & 0x7FFFFFFF) - (bits >> 31)
+        places = tl.full(units.shape, LEVELS // 2, tl.uint32)
+        for place in tl.static_range(LEVELS // 2, LEVELS - 1):
+            middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
+            places += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
+        places = tl.where(units > 0, places, places ^ (LEVELS - 1))
+    # A NaN, whose block's scale is one, must have some place as well.
+    return tl.minimum(places, LEVELS - 1)
+
+
+@triton.jit
+def _drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
+    """Return the place of one of the two levels around each number, so that their mean is it."""
+    if BITS == 8 or CUBIC:
+        whole = units + WHOLE
+        if CUBIC:
+            whole = _near(units, 0.0)
+        level = whole - WHOLE
+        if CUBIC:
+            level = _cubic(level, CUBIC)
+        lower = whole.to(tl.int32, bitcast=True) - (WHOLE_BITS - LEVELS // 2) - (units < level).to(tl.int32)
+        lower = tl.minimum(tl.maximum(lower, 0), LEVELS - 2).to(tl.uint32)
+    else:
+        lower = tl.zeros(units.shape, tl.uint32)
+        for place in tl.static_range(1, LEVELS - 1):
+            lower += (units >= tl.load(levels + place)).to(tl.uint32)
+    below = _level(lower, levels, BITS, LEVELS, CUBIC)
+    share = units - below
+    if BITS != 8:
+        # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
+        share = tl.div_rn(share, _level(lower + 1, levels, BITS, LEVELS, CUBIC) - below)
+    return lower + (uniform < share).to(tl.uint32)
+
+
+@triton.jit
+def _uniform(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
+    """Return the draws of `Draws.uniform`."""
+    owner = tl.load(owners + b, rows, other=0)
+    first = b.to(tl.uint32) * BLOCK + tl.load(bases + owner).to(tl.uint32)
+    words = first[None, :] + inside.to(tl.uint32)
+    words = words * 0x9E3779B1 + tl.load(keys + owner).to(tl.uint32)[None, :]
+    words ^= words >> 16
+    words = words * 0x21F0AAAD
+    words ^= words >> 15
+    words = words * 0x735A2D97
+    words ^= words >> 15
+    # As many bits as fp32 holds: so every draw is exact, and below one, on every device.
+    return (words >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
+
+
+@triton.jit
+def _scales_at(row, start):
+    """Return where the scales of a member's blocks from `start` on lie in its row of a message."""
+    return (row + 2 * start.to(tl.int64)).to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Return where their codes lie, in units of two bytes, since they begin at any even one; or in bytes."""
+    UNIT: tl.constexpr = tl.uint8 if BITS == 3 else tl.uint16
+    return (row + 2 * share + start.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(UNIT))
+
+
+@triton.jit
+def _write_codes(
+    places, codes, start, share, rows,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Store codes; zeros in blocks that only fill up."""
+    shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
+    packed = tl.where(rows, tl.sum(places << shifts[:, None], axis=0), 0)
+    # Several columns of few bits fill a unit, those of three bits three of them.
+    COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 else 1)
+    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
+    if COLUMNS > 1:
+        shifts = (tl.arange(0, COLUMNS) * (CODES * BITS)).to(tl.uint32)
+        parts = tl.reshape(packed, (OUTER * ROWS * INNER // COLUMNS, COLUMNS))
+        packed = tl.sum(parts << shifts[None, :], axis=1)
+    r, column = _columns(OUTER, ROWS, INNER // COLUMNS)
+    inside = (start + r < share) & (column < BLOCK // CODES // COLUMNS)
+    UNITS: tl.constexpr = CODES * COLUMNS * BITS // UNIT_BITS
+    at = codes + (r * (BLOCK * BITS // UNIT_BITS) + column * UNITS)
+    for unit in tl.static_range(UNITS):
+        tl.store(at + unit, (packed >> (UNIT_BITS * unit)).to(codes.dtype.element_ty), inside)
+
+
+@triton.jit
+def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Return what `_write_codes` has stored, uint32."""
+    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
+    shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
+    inside = rows & (column < BLOCK // CODES)
+    first_bit = column * (CODES * BITS)
+    at = codes + (r * (BLOCK * BITS // UNIT_BITS) + first_bit // UNIT_BITS)
+    packed = tl.load(at, inside, other=0).to(tl.uint32)
+    if CODES * BITS > UNIT_BITS:
+        packed |= tl.load(at + 1, inside, other=0).to(tl.uint32) << UNIT_BITS
+    packed = packed >> (first_bit % UNIT_BITS).to(tl.uint32)
+    return (packed[None, :] >> shifts[:, None]) & ((1 << BITS) - 1)
+
+
 @triton.jit
 def _code(
-    x, lengths, keys, firsts, b, rows, j, levels, message, stride, share, filled,
+    x, lengths, keys, bases, owners, first, r, column, rows, levels, row, share, start,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Store scales and codes of some rows, with zeros behind them, and return what they stand for."""
-    bits = _scale_bits(x, lengths, LAST, STATISTIC)
+    """Store scales and codes of some blocks, with zeros behind them, and return what they stand for."""
+    bits = _scale_bits(x, lengths, LAST, STATISTIC, OUTER, ROWS, INNER)
     scale = _widened(bits)
     one = tl.full(scale.shape, 1.0, tl.float32)
-    units = x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[:, None]
-    if DRAWN:
-        uniform = _uniform(tl.load(keys + b, rows, other=0), tl.load(firsts + b, rows, other=0), j)
-        places = _drawn(units, uniform, levels, LAST, BITS, LEVELS)
+    units = x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[None, :]
+    if keys is not None:
+        uniform = _uniform(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
+        places = _drawn(units, uniform, levels, BITS, LEVELS, CUBIC)
     else:
-        places = _nearest(units, levels, LAST, BITS, LEVELS)
-    at_scales, at_codes = _places_of(b, stride, share, BLOCK * BITS // 8)
-    tl.store((message + at_scales).to(tl.pointer_type(tl.int16)), bits.to(tl.int16), b < filled)
-    # Padding of the last row, too: it is sent.
-    _write_codes(tl.where(rows[:, None], places, 0), message + at_codes, b < filled, BLOCK, PADDED, BITS)
-    return _levels_at(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[:, None]
+        places = _nearest(units, levels, BITS, LEVELS, CUBIC)
+    # Those that only fill up the last member's row, too: it is sent.
+    tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
+    codes = _codes_at(row, share, start, BLOCK, BITS)
+    _write_codes(places, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
+    return _level(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[None, :]
 
 
 @triton.jit
-def _where(starts, lengths, b, rows, j, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Return where the elements of blocks lie, which there are, and how many in each."""
-    if WHOLE:
-        at = b[:, None] * BLOCK + j[None, :]
-        inside = rows[:, None] & (j < BLOCK)[None, :]
-        length = tl.full(b.shape, BLOCK, tl.float32)
+def _decoded(
+    row, levels, share, start, r, column, rows, divisor,
+    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return what some blocks of a row of a message stand for; divided by the members, if that is asked."""
+    scale = _usable(tl.load(_scales_at(row, start) + r, rows, other=0))
+    places = _read_codes(_codes_at(row, share, start, BLOCK, BITS), r, column, rows, BLOCK, BITS)
+    if divisor is not None:
+        # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
+        scale = tl.div_rn(scale, tl.full(scale.shape, 1.0, tl.float32) * divisor)
+    return _level(places, levels, BITS, LEVELS, CUBIC) * scale[None, :]
+
+
+@triton.jit
+def _blocks(share, tiles, count, r, ROWS: tl.constexpr):
+    """Return whose blocks a program has, the first one's number among them and among all, which there are."""
+    member = tl.program_id(0) // tiles
+    start = (tl.program_id(0) - member * tiles) * ROWS
+    first = member * share + start
+    return member, start, first, (start + r < share) & (first + r < count)
+
+
+@triton.jit
+def _at(numbers, starts, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where the elements of blocks lie."""
+    if starts is None:
+        # Only the first place may be beyond 32 bits.
+        at = numbers + first.to(tl.int64) * BLOCK + ((r * BLOCK)[None, :] + inside)
     else:
-        numbers = tl.load(lengths + b, rows, other=1)
-        at = tl.load(starts + b, rows, other=0)[:, None] + j[None, :]
-        inside = rows[:, None] & (j[None, :] < numbers[:, None])
+        begin = tl.load(starts + first + r, rows, other=0)
+        if ALIGNED:
+            begin = tl.multiple_of(begin, CODES)
+        at = numbers + (begin[None, :] + inside)
+    return at
+
+
+@triton.jit
+def _in_one_thread(flat, starts, lengths, b, column, rows):
+    """Return numbers that are not aligned, those of a column in one thread: else they would be in four."""
+    at = flat + (tl.load(starts + b, rows, other=0) + column * CODES)
+    count = tl.load(lengths + b, rows, other=0) - column * CODES
+    evens = tl.join(tl.load(at, count > 0, other=0.0), tl.load(at + 2, count > 2, other=0.0))
+    odds = tl.join(tl.load(at + 1, count > 1, other=0.0), tl.load(at + 3, count > 3, other=0.0))
+    return tl.trans(tl.reshape(tl.join(evens, odds), (column.shape[0], CODES)))
+
+
+@triton.jit
+def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return which elements of blocks there are, and how many in each block."""
+    if lengths is None:
+        real = rows[None, :] & (inside < BLOCK)
+        length = tl.full(r.shape, BLOCK, tl.float32)
+    else:
+        numbers = tl.load(lengths + first + r, rows, other=CODES)
+        if ALIGNED:
+            numbers = tl.multiple_of(numbers, CODES)
+        real = rows[None, :] & (inside < numbers[None, :])
         length = numbers.to(tl.float32)
-    return at, inside, length
+    return real, length
 
 
-@triton.jit(do_not_specialize=["count", "filled"])
+@triton.jit(**ONE_KERNEL)
 def encode(
-    flat, starts, lengths, keys, firsts, levels, message, stride, share, count, filled,
+    flat, starts, lengths, keys, bases, owners, levels, message, stride, share, tiles, count,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Code blocks of a flat tensor."""
-    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.arange(0, PADDED)
-    rows = b < count
-    at, inside, length = _where(starts, lengths, b, rows, j, BLOCK, WHOLE)
-    x = tl.load(flat + at, inside, other=0.0)
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    if ALIGNED:
+        x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0)
+    else:
+        x = _in_one_thread(flat, starts, lengths, first + r, column, rows)
+    x = x.to(tl.float32)
     _code(
-        x, length, keys, firsts, b, rows, j, levels, message, stride, share, filled,
-        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, PADDED, DRAWN,
+        x, length, keys, bases, owners, first, r, column, rows, levels,
+        message + member.to(tl.int64) * stride, share, start,
+        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "filled", "members"])
+@triton.jit(**ONE_KERNEL)
 def average(
-    received, received_stride, lengths, keys, firsts, levels, message, lost, share, count, filled, members,
+    received, received_stride, lengths, keys, bases, owners, levels, message, lost,
+    share, count, own, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
-    WHOLE: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Add up what members have sent of blocks, in the order of the members, and code the mean."""
-    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.arange(0, PADDED)
-    rows = b < count
-    mean = tl.zeros((ROWS, PADDED), tl.float32)
-    divisor = tl.full((ROWS,), 1.0, tl.float32) * members
-    at_scales, at_codes = _places_of(b, received_stride, share, BLOCK * BITS // 8)
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    start = tl.program_id(0) * ROWS
+    rows = start + r < count
+    mean = tl.zeros(inside.shape, tl.float32)
     # From row to row, and not by a member's number: times bytes, 32 bits would not hold it for a large model.
     row = received
     for _ in range(members):
-        bits = tl.load((row + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0)
-        places = _read_codes(row + at_codes, rows, BLOCK, PADDED, BITS)
-        # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
-        scale = tl.div_rn(_usable(bits), divisor)
-        mean += _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
+        mean += _decoded(row, levels, share, start, r, column, rows, members, CUBIC, LEVELS, BITS, BLOCK)
         row += received_stride
-    if WHOLE:
-        inside = rows[:, None] & (j < BLOCK)[None, :]
-        length = tl.full((ROWS,), BLOCK, tl.float32)
-    else:
-        numbers = tl.load(lengths + b, rows, other=1)
-        inside = rows[:, None] & (j[None, :] < numbers[:, None])
-        length = numbers.to(tl.float32)
+    real, length = _real(lengths, own + start, r, rows, inside, BLOCK, ALIGNED)
     # Below four bits a zero decodes as a small number, which behind a short block would count in its scale.
-    mean = tl.where(inside, mean, 0.0)
+    if lengths is not None or BLOCK < OUTER * INNER * CODES:
+        mean = tl.where(real, mean, 0.0)
+    if owners is not None:
+        owners += -own  # those that are given begin with this member's
     coded = _code(
-        mean, length, keys, firsts, b, rows, j, levels, message, 0, share, filled,
-        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, PADDED, DRAWN,
+        mean, length, keys, bases, owners, own + start, r, column, rows, levels, message, share, start,
+        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
-    if KEEPS:
-        tl.store(lost + b[:, None] * BLOCK + j[None, :], mean - coded, rows[:, None] & (j < BLOCK)[None, :])
+    if lost is not None:
+        at = _at(lost, None, start, r, rows, inside, BLOCK, ALIGNED)
+        tl.store(at, mean - coded, rows[None, :] & (inside < BLOCK))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _rounded(values, out, LIMIT: tl.constexpr):
+    """Return the nearest numbers of the type of `out`, within its range."""
+    if LIMIT > 0:
+        # A NaN stays one: minimum and maximum would drop it.
+        fitting = tl.where(values == values, tl.minimum(tl.maximum(values, -LIMIT), LIMIT), values)
+        rounded = fitting.to(out.dtype.element_ty)
+    else:
+        rounded = values
+    return rounded
+
+
+@triton.jit(**ONE_KERNEL)
 def decode(
-    message, stride, share, starts, lengths, levels, flat, out, count,
-    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    PADDED: tl.constexpr, WHOLE: tl.constexpr, SUBTRACTS: tl.constexpr, ROWS: tl.constexpr,
+    message, stride, starts, lengths, levels, out, share, tiles, count,
+    LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Write what blocks stand for, or what that leaves of the numbers of a flat tensor."""
-    b = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    j = tl.arange(0, PADDED)
-    rows = b < count
-    at, inside, _ = _where(starts, lengths, b, rows, j, BLOCK, WHOLE)
-    at_scales, at_codes = _places_of(b, stride, share, BLOCK * BITS // 8)
-    places = _read_codes(message + at_codes, rows, BLOCK, PADDED, BITS)
-    scale = _usable(tl.load((message + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0))
-    values = _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
-    if SUBTRACTS:
-        values = tl.load(flat + at, inside, other=0.0) - values
-    tl.store(out + at, values, inside)
+    """Write what blocks stand for."""
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    row = message + member.to(tl.int64) * stride
+    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), _rounded(values, out, LIMIT), real)
+
+
+@triton.jit(**ONE_KERNEL)
+def decode_and_keep(
+    message, stride, sent, sent_stride, starts, lengths, levels, flat, lost, loss_scale, out, rest,
+    share, tiles, count, own, until, members,
+    LIMIT: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Write what blocks stand for, and what of the numbers was not sent, was lost, or does not fit."""
+    r, column = _columns(OUTER, ROWS, INNER)
+    inside = _inside(column)
+    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
+    row = sent + member.to(tl.int64) * sent_stride
+    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    at = _at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED)
+    left = tl.load(at, real, other=0.0) - values
+    mine = (first + r >= own) & (first + r < until)
+    at = _at(lost, None, first - own, r, rows, inside, BLOCK, ALIGNED)
+    # Times the members: of the mean over them, what one alone keeps counts by that much less.
+    left += tl.load(at, real & mine[None, :], other=0.0) * members
+    row = message + member.to(tl.int64) * stride
+    values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
+    rounded = _rounded(values, out, LIMIT)
+    # `out` may be where the numbers are: each was read before, and only by this program.
+    tl.store(_at(out, starts, first, r, rows, inside, BLOCK, ALIGNED), rounded, real)
+    if LIMIT > 0:
+        left += values - rounded.to(tl.float32)
+    if loss_scale is not None:
+        left = tl.div_rn(left, tl.full(left.shape, 1.0, tl.float32) * tl.load(loss_scale))
+    tl.store(_at(rest, starts, first, r, rows, inside, BLOCK, ALIGNED), left, real)
 
 
 @triton.jit

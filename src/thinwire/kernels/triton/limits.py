@@ -32,8 +32,6 @@ def serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
     """As `Backend.serves`; say so if there is no kernel for something of a device that they reach."""
     if not reaches(like.device):
         return False
-    if matrix_rank is None and like.dtype != torch.float32:
-        return tell(f"Triton's kernels for few bits do not take {like.dtype}")
     if like.dtype not in GRADIENT_TYPES:
         return tell(f"Triton's kernels do not take {like.dtype}")
     if matrix_rank is not None and matrix_rank > FACTOR_ROWS:

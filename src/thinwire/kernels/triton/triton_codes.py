@@ -1,14 +1,12 @@
-"""Codes by Triton: fp32 on accelerators, nearest and stochastic, a launch for each operation on a bucket.
-
-What there is no kernel for, PyTorch's kernels do.
-"""
+"""Codes by Triton: gradients of all types on accelerators, a launch for each operation on a bucket."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-from thinwire.kernels import torch_codes
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import Averaging, CodeKernels, Keeping
 from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
@@ -16,36 +14,41 @@ from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import Draws
 
-# Numbers that a program holds. A block longer than that PyTorch's kernels take.
-ELEMENTS = 1024
+# Numbers that a program holds; a longer block has one for itself.
+ELEMENTS = 2048
+
+# Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one
+# thread, which finds the scale once for all; but codes of 8 bits are then written in too short pieces.
+# Found by trial on an H200.
+BESIDE = {8: 32, 4: 16, 3: 16, 2: 16, 1: 16}
 
 # Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
-OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+COLUMN = 4  # codes of a column, as `compiled_codes` says
 
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
     """Take one launch."""
-    if blocks.block > ELEMENTS:
-        return torch_codes.encoded(flat, blocks, codebook, draws)
     # Addresses are reckoned from the first number on.
     flat, members = flat.contiguous(), blocks.num_members
     # It is not cleared: kernels write zeros to what only fills up the last row, because it is sent.
     coded = _empty(blocks, codebook, members, flat.device)
+    tiles = _tiles(blocks)
     launcher.launch(
         "compiled_codes.encode",
-        _programs(blocks.share * members, blocks.block),
+        tiles * members,
         [
             flat,
             *_places(blocks, flat.device),
-            *_keys(draws),
-            levels_of(codebook, torch.float32, flat.device),
-            coded.message,
-            coded.message.stride(0),
+            *_draws(draws),
+            _levels(codebook, flat.device),
+            *_rows(coded),
             blocks.share,
+            tiles,
             blocks.total,
-            blocks.share * members,
         ],
-        {**_constants(blocks, codebook), **_statistic(codebook, draws)},
+        constants(codebook, blocks, **statistic(codebook)),
         flat.device,
         reads=[flat],
         writes=[coded.message],
@@ -56,27 +59,24 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
 def averaged(item: Averaging) -> Coded:
     """Take one launch."""
     received, blocks, own, codebook, draws, lost, _ = item
-    if blocks.block > ELEMENTS:
-        return torch_codes.averaged(item)
     device, message = received.message.device, received.message
     coded = _empty(blocks, codebook, 1, device)
     launcher.launch(
         "compiled_codes.average",
-        _programs(blocks.share, blocks.block),
+        _tiles(blocks),
         [
-            message,
-            message.stride(0),
-            None if blocks.are_whole else blocks.lengths(device)[own],
-            *_keys(draws),
-            levels_of(codebook, torch.float32, device),
+            *_rows(received),
+            _places(blocks, device)[1],
+            *_draws(draws),
+            _levels(codebook, device),
             coded.message,
             lost,
             blocks.share,
             own.stop - own.start,
-            blocks.share,
+            own.start,
             len(message),
         ],
-        {**_constants(blocks, codebook), **_statistic(codebook, draws), "KEEPS": lost is not None},
+        constants(codebook, blocks, **statistic(codebook)),
         device,
         reads=[message],
         writes=[coded.message, *([] if lost is None else [lost])],
@@ -86,46 +86,58 @@ def averaged(item: Averaging) -> Coded:
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
     """Take one launch."""
-    if blocks.block > ELEMENTS:
-        torch_codes.decode(coded, blocks, codebook, flat)
-    else:
-        _decode(coded, blocks, codebook, None, flat)
+    launcher.launch(
+        "compiled_codes.decode",
+        _tiles(blocks) * len(coded.message),
+        [
+            *_rows(coded),
+            *_places(blocks, flat.device),
+            _levels(codebook, flat.device),
+            flat,
+            blocks.share,
+            _tiles(blocks),
+            blocks.total,
+        ],
+        constants(codebook, blocks, LIMIT=_limit(flat)),
+        flat.device,
+        reads=[coded.message],
+        writes=[flat],
+    )
 
 
-def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+def decode_and_keep(item: Keeping) -> torch.Tensor:
     """Take one launch."""
-    if blocks.block > ELEMENTS:
-        return torch_codes.remainder(flat, coded, blocks, codebook)
-    # It is not in place: what is left is kept, and the numbers themselves become the mean.
-    rest = torch.empty_like(flat)
-    _decode(coded, blocks, codebook, flat, rest)
+    coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
+    rest = torch.empty_like(values)
+    launcher.launch(
+        "compiled_codes.decode_and_keep",
+        _tiles(blocks) * len(coded.message),
+        [
+            *_rows(coded),
+            *_rows(sent),
+            *_places(blocks, flat.device),
+            _levels(codebook, flat.device),
+            values,
+            lost,
+            None if loss_scale is None else loss_scale.float(),
+            flat,
+            rest,
+            blocks.share,
+            _tiles(blocks),
+            blocks.total,
+            own.start,
+            own.stop,
+            blocks.num_members,
+        ],
+        constants(codebook, blocks, LIMIT=_limit(flat)),
+        flat.device,
+        reads=[coded.message, sent.message, values, lost],
+        writes=[flat, rest],
+    )
     return rest
 
 
-CODES = CodeKernels(encoded, averaged, decode, remainder)
-
-
-def _decode(
-    coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    launcher.launch(
-        "compiled_codes.decode",
-        _programs(blocks.total, blocks.block),
-        [
-            coded.message,
-            coded.message.stride(0),
-            blocks.share,
-            *_places(blocks, out.device),
-            levels_of(codebook, torch.float32, out.device),
-            flat,
-            out,
-            blocks.total,
-        ],
-        {**_constants(blocks, codebook), "SUBTRACTS": flat is not None},
-        out.device,
-        reads=[coded.message, *([] if flat is None else [flat])],
-        writes=[out],
-    )
+CODES = CodeKernels(encoded, averaged, decode, decode_and_keep)
 
 
 def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) -> Coded:
@@ -133,27 +145,52 @@ def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) 
     return Coded(torch.empty(rows, row_bytes, dtype=torch.uint8, device=device), blocks.share)
 
 
-def _keys(draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if draws is None else (draws.keys, draws.first)
+def _rows(coded: Coded) -> tuple[torch.Tensor, int]:
+    return coded.message, coded.message.stride(0)
+
+
+def _draws(draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    return (None, None, None) if draws is None else (draws.keys, draws.bases, draws.owners)
 
 
 def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return where blocks begin, and their lengths; where all are whole, a kernel knows that by itself."""
+    """Return where blocks begin, and their lengths; if all are whole, a kernel knows that by itself."""
     return (None, None) if blocks.are_whole else (blocks.firsts(device), blocks.lengths(device))
 
 
-def _programs(count: int, block: int) -> int:
-    return -(-count // (ELEMENTS // padded(block)))
+def _tiles(blocks: Blocks) -> int:
+    """Return the programs that the blocks of one member take."""
+    return -(-blocks.share // max(1, ELEMENTS // padded(blocks.block)))
 
 
-def _constants(blocks: Blocks, codebook: Codebook) -> dict[str, object]:
-    width = padded(blocks.block)
+def _limit(flat: torch.Tensor) -> float:
+    return 0.0 if flat.dtype == torch.float32 else torch.finfo(flat.dtype).max
+
+
+def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor | None:
+    """Return the levels, if kernels do not reckon them."""
+    is_reckoned = codebook.is_linear or codebook.cubic
+    return None if is_reckoned else levels_of(codebook, torch.float32, device)
+
+
+def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel, and options."""
+    of_codebook = {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
+    return {**of_codebook, **_of_tiles(codebook.bits, blocks.block, blocks.are_divided_by(COLUMN)), **more}
+
+
+# Made once: every bucket asks for them three times a step.
+@lru_cache(maxsize=64)
+def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
+    width = padded(block)
+    beside = min(BESIDE[bits], width)
     return {
-        **{"BLOCK": blocks.block, "PADDED": width, "ROWS": ELEMENTS // width, "WHOLE": blocks.are_whole},
-        **{"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits},
+        **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
+        **{"BLOCK": block, "ALIGNED": is_aligned},
         **OPTIONS,
     }
 
 
-def _statistic(codebook: Codebook, draws: Draws | None) -> dict[str, object]:
-    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic, "DRAWN": draws is not None}
+def statistic(codebook: Codebook) -> dict[str, object]:
+    """Return the compile-time arguments of kernels that code."""
+    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic}

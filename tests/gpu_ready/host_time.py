@@ -1,0 +1,100 @@
+"""What the host takes for an accelerator's step, in units of a loop that does not change: so it is a ratchet.
+
+The code for accelerators runs on the CPU, on tiny tensors, and Triton's kernels are not launched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from gpu_ready.counting import Alike, Done, buckets_of, by_triton, gpt2_small
+from thinwire.algorithms import Algorithm
+from thinwire.channel.transport import Message, Work
+from thinwire.kernels.triton import launcher
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+from thinwire.tensors import accelerators
+
+# The least of so many steps: what else the machine does only adds to it.
+STEPS, UNTIMED_STEPS = 20, 4
+LONGEST = 48  # of a matrix's sides: what is computed takes no time
+
+
+class Idle(Alike):
+    """A group whose messages take no time; nothing arrives."""
+
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        return Done()
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Thread time over that of `a_unit`, which is about a millisecond."""
+
+    hook: float  # of one bucket, on average
+    finish: float
+
+
+def tiny_buckets() -> list[tuple[ParameterSpec, ...]]:
+    """Return GPT-2 small's 13 buckets, with all their parameters and hardly an element."""
+    return [
+        tuple(
+            ParameterSpec.of(spec.name, torch.empty([min(size, LONGEST) for size in spec.shape]))
+            for spec in bucket
+        )
+        for bucket in buckets_of(gpt2_small())
+    ]
+
+
+def a_unit() -> None:
+    """Do what a step does: small operations of torch's, in about as much Python."""
+    tensor, kept = torch.zeros(8, 8), {}
+    for number in range(300):
+        kept[number, tensor.data_ptr()] = tensor.view(64)[:32]
+    torch.cat(list(kept.values()))
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    before = time.thread_time()
+    run()
+    return time.thread_time() - before
+
+
+def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
+    """Return what the hooks of a step's buckets take, and its end.
+
+    Args:
+        algorithm: Averages GPT-2 small, shrunk.
+        settings: Of `Settings`.
+    """
+    buckets = tiny_buckets()
+    flats = [torch.randn(sum(spec.numel for spec in bucket)) for bucket in buckets]
+    engine = Engine(algorithm, Idle(), settings=Settings(**{"host_check": False, **settings}))
+    units, hooks, ends = [], [], []
+    with (
+        by_triton(),
+        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(launcher, "launch", lambda *_, **__: None),
+    ):
+        lanes = engine.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
+        for _ in range(UNTIMED_STEPS + STEPS):
+            # What kernels would have written; else what is checked might not be finite.
+            for flat in flats:
+                flat.normal_()
+            units.append(seconds_of(a_unit))
+            step = engine.begin()
+            started = [
+                seconds_of(lambda lane=lane, flat=flat, step=step: step.start(lane, flat))  # type: ignore[misc]
+                for lane, flat in zip(lanes, flats, strict=True)
+            ]
+            hooks.append(sum(started) / len(started))
+            ends.append(seconds_of(step.finish))
+    unit = min(units)
+    return HostTime(*(min(each[UNTIMED_STEPS:]) / unit for each in (hooks, ends)))
