@@ -21,12 +21,13 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-bl
 
 TYPES = {
     **dict.fromkeys(["table", "bases", "starts", "lengths"], "*i64"),
-    **dict.fromkeys(["flat", "out", "lost", "levels", "rest", "error", "values", "sums", "counts"], "*fp32"),
+    **dict.fromkeys(["flat", "out", "lost", "levels", "rest", "loss_scale"], "*fp32"),
+    **dict.fromkeys(["error", "values", "sums", "counts"], "*fp32"),
     **dict.fromkeys(["message", "received", "sent"], "*u8"),
     **dict.fromkeys(["stride", "received_stride", "sent_stride", "share", "count", "members"], "i32"),
     **dict.fromkeys(["own", "until", "entries", "first_word", "first_scale"], "i32"),
     **dict.fromkeys(["keys", "owners", "tiles", "positions"], "*i32"),
-    "flags": "*i8", "is_healthy": "*i8", "less": "*fp64", "loss_scale": "*fp32",
+    "flags": "*i8", "is_healthy": "*i8", "less": "*fp64",
 }  # fmt: skip
 
 

@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 MEANS: dict[str, Any] = {"TERMS": 1, "LIMIT": 0.0}
-
 # Name, constants, warps, whether products and sums are fused; whether it reads gradients by 16 bytes.
 Kernel: TypeAlias = tuple[str, dict[str, Any], int, bool, bool]
 
