@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from gpu_ready.recorded import RecordedGraph
-from thinwire import PowerSGD, Quantize, TopK
+from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.kernels import dispatch
@@ -22,13 +23,14 @@ MEMBERS, STEPS = 2, 12
 SHAPES: list[dict[str, tuple[int, ...]]] = [
     {"first": (24, 16), "second": (24, 16), "bias": (24,)},
     {"third": (40, 12), "fourth": (12, 30)},
+    {"fifth": (30,)},  # nothing of this bucket is compressed
 ]
 
 
 @pytest.fixture(autouse=True)
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(dispatch, "backends", (replace(dispatch.TORCH, is_recordable=True),))
     monkeypatch.setattr(RecordedGraph, "num_replays", 0)
 
 
@@ -89,8 +91,6 @@ ALGORITHMS: dict[str, tuple[Algorithm, dict[str, Any]]] = {
     "16 bits on the wire": (PowerSGD(matrix_rank=2, wire_dtype="bf16"), {"host_check": False}),
     "no feedback": (PowerSGD(matrix_rank=2, error_feedback=False), {}),
     "4 bits": (Quantize(bits=4), {}),
-    "few entries": (TopK(chunk=100), {}),
-    "few entries, loss scale": (TopK(bits=16), {"loss_scale": ScaleThatGrows}),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def buckets() -> list[tuple[ParameterSpec, ...]]:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Let what is run on the CPU run on the streams of a device."""
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(dispatch, "backends", (replace(dispatch.TORCH, is_recordable=True),))
     monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
     with Device() as device:
         with device.on(NCCL):

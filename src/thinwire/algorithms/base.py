@@ -192,11 +192,12 @@ class BucketPlan(ABC):
         """Return whose kernels compute what all members must compute alike; none if all give the same."""
         return set()
 
-    def variant(self, memory: Memory) -> Hashable:
+    def variant(self, memory: Memory, device: torch.device) -> Hashable:
         """Return what the next exchange launches depends on, beside shapes; None if it is never the same.
 
         On accelerators the engine records what exchanges of the same variant launch, and launches it again.
-        To be recorded an exchange never waits for the device, and keeps no count of its own.
+        To be recorded an exchange never waits for the device, copies nothing from the host, and keeps no
+        count of its own.
         """
         return None
 

@@ -69,7 +69,7 @@ class UncompressedPlan(BucketPlan):
         """See `BucketPlan.exchange`: one round, of the flat gradient."""
         yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
 
-    def variant(self, memory: Memory) -> Hashable:
+    def variant(self, memory: Memory, device: torch.device) -> Hashable:
         """See `BucketPlan.variant`: nothing, once there is no residual."""
         return 0 if memory[ERROR].keys().isdisjoint(spec.name for spec in self.specs) else None
 
@@ -88,7 +88,11 @@ def exchange_uncompressed(
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
     # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
-    yield Commit(AllFinite((bucket.flat,)), writes=has_residual or always_checks)
+    is_healthy = yield Commit(
+        AllFinite((bucket.flat,)), writes=has_residual or always_checks, writes_where=not has_residual
+    )
+    if is_healthy is not None:
+        bucket.flat.masked_fill_(~is_healthy, torch.nan)
     if has_residual:
         keep_remainder(memory, names, sent, mean)
 

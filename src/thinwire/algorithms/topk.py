@@ -152,10 +152,13 @@ class TopKPlan(BucketPlan):
     config: TopK
     message: Message
 
-    def variant(self, memory: Memory) -> Hashable:
-        """See `BucketPlan.variant`: nothing, once all is in memory."""
+    def variant(self, memory: Memory, device: torch.device) -> Hashable:
+        """See `BucketPlan.variant`: nothing, once all is in memory, and kernels serve that read it."""
         known = memory[ERROR].keys() & memory[REDUCTION].keys()
-        return 0 if all(spec.name in known for spec in self.specs if spec.numel) else None
+        is_settled = all(spec.name in known for spec in self.specs if spec.numel)
+        passes = entry_kernels_for(torch.empty(0, dtype=self.specs[0].dtype, device=device)).passes
+        serves = passes is not None and passes.serves(self.message.layout_on(device))
+        return 0 if is_settled and serves else None
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """See `BucketPlan.exchange`: one round; none for a bucket without elements."""

@@ -323,7 +323,7 @@ class Replays:
             self._pays = any(route.is_compressed for plan in plans for route in plan.routes)
         if not (enabled and self._pays and can_record(device)):
             return Exchange(wire, name)
-        variant = tuple(plan.variant(memory) for plan in plans)
+        variant = tuple(plan.variant(memory, device) for plan in plans)
         if None in variant or variant in self._unfit:
             return Exchange(wire, name)
         tape = self.tapes.get(variant)
