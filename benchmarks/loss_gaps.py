@@ -20,6 +20,7 @@ import torch
 import bench_adamw
 import bench_known
 import bench_quality
+import bench_sizes
 from bench_adamw import METHODS, Averaging, WarmedUp
 from bench_known import GPT2Small, InProcess, LSTMBytes
 from pages import RESULTS_FOLDER, STUDENT_T
@@ -67,7 +68,7 @@ MULOCO_SIXTEEN_MEMBERS = {
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *of_known(), *published()]
+    found = [*of_adamw(), *of_quality_pages(), *of_known(), *of_sizes(), *published()]
     return sorted(
         found,
         key=lambda gap: (gap.is_published, gap.optimizer, gap.name, gap.members, gap.parameters, gap.source),
@@ -125,6 +126,25 @@ def of_known() -> Iterator[LossGap]:
                 code = str(PER_STEP[method]) if method in PER_STEP else code_of(LOCAL[method])
                 gaps = percents(by_seed, losses.get((EXACT, optimizer, steps), {}))
                 yield from measured(code, gaps, where | {"is_recurrent": name == bench_known.LSTM})
+
+
+def of_sizes() -> Iterator[LossGap]:
+    """Of `bench_sizes.py`: what the library has, of enough seeds."""
+    by_seed: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
+    for record in bench_sizes.records(bench_sizes.RECORDS):
+        run = record.run
+        if not run.is_tuning and run.times_rate == 1:
+            of_setting = by_seed.setdefault((run.model, run.steps, run.members), {})
+            of_setting.setdefault(run.method, {})[run.seed] = record.outcome.loss
+    for (model, steps, members), losses in by_seed.items():
+        with torch.device("meta"):
+            parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
+        where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
+        where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
+        for method in losses.keys() & bench_sizes.MAIN.keys() - {EXACT}:
+            gaps = percents(losses[method], losses.get(EXACT, {}))
+            if len(gaps) >= MIN_SEEDS:
+                yield from measured(str(bench_sizes.MAIN[method]), gaps, where)
 
 
 def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:

@@ -34,15 +34,15 @@ a slow link](adamw.md), [speed](speed.md)."""
 
 NOT_MEASURED = """## Not measured
 
-- **GPUs and NCCL.** All times are of processors and Gloo. Kernels for GPUs are tested for their results,
-  not timed here.
+- **Several GPUs, and NCCL between them.** One GPU was there for 14 minutes. All times over links are of
+  processors and Gloo.
 - **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
   of packets, no other traffic.
 - **Links of 10 Gbit/s that are full.** Two cores do not fill them: in rows of `10gbit` and `unshaped`,
   hosts of one machine passed on what their processors could.
-- **Large models.** The largest that is timed is a GPT of 10.9 M parameters; losses are of models up to
-  1.2 M, and of single seeds above: 10.9 M, and GPT-2 small at one learning rate. ResNets have their
-  arithmetic timed, not their accuracy.
+- **Large models.** The largest that is timed over a link is a GPT of 10.9 M parameters. Losses of several
+  seeds are of models up to 3 M, and of 85 M in a short run. ResNets have their arithmetic timed, not their
+  accuracy.
 - **Long runs.** 2 000 steps are the most.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
   rest."""
@@ -165,9 +165,12 @@ def text() -> str:
         INTRODUCTION,
         *adamw(),
         *known(),
+        *section("Few bits by the size of the model", "sizes"),
         *section("Loss by matrix rank", "quality"),
         *section("Time to the same loss", "time-to-loss", "steps-to-loss-adamw"),
         *section("Whole steps over a slow link", "network-*"),
+        *section("On a GPU", "gpu", "triton"),
+        *section("Models averaged beside torchft", "torchft"),
         *section("Sharded models over a slow link", "sharded-*"),
         *section("The arithmetic of a step", "codec*"),
         *advice(),

@@ -5,7 +5,8 @@
 #   scripts/first_gpu_session.sh                      # logs in build/gpu
 #   OUT=… PYTHON=… scripts/first_gpu_session.sh
 #
-# Beside each figure stands that of an H200 (torch 2.11, Triton 3.6, Python 3.12; 2026-11-26).
+# Beside each figure stands that of an H200 (torch 2.11, Triton 3.6, Python 3.12), from before steps were recorded and
+# kernels were tuned: today's should be smaller times and larger shares (benchmarks/results/2026-11-26-gpu.md).
 set -u
 cd "$(dirname "$0")/.."
 OUT=${OUT:-build/gpu} PYTHON=${PYTHON:-python3}
