@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from gpu_ready.recorded import RecordedGraph
-from thinwire import PowerSGD, Quantize
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Memory, Requests
+from thinwire.algorithms.exact import UncompressedPlan
 from thinwire.channel import InProcessTransport, run_members
+from thinwire.errors import StepError
 from thinwire.kernels import dispatch
-from thinwire.plan import ParameterSpec
+from thinwire.plan import ParameterSpec, Route
 from thinwire.sync import Engine, Settings, replay
 from thinwire.tensors import accelerators
 
@@ -130,6 +132,33 @@ def test_what_a_checkpoint_does_to_memory_is_seen(monkeypatch: pytest.MonkeyPatc
             engine.load_state_dict(copy.deepcopy(engine.state_dict()))
 
     assert compare("no host check", save_and_load, monkeypatch) >= MEMBERS * 2 * 4
+
+
+class Waiting(UncompressedPlan):
+    """Says that it can be recorded, and waits for the device."""
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        assert float(bucket.flat.abs().max()) >= 0
+        yield from super().exchange(bucket, memory)
+
+    def variant(self, memory: Memory, device: torch.device) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Impatient(AllReduce):
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
+        routes = [Route((spec.name,), spec.gradient_bytes, 1, is_compressed=True) for spec in specs]
+        return Waiting(tuple(specs), tuple(routes), None)
+
+
+def test_what_can_not_be_recorded_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "can_record", lambda device: True)
+    monkeypatch.setattr(replay, "cuda_graphs", lambda device: RecordedGraph)
+    with pytest.raises(StepError, match=r"CUDA graph .*replay\.enabled = False before"):
+        trained(Impatient(), {}, lambda engine, step: None)
+    monkeypatch.setattr(replay, "enabled", False)
+    assert len(trained(Impatient(), {}, lambda engine, step: None)) == MEMBERS
 
 
 def test_a_different_algorithm_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, Slot
 from thinwire.channel import Message, Transport, Work
-from thinwire.errors import CommunicationError, StepError
+from thinwire.errors import CommunicationError, StepError, ThinwireError
 from thinwire.kernels.device_tables import uploading_by
 from thinwire.sync.exchange import Exchange, Round, Task
 from thinwire.tensors.accelerators import sent_to
@@ -180,8 +180,17 @@ class Recorder(Exchange):
     @contextmanager
     def _computing(self) -> Iterator[None]:
         graph = self._new_graph()
-        with graph.recording(), uploading_by(graph.upload):
-            yield
+        try:
+            with graph.recording(), uploading_by(graph.upload):
+                yield
+        except RuntimeError as error:  # CUDA's
+            if isinstance(error, ThinwireError):
+                raise
+            why = str(error).partition("\n")[0]
+            raise StepError(
+                f"{self._name} could not be recorded as a CUDA graph ({why}); set "
+                "thinwire.sync.replay.enabled = False before training"
+            ) from error
         self.tape.sections.append(Section(graph, self._waits, []))
         self._waits = []
         graph.replay()
