@@ -198,6 +198,10 @@ class BucketPlan(ABC):
         On accelerators the engine records what exchanges of the same variant launch, and launches it again.
         To be recorded an exchange never waits for the device, copies nothing from the host, and keeps no
         count of its own.
+
+        Args:
+            memory: That of all buckets.
+            device: That of the gradients.
         """
         return None
 
