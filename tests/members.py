@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.algorithms import PowerSGD
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Work
+from thinwire.channel.transport import Message, Work
 from thinwire.errors import CommunicationError
 from thinwire.localsgd import LocalSGD
 from training import batch_of, flat, new_model, new_optimizer, train
@@ -115,9 +115,11 @@ def in_each_member(size: int | None = None) -> Callable[[Callable[..., None]], C
 class Failing(Wrapped):
     """Loses means."""
 
-    def mean(self, tensor: Tensor, purpose: str) -> Work:
-        tensor.fill_(torch.nan)
-        raise CommunicationError(f"{purpose}: lost")
+    def start(self, message: Message) -> Work:
+        if message.operation != "mean":
+            return super().start(message)
+        message.tensor.fill_(torch.nan)
+        raise CommunicationError(f"{message.purpose}: lost")
 
 
 def data_parallel(num_workers: int, num_steps: int, dtype: torch.dtype, first_worker: int = 0) -> Tensor:
