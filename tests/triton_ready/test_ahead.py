@@ -151,8 +151,7 @@ def check(kernels: list[Kernel], architecture: int) -> None:
     found = json.loads(run_apart("ahead.py", json.dumps([each[:4] for each in kernels]), str(architecture)))
     assert len(found) == len(kernels)
     for (kernel, constants, *_, reads_gradients), result in zip(kernels, found, strict=True):
-        # Versions of the compiler differ by a register or two, which they put aside once, outside of loops.
-        assert result["spilled"] <= 16, (kernel, constants, result)
+        assert result["spilled"] == 0, (kernel, constants, result)
         assert result["wide"] or not reads_gradients, (kernel, constants)
         # Codes of a word are a thread's.
         assert kernel.partition(".")[0] != "compiled_codes" or constants["BITS"] < 4 or not result["shared"]

@@ -192,11 +192,14 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     return results
 
 
+OF_FOUR_WARPS = {("gram", 32), ("gram_again", 2), ("gram_again", 16)}
+
+
 def basis_constants(kernel: str, rows: int) -> dict[str, object]:
     """Return the compile-time arguments of a kernel that makes bases, and options."""
     constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
     # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
-    constants["num_warps"] = 4 if kernel == "gram" or (kernel == "gram_again" and rows <= 2) else 8
+    constants["num_warps"] = 4 if (kernel, rows) in OF_FOUR_WARPS else 8
     return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
 
 
