@@ -64,7 +64,7 @@ MAIN: dict[str, Algorithm] = {
 METHODS = {**MAIN, **TRIED}
 
 
-# What is trained.
+# Models.
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def started(num_workers: int, side_by_side: int, *, captures: bool) -> tuple[Any
     """Start processes; return the queues of their tasks and results, and them."""
     context = get_context("spawn")
     tasks, results = context.Queue(), context.Queue()
-    # What was not taken is of no use when this process ends.
+    # Nobody needs the remaining tasks when this process ends.
     tasks.cancel_join_thread()
     workers = [
         context.Process(target=work, args=(tasks, results, side_by_side, captures), daemon=True)

@@ -32,7 +32,7 @@ from whole_steps import BATCH, COMPUTE_ONLY, Trainer
 EVERY_STEPS, HOSTS = 100, 2
 CONFIG = GPTConfig(layers=2, heads=2, width=64, context_length=64, vocabulary=25_000)
 KEPT = Kept("torchft")
-# What users of torchft have published of a model of this size, every 100 steps, over 64, 6.4, 3.2 and 0.64
+# Users of torchft have published these for a model of this size, every 100 steps, over 64, 6.4, 3.2 and 0.64
 # Mbit/s. By these shares their 100 steps took about 100 s. Ours take a twelfth, so our links are faster.
 PUBLISHED = {"750mbit": "1.0", "75mbit": "0.86", "37mbit": "0.73", "7.5mbit": "fails"}
 

@@ -179,7 +179,7 @@ class Training:
         for parameter, value in zip(self._parameters, self._values.split_with_sizes(sizes), strict=True):
             parameter.data = value.view_as(parameter)
         self._gradients = self._values.new_zeros(self.run.members, len(self._values))
-        # Of the optimizer: the mean, clipped.
+        # The optimizer reads it: the mean, clipped.
         self._gradient = self._values.grad = torch.zeros_like(self._values)
         self._exchange = Lockstep(self._algorithm, self._buckets, self.run.members)
 
@@ -258,7 +258,7 @@ class Training:
     def _capture(self) -> None:
         """Capture a step as a graph, and compare it with one that was not captured."""
         start = self._values.clone()
-        # What earlier trainings have left is given back neither during a capture nor to other processes.
+        # Torch gives the memory of earlier trainings back neither during a capture nor to other processes.
         free, total = torch.cuda.mem_get_info()
         if free < MIN_FREE_SHARE * total:
             torch.cuda.empty_cache()
@@ -363,7 +363,7 @@ def new_stream() -> torch.cuda.Stream | None:
     return FREE_STREAMS.pop() if FREE_STREAMS else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-# Of trainings that are over. Torch has 32, and would give two trainings the same one.
+# Trainings that are over have left them. Torch has 32, and would give two trainings the same one.
 FREE_STREAMS: list[torch.cuda.Stream] = []
 
 

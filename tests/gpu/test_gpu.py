@@ -291,7 +291,7 @@ def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_chec
     """Counted by CUDA itself, over NCCL with one process."""
     dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     try:
-        # By default low rank does without.
+        # Low rank does without it by default.
         waits = host_check is True or (host_check == "auto" and isinstance(algorithm, TopK))
         assert _synchronisations(algorithm, host_check) == int(waits)
     finally:

@@ -102,7 +102,7 @@ def host_time(algorithm: Algorithm, *, recorded: bool, **settings: Any) -> HostT
     ):
         lanes = engine.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
         for _ in range(UNTIMED_STEPS + STEPS):
-            # What kernels would have written; else what is checked might not be finite.
+            # Kernels would have written it; without that, what is checked might not be finite.
             for flat in flats:
                 flat.normal_()
             units.append(seconds_of(a_unit))

@@ -118,7 +118,7 @@ class Device(TorchDispatchMode):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (written if is_written else read).extend(tensors_in((value,)))
-        # What no kernel has written was made by the host; its memory is used again as well.
+        # The host made what no kernel has written; its memory is used again as well.
         for owner, tensors in ((self.stream, written), (None, read)):
             for storage in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
                 self._alive.setdefault(storage.data_ptr(), (_weak(storage), owner, name))

@@ -158,7 +158,7 @@ STEPS = {
     "Triton, 4 bits": Step(Quantize(bits=4), 40, 2.6, 0, by_triton=True),
     "Triton, 4 bits, 16-bit gradients": Step(Quantize(bits=4), 22, 3.2, 0, dtype=BF16, by_triton=True),
     "Triton, 4 bits, error feedback": Step(FEEDBACK, 70, 8.8, by_triton=True),
-    # Of each bucket one copy more: a key for each parameter.
+    # Each bucket takes one copy more: a key for each parameter.
     "Triton, 4 bits, stochastic": Step(STOCHASTIC, 53, 2.6, 0, by_triton=True),
     "machines, exact": Step(AllReduce(), 0, 0.0, 0, machines=True),
     "machines, bf16": Step(Cast("bf16"), 26, 1.51, 0, machines=True),

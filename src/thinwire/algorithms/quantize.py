@@ -159,7 +159,7 @@ class QuantizePlan(BucketPlan):
         dtype = self.specs[0].memory_dtype
         values = bucket.flat
         if keeps_residual:
-            # Not in 16 bits: what it adds to a gradient is often below its last bit.
+            # In 16 bits the sum would lose it: it is often below a gradient's last bit.
             values = values.to(dtype)
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
@@ -170,7 +170,7 @@ class QuantizePlan(BucketPlan):
         # bytes.
         kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
         own = blocks.own(bucket.rank)
-        # Those of the mean are seeded by parameter and place, not by member: all draw the same for a block.
+        # The mean's draws are seeded by parameter and place, not by member: all draw the same for a block.
         draws, of_mean = self._draws(memory, bucket)
         sent = kernels.encoded(values, blocks, codebook, draws)
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)

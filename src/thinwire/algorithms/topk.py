@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import chunks_of
+from thinwire.tensors.layout import as_one
 
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
@@ -202,12 +202,12 @@ class TopKPlan(BucketPlan):
     ) -> Requests:
         """Exchange by kernels that read the gradients and residuals themselves."""
         names, sizes = [spec.name for spec in self.specs], [spec.numel for spec in self.specs]
-        error = as_one(names, memory[ERROR], sizes, torch.float32, bucket.flat.device)
+        error = _joined(names, memory[ERROR], sizes, bucket.flat.new_empty(0, dtype=torch.float32))
         wanted = Wanted(bucket.flat, error, self.config.error_decay, bucket.loss_scale)
         sent = passes.decoded((yield AllGather(passes.encoded(wanted, layout))), layout)
         is_healthy = yield Commit(AllFinite((sent[1],)), writes_where=True)
         counts = [-(-size // self.config.chunk) for size in sizes]
-        less = as_one(names, memory[REDUCTION], counts, torch.float64, bucket.flat.device)
+        less = _joined(names, memory[REDUCTION], counts, error.new_empty(0, dtype=torch.float64))
         merging = Merging(wanted, bucket.rank, self.config.merge == "senders", less, is_healthy)
         passes.merge(merging, sent, layout)
         memory[ERROR].update(zip(names, error.split_with_sizes(sizes), strict=True))
@@ -279,33 +279,17 @@ class TopKPlan(BucketPlan):
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)
 
 
-def as_one(
-    names: Sequence[str],
-    kept: Mapping[str, torch.Tensor],
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+def _joined(
+    names: Sequence[str], kept: Mapping[str, torch.Tensor], sizes: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return what is kept as one tensor: what it was split from, or a copy with zeros for what is not."""
+    """Return what is kept as one tensor, with zeros for what is not: mostly it lies so already."""
     parts = [kept.get(name) for name in names]
-    whole = None if parts[0] is None else parts[0]._base
-    ends = accumulate(sizes, initial=0)
-    # Loaded states, and what a different bucket has left, lie apart.
-    if (
-        whole is not None
-        and len(whole) == sum(sizes)
-        and all(
-            part is not None and part._base is whole and part.storage_offset() == end
-            for part, end in zip(parts, ends, strict=False)
-        )
-    ):
-        return whole
-    whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
-    places = zip(whole.split_with_sizes(list(sizes)), parts, strict=True)
-    known = [(place, part) for place, part in places if part is not None and part.shape == place.shape]
-    if known:
-        torch._foreach_copy_([place for place, _ in known], [part for _, part in known])
-    return whole
+    # A different bucket may have left it in a different shape.
+    fit = [part is not None and len(part) == size for part, size in zip(parts, sizes, strict=True)]
+    rooms = () if all(fit) else like.new_zeros(sum(sizes)).split_with_sizes(list(sizes))
+    return as_one(
+        [rooms[number] if part is None or not fit[number] else part for number, part in enumerate(parts)]
+    )
 
 
 # Levels: few bits for the entries that are sent of a chunk.
@@ -358,7 +342,7 @@ def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Ten
     highest_code = (1 << bits - 1) - 1
     step = highest - lowest
     if highest_code > 1:
-        # By a tensor: CUDA would not divide by a number of the host's, but multiply by one over it, rounded.
+        # A tensor: CUDA would not divide by a number of the host's, but multiply by one over it, rounded.
         step /= step.new_full((), highest_code)
     return lowest, step, highest_code
 

@@ -137,8 +137,8 @@ class SentEntries(NamedTuple):
 class EntryLayout(NamedTuple):
     """Where the chunks of a bucket lie, and what is sent of them lies in a message."""
 
-    # Of each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before, entries,
-    # elements, entries before, and its number in the order of the bucket.
+    # It has for each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before,
+    # entries, elements, entries before, and its number in the order of the bucket.
     table: torch.Tensor
     chunks: int
     entries: int

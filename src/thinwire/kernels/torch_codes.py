@@ -94,7 +94,7 @@ def keeping(remainder: Remainder, decode: Decode) -> Callable[[Keeping], torch.T
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
         rest = remainder(values, sent, blocks, codebook)
         _add_lost(rest, blocks, lost, own)
-        # Where the numbers are: no one reads them any more.
+        # The mean may overwrite the numbers: no one reads them any more.
         decode(coded, blocks, codebook, values)
         if values is not flat:
             round_into(flat, values, rest, None)

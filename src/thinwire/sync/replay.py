@@ -71,7 +71,7 @@ class CudaGraph:
 
     def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
         """As `Graph.upload`: filled behind the recording, which must contain no copy from the host."""
-        # Not from the graph's memory, where it could lie on the scratch of the graph's earlier launches.
+        # In the graph's memory it could lie on the scratch of the graph's earlier launches.
         with torch.cuda.stream(self._outside):
             self._tables.append((torch.empty_like(made, device=device), made))
         return self._tables[-1][0]
@@ -328,7 +328,7 @@ class Replays:
         """Return what drives a step of buckets of these plans."""
         if plans is not self._plans:
             self._forget(plans)
-            # Of what travels uncompressed next to nothing is launched.
+            # Next to nothing is launched for what travels uncompressed.
             self._pays = any(route.is_compressed for plan in plans for route in plan.routes)
         if not (enabled and self._pays and can_record(device)):
             return Exchange(wire, name)

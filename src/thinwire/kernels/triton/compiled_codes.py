@@ -182,8 +182,8 @@ def _nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.
         places = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
         places += (units > middle).to(tl.uint32)
     else:
-        # By magnitude, since levels are symmetric: in bits, to which one is added below zero. So a negative
-        # number in the middle, too, goes down, which is up by magnitude.
+        # Levels are symmetric, so it is found by magnitude: in bits, to which one is added below zero. So a
+        # negative number in the middle, too, goes down, which is up by magnitude.
         bits = units.to(tl.int32, bitcast=True)
         size = (bits & 0x7FFFFFFF) - (bits >> 31)
         places = tl.full(units.shape, LEVELS // 2, tl.uint32)
@@ -302,7 +302,7 @@ def _code(
         places = _drawn(units, uniform, levels, BITS, LEVELS, CUBIC)
     else:
         places = _nearest(units, levels, BITS, LEVELS, CUBIC)
-    # Those that only fill up the last member's row, too: it is sent.
+    # Blocks that only fill up the last member's row count, too: it is sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
     _write_codes(places, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
@@ -324,12 +324,18 @@ def _decoded(
 
 
 @triton.jit
-def _blocks(share, tiles, count, r, ROWS: tl.constexpr):
-    """Return whose blocks a program has, the first one's number among them and among all, which there are."""
+def _blocks(share, tiles, count, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return which blocks a program has.
+
+    They are of a member; then come the first one's number among its and among all, which of them there are,
+    and of each column its block, its place, and the elements in it.
+    """
+    r, column = _columns(OUTER, ROWS, INNER)
     member = tl.program_id(0) // tiles
     start = (tl.program_id(0) - member * tiles) * ROWS
     first = member * share + start
-    return member, start, first, (start + r < share) & (first + r < count)
+    rows = (start + r < share) & (first + r < count)
+    return member, start, first, rows, r, column, _inside(column)
 
 
 @triton.jit
@@ -379,9 +385,7 @@ def encode(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Code blocks of a flat tensor."""
-    r, column = _columns(OUTER, ROWS, INNER)
-    inside = _inside(column)
-    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     real, length = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     if ALIGNED:
         x = tl.load(_at(flat, starts, first, r, rows, inside, BLOCK, ALIGNED), real, other=0.0)
@@ -448,9 +452,7 @@ def decode(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write what blocks stand for."""
-    r, column = _columns(OUTER, ROWS, INNER)
-    inside = _inside(column)
-    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     row = message + member.to(tl.int64) * stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
@@ -465,9 +467,7 @@ def decode_and_keep(
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Write what blocks stand for, and what of the numbers was not sent, was lost, or does not fit."""
-    r, column = _columns(OUTER, ROWS, INNER)
-    inside = _inside(column)
-    member, start, first, rows = _blocks(share, tiles, count, r, ROWS)
+    member, start, first, rows, r, column, inside = _blocks(share, tiles, count, OUTER, ROWS, INNER)
     real, _ = _real(lengths, first, r, rows, inside, BLOCK, ALIGNED)
     row = sent + member.to(tl.int64) * sent_stride
     values = _decoded(row, levels, share, start, r, column, rows, None, CUBIC, LEVELS, BITS, BLOCK)

@@ -115,7 +115,7 @@ def _set_bits(words, bit, number, mask, WIDTH: tl.constexpr):
     at, shift = words + (bit >> 5), (bit & 31).to(tl.int32)
     tl.atomic_or(at, number << shift, mask, sem="relaxed")
     if WIDTH > 1:
-        # What goes beyond the word; shifted in two steps, as 32 bits are not shifted by 32.
+        # The rest goes beyond the word; it is shifted in two steps, as 32 bits are not shifted by 32.
         tl.atomic_or(at + 1, (number >> 1) >> (31 - shift), mask & (shift + WIDTH > 32), sem="relaxed")
 
 
@@ -125,7 +125,7 @@ def _two_means(sizes, peak, kept, inside):
     PARTS: tl.constexpr = 70368744177664.0
     unit = tl.where(peak == 0, 1.0, peak)
     one = tl.full(sizes.shape, 1.0, tl.float32)
-    # What is behind the end goes behind all shares, which are at most one.
+    # Elements behind the end go behind all shares, which are at most one.
     ordered = tl.sort(tl.where(inside, tl.div_rn(sizes, one * unit[:, None]), 2.0), dim=1)
     k = tl.arange(0, sizes.shape[1])[None, :]
     parts = tl.where(k < kept[:, None], ordered * PARTS, 0.0).to(tl.int64)
