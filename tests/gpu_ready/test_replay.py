@@ -66,7 +66,9 @@ def trained(
             engine.average(list(zip(buckets(), flats, strict=True)))
             means.append(torch.cat(flats))
             between(engine, step)
-        return means, copy.deepcopy(engine.state_dict()) | {"nonfinite": engine.stats().nonfinite_steps}
+        stats = engine.stats()
+        counts = {"nonfinite": stats.nonfinite_steps, "ratio": stats.compression_ratio}
+        return means, copy.deepcopy(engine.state_dict()) | counts
 
     return run_members(MEMBERS, member)
 
@@ -115,6 +117,7 @@ def compare(name: str, between: Between, monkeypatch: pytest.MonkeyPatch, *, mov
     monkeypatch.setattr(replay, "cuda_graphs", lambda device: RecordedGraph)
     recorded = trained(algorithm, settings, between, moves=moves)
     assert len(plain) == len(recorded) == MEMBERS
+    assert all(state["ratio"] > 1.5 for _, state in recorded)
     assert equal(plain, recorded)
     return RecordedGraph.num_replays
 
