@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -13,7 +15,7 @@ from torch.futures import Future
 
 from channel.every_collective import check_every_collective, tensor_of
 from pool import in_each_process
-from thinwire.channel import ProcessGroupTransport, checked_group, process_group
+from thinwire.channel import ProcessGroupTransport, checked_group, direct, process_group
 from thinwire.channel.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -35,7 +37,8 @@ def test_between_two_messages_go_directly() -> None:
     """And carry what Gloo's own collectives do, to the bit."""
     transport, indirect = ProcessGroupTransport(), ProcessGroupTransport()
     indirect.directly = False
-    check_every_collective(indirect)
+    for each in (transport, indirect):
+        check_every_collective(each)
     assert transport.backend_for(torch.device("cpu")) == "gloo"
     transport.group = group = Mock(wraps=transport.group)
     own, rows = torch.full((9,), transport.rank), torch.empty(2, 9, dtype=torch.int64)
@@ -55,9 +58,51 @@ def test_between_two_messages_go_directly() -> None:
         assert not collective.called
 
 
+@in_each_process(2)
+def test_messages_are_asked_for_before_they_are_sent() -> None:
+    """So a message takes one way, not a round trip; of a long one the head."""
+    with patch.object(direct, "HEAD_BYTES", 16):
+        transport = ProcessGroupTransport(dist.new_group())
+        check_every_collective(transport)
+    transport.group = group = Mock(wraps=transport.group)
+    for numel, calls in ((8, "recv send"), (9, "recv recv send send")):
+        group.reset_mock()
+        own, rows = torch.full((numel,), transport.rank + 0.5, dtype=torch.float16), torch.zeros(2, numel)
+        transport.all_gather(gathered := rows.half(), own, "a gather").wait()
+        assert gathered.sum(1).tolist() == [0.5 * numel, 1.5 * numel]
+        assert [name for name, *_ in group.method_calls if name != "getBackendName"] == calls.split()
+    asked = [call.args[0][0] for call in group.recv.call_args_list]
+    assert [len(each) for each in asked] == [direct.LENGTH_BYTES + 16, 2]
+
+
+@in_each_process(2)
+def test_a_message_of_a_different_length_is_refused() -> None:
+    transport = ProcessGroupTransport(dist.new_group())
+    lengths = [4, 12]
+    rows = torch.empty(2, lengths[transport.rank], dtype=torch.uint8)
+    words = (
+        f"a gather: .* failed: expected a message of {lengths.pop(transport.rank)} bytes, got {lengths[0]}"
+    )
+    with pytest.raises(CommunicationError, match=words):
+        transport.all_gather(rows, rows[0].clone(), "a gather").wait()
+
+
+@in_each_process(2)
+def test_what_was_asked_ahead_does_not_outlive_the_group() -> None:
+    transport = ProcessGroupTransport(dist.new_group())
+    check_every_collective(transport)
+    group = weakref.ref(transport.group)
+    dist.barrier()
+    dist.destroy_process_group(transport.group)
+    del transport
+    gc.collect()
+    assert group() is None
+
+
 @in_each_process(4)
 def test_among_four_short_gathers_go_directly() -> None:
     transport, rows = ProcessGroupTransport(), torch.empty(4, 1)
+    check_every_collective(transport)
     assert transport.backend_for(rows.device) == "gloo"
     transport.group = group = Mock(wraps=transport.group)
     for most, calls in ((4, (3, 0)), (3, (3, 1))):

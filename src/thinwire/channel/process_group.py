@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
+from thinwire.channel.direct import ASKED_AHEAD, Direct, Post
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
@@ -38,18 +38,12 @@ WHY_IN_A_CHANGING_GROUP = (
     "averaging off because one of its messages failed"
 )
 
-# Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
-# a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one. Of
-# more than two members, long messages go by Gloo's ring, which was not slower.
+# Of more than two members, long messages go by Gloo's ring, which was not slower than directly.
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_BYTES = 1 << 22
-# Messages of one tag match in the order in which they are sent; no one else's have these tags. Gloo chooses
-# by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
-NUM_TAGS = 8
-TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D08, "all_to_all": 0x7D10}
-# Message numbers belong to the group, as Gloo's collectives do: members may use several transports of it.
-_NUMBERS: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+# Belongs to the group, as what Gloo's collectives count by does: members may use several transports of it.
+_POSTS: WeakKeyDictionary[Any, Post] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
 
 # Kinds of device that have no way here, and why: of others a message or a kernel says so by itself.
@@ -70,7 +64,7 @@ class GroupTransport(Transport):
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._numbers: Iterator[int] = count()  # of messages: a changed group begins again
+        self._post = Post(rank, size)  # a changed group begins again
 
     def backend_for(self, device: torch.device) -> str:
         """Return the name of the backend that carries a device's tensors."""
@@ -137,12 +131,7 @@ class GroupTransport(Transport):
         finish: Callable[[], object] = lambda: None,
     ) -> Works:
         """Send a row to each of the other members, and receive the rows of bytes that they send."""
-        tag = TAGS[collective] + next(self._numbers) % NUM_TAGS
-        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        # All are asked for before anything is sent, or the question would wait behind what this member sends.
-        works = [self.group.recv([received[each]], each, tag) for each in others]
-        works += [self.group.send([sent[each]], each, tag) for each in others]
-        return [Direct(works, finish)]
+        return [self._post.exchange(self.group, collective, received, sent, finish)]
 
     def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
         if self.size != 2 or not self._goes_directly(tensor) or tensor.nbytes > MAX_DIRECT_SUM_BYTES:
@@ -188,7 +177,7 @@ class ProcessGroupTransport(GroupTransport):
             raise AttachError(f"gradients on {device} can't be averaged: {NOT_SERVED[device.type]}")
         checked = checked_group(group)
         super().__init__(checked, checked.rank(), checked.size())
-        self._numbers = _NUMBERS.setdefault(checked, count())
+        self._post = _POSTS.setdefault(checked, Post(self.rank, self.size, ASKED_AHEAD))
         self.gradient_device = device
 
     @property
@@ -291,22 +280,6 @@ class ProcessGroupTransport(GroupTransport):
         if message.device.type != "cpu":  # there it has only been queued so far
             torch.accelerator.synchronize(message.device)
         return (time.perf_counter() - start) / 2
-
-
-class Direct:
-    """Messages from each member to each other one, as one `dist.Work`; `finish` makes the result of them."""
-
-    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], object]) -> None:
-        self._works, self._finish = works, finish
-
-    def wait(self) -> None:
-        """As `dist.Work.wait`."""
-        # Taken out first: waiting for one of Gloo's again would never end.
-        works, self._works = self._works, ()
-        for each in works:
-            each.wait()
-        if works:
-            self._finish()
 
 
 class ProcessGroupWork(NamedTuple):
