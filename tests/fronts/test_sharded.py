@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ from pool import are_alike, in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
+from thinwire.channel.process_group import GroupTransport
+from thinwire.checkpoint import load, merge, save
 from thinwire.fronts.attach import attach
 from training import error_of
 
@@ -304,6 +307,35 @@ def test_other_numbers_of_shards_and_replicas_owe_the_same(replicas: int) -> Non
         missing.append(distance({name: total[name] + sums[name] for name in truth}, truth))
     assert max(error.norm().item() for _, error in saved["error"]) > 0
     assert max(missing) <= 1e-6
+
+
+@in_each_process(4)
+def test_each_process_saves_its_shards_without_a_message(tmp_path: Path) -> None:
+    """On the same layout they go on to the bit; merged, they are the state of the whole model."""
+    model, sync = attached(POWER, wide())
+    train(model, range(2))
+    file = tmp_path / f"{dist.get_rank()}.pt"
+    with patch.object(GroupTransport, "start", side_effect=AssertionError("a message")):
+        save(sync.local_state_dict(), file)
+    again, its = attached(POWER, wide(seed=6))
+    again.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
+    its.load_state_dict(load(file))
+    dist.barrier()
+    merged = merge(map(load, sorted(tmp_path.iterdir())))
+    for each in (model, again):
+        train(each, range(2, 3))
+    assert torch.equal(flat(model), flat(again))
+    assert sync.state_dict()["checksum"] == its.state_dict()["checksum"]
+
+    model, sync = attached(POWER, wide())
+    train(model, range(2))
+    expected, other = sync.state_dict(), attach(DistributedDataParallel(wide()), POWER)
+    other.load_state_dict(merged)
+    assert merged["parameters"] == expected["parameters"]
+    assert [label for label, _ in merged["factor"]] == [label for label, _ in expected["factor"]]
+    for state in (merged, other.state_dict()):
+        for (name, error), (_, mean) in zip(state["error"], expected["error"], strict=True):
+            torch.testing.assert_close(error, mean, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("in_shards", [False, True])

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 TIMES = ("step_seconds", "low_seconds", "high_seconds")
 ROUND_TRIPS = (0, 5, 20, 80)
-ROUND_TRIPS_OF_A_MESSAGE = 1
+ROUND_TRIPS_OF_A_MESSAGE = 0.5
 PROC_STAT = Path("/proc/stat")
 SHARDED = "thinwire.advice.sharded"  # it knows of DTensors, which take seconds to import
 

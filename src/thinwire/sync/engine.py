@@ -380,7 +380,13 @@ class Engine(Lanes):
             self.load(self.check_state_dict(state, strict=strict))
             return
         places = 1 if self.places is None else self.places.inside.size
-        own = own_state(state, self.transport.rank, self.transport.size, places)
+        self.load_local(state, self.transport.rank, self.transport.size, places, strict=strict)
+
+    def load_local(
+        self, state: Mapping[str, Any], member: int, members: int, places: int, *, strict: bool = True
+    ) -> None:
+        """Go on from what a process has saved for itself, if it is this one."""
+        own = own_state(state, member, members, places)
         loaded = self.check_state_dict(own, strict=strict)
         # All members compare what is the same in their files.
         self.load(loaded._replace(checksum=state["common"]))

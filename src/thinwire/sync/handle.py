@@ -107,13 +107,14 @@ class GradientSync:
         out alike, each loads its own by `load_state_dict`, and goes on to the bit. On any other number, load
         `thinwire.checkpoint.merge` of all of them on every process: the mean residual is kept.
 
+        Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
+
         Cost: a copy of what is remembered to the CPU, and its checksum. On machines of several processes
         each state has zeros for the parts that other processes of the machine remember.
 
         Raises:
             StepError: A step is under way.
-            StateError: The model is sharded (use `distributed_state`); or a state was loaded on machines of
-                several processes, and there was no step since.
+            StateError: A state was loaded on machines of several processes, and there was no step since.
         """
         return self._engine.local_state_dict()
 

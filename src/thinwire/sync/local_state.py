@@ -8,15 +8,18 @@ from typing import Any
 import torch
 
 from thinwire.errors import StateError
+from thinwire.plan import SHARD_MARK
 from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
+from thinwire.tensors.layout import shard_of
 
 KEYS = {"own", "member", "members", "place", "places", "differing", "common", "checksum"}
+CUTS = "cuts"  # of a sharded model: whole shapes, and along which dimension each is cut, by name
 NUMBERS = ("member", "members", "place", "places")
 
 
 def is_local(state: object) -> bool:
     """Return whether `local_state_dict` has made a state, by its keys."""
-    return isinstance(state, Mapping) and state.keys() == KEYS
+    return isinstance(state, Mapping) and state.keys() - {CUTS} == KEYS
 
 
 def checked_local(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -25,6 +28,7 @@ def checked_local(state: Mapping[str, Any]) -> Mapping[str, Any]:
     check_undamaged(state)
     differing = state["differing"]
     is_fine = all(type(state[name]) is int and state[name] >= 0 for name in NUMBERS)
+    is_fine &= isinstance(state.get(CUTS, ()), list | tuple)
     is_fine &= isinstance(differing, list | tuple) and all(isinstance(name, str) for name in differing)
     if not (is_fine and isinstance(state["own"], Mapping) and isinstance(state["common"], str)):
         raise StateError("expected a state made by local_state_dict(), got other values; load an earlier one")
@@ -70,25 +74,37 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 "the states are not of one step of one run; merge those that were saved together"
             )
         found.add(state["member"])
+        cuts, place, places = dict(state.get(CUTS, ())), state["place"], state["places"]
         for slot, (is_local_slot, is_elementwise) in own["slots"]:
             of_slot = merged.setdefault(slot, {})
             for label, tensor in own[slot]:
                 dtypes.setdefault(slot, {})[label] = tensor.dtype
                 if not is_elementwise:
-                    of_slot.setdefault(label, tensor)
+                    of_slot.setdefault(of_shard(label, place, places) if cuts else label, tensor)
                     continue
-                # Each process of a machine has its part, and zeros; machines average.
-                machines = state["members"] // state["places"] if is_local_slot else 1
-                if is_local_slot or state["member"] // state["places"] == 0:
-                    share = tensor.double() / machines
-                    of_slot[label] = of_slot[label] + share if label in of_slot else share
+                # Each process of a machine has its part, and zeros; machines average. So do replicas, of
+                # which each process has a shard, or all of what is not cut.
+                shape, dim = cuts.get(label, (tensor.shape, None))
+                whole = of_slot.setdefault(label, torch.zeros(tuple(shape), dtype=torch.float64))
+                is_other = cuts and dim is None and place > 0
+                if (is_local_slot or state["member"] // places == 0) and not is_other:
+                    share = tensor.double() / (state["members"] // places if is_local_slot else 1)
+                    (whole if dim is None else shard_of(whole, dim, place, places)).add_(share)
     if first is None or found != set(range(first["members"])):
         there = ", ".join(map(str, sorted(found))) or "none"
         raise StateError(
             f"expected the states of all processes, of {first['members'] if first else 'any'}, got {there}"
         )
     slots = {
-        slot: tuple((label, tensors[label].to(dtypes[slot][label])) for label in sorted(tensors))
+        slot: tuple(
+            (label, each.to(dtypes[slot].get(label, each.dtype))) for label, each in sorted(tensors.items())
+        )
         for slot, tensors in merged.items()
     }
-    return with_checksum({**first["own"], **slots})
+    shapes = tuple((name, tuple(shape)) for name, (shape, _) in first.get(CUTS, ()))
+    return with_checksum({**first["own"], "parameters": shapes or first["own"]["parameters"], **slots})
+
+
+def of_shard(label: str, shard: int, num_shards: int) -> str:
+    """Return what a label is called in the state of a whole model, if it belongs to a shard alone."""
+    return f"{label}{SHARD_MARK}{shard} of {num_shards}"

@@ -37,3 +37,12 @@ def held_of(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     # A DTensor is not told by its type: that takes seconds to import.
     return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def shard_of(tensor: torch.Tensor, dim: int, shard: int, num_shards: int) -> torch.Tensor:
+    """Return a shard of a whole tensor, as a view; it may be empty."""
+    # As DTensor cuts: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
+    size = tensor.shape[dim]
+    rows = -(-size // num_shards)
+    start = min(shard * rows, size)
+    return tensor.narrow(dim, start, min(rows, size - start))

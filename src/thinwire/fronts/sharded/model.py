@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from thinwire.channel import alone, checked_group
 from thinwire.errors import AttachError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
+from thinwire.tensors.layout import shard_of
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,11 +57,7 @@ class Piece(NamedTuple):
         """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty."""
         if self.dim is None:
             return lambda tensor: tensor
-        # As DTensor cuts: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
-        dim, size = self.dim, self.shape[self.dim]
-        rows = -(-size // num_shards)
-        start = min(shard * rows, size)
-        return lambda tensor: tensor.narrow(dim, start, min(rows, size - start))
+        return partial(shard_of, dim=self.dim, shard=shard, num_shards=num_shards)
 
 
 class ShardedModel:

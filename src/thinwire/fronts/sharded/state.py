@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport
 from thinwire.channel.agreement import alike_on_all_shards
-from thinwire.errors import StateError
 from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_finite, with_checksum
+from thinwire.sync.local_state import CUTS, is_local, of_shard
 from thinwire.sync.state import LoadedState, tensors_of_all
 
 
@@ -51,10 +51,23 @@ class ShardedSync(GradientSync):
         return _whole_state(self.own_state(), self.pieces, self.shards)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.local_state_dict`, which is not for sharded models."""
-        raise StateError(
-            "the model is sharded: save distributed_state() by torch.distributed.checkpoint, where each "
-            "process writes its shards, or state_dict()"
+        """As `GradientSync.local_state_dict`: of this process's shards."""
+        state, shards = self._engine.local_state_dict(), self.shards
+        if shards.size == 1:
+            return state
+        cuts = tuple(sorted((name, (piece.shape, piece.dim)) for name, piece in self.pieces.items()))
+        # What processes of all shards have in common; factors and the shapes of shards differ.
+        common = {key: state["own"][key] for key in ("algorithm", "step", "skipped_steps")}
+        return with_checksum(
+            {
+                **state,
+                "member": state["member"] * shards.size + shards.rank,
+                "members": state["members"] * shards.size,
+                "place": shards.rank,
+                "places": shards.size,
+                "common": with_checksum({**common, CUTS: cuts})["checksum"],
+                CUTS: cuts,
+            }
         )
 
     def own_state(self) -> dict[str, Any]:
@@ -64,7 +77,12 @@ class ShardedSync(GradientSync):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
-        self._engine.load(self.own_part(state, strict=strict))
+        if not is_local(state):
+            self._engine.load(self.own_part(state, strict=strict))
+            return
+        replicas, shards = self._engine.transport, self.shards
+        member, members = replicas.rank * shards.size + shards.rank, replicas.size * shards.size
+        self._engine.load_local(state, member, members, shards.size, strict=strict)
 
     def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """Check a state of the whole model, and return what it has for this shard."""
@@ -124,7 +142,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
     whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
     for shard, (slot, label, tensor) in tensors_of_all(own, is_elementwise, shards):
         if not is_elementwise[slot]:
-            whole[slot][_marked(label, shard, shards.size)] = tensor
+            whole[slot][of_shard(label, shard, shards.size)] = tensor
             continue
         # A shard of which nothing is remembered has zeros there.
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
@@ -148,7 +166,7 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
     shapes = dict(loaded.shapes)
     for name, piece in pieces.items():
         shapes[name] = tuple(cut[name](torch.empty(piece.shape, device="meta")).shape)
-    mark = _marked("", shards.rank, shards.size)
+    mark = of_shard("", shards.rank, shards.size)
     slots: dict[Slot, dict[str, torch.Tensor]] = {}
     for slot, tensors in loaded.slots.items():
         # Copies: views would keep the whole model's in memory.
@@ -162,7 +180,3 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
                 slot.check(label, tensor, shapes)
         slots[slot] = {k: each for k, each in tensors.items() if SHARD_MARK not in k} | of_this
     return loaded._replace(shapes=shapes, slots=slots)
-
-
-def _marked(label: str, shard: int, num_shards: int) -> str:
-    return f"{label}{SHARD_MARK}{shard} of {num_shards}"
