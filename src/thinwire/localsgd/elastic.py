@@ -141,11 +141,11 @@ class LocalSGD(ModelAverager, Member):
 
     def _begin(self) -> None:
         # The learning rate that goes by the number of members is chosen at every averaging.
-        self._fragments, self._outer = self._divided(self._model.tensors(), 1, self._algorithm)
+        self._model.divide(self._model.tensors(), self._schedule, self._make_outer, 1, self._algorithm)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        warn_of_momentum(self._outer, self._algorithm, stacklevel=3)
+        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=3)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
@@ -235,7 +235,7 @@ class LocalSGD(ModelAverager, Member):
             "streaming": str(self._schedule.streaming),
             "warmup": str(self._schedule.warmup),
             "weigh_by": self._group.weigh_by,
-            "outer optimizer": described_outer(self._outer),
+            "outer optimizer": described_outer(self.outer),
         }
 
     def _held(self) -> dict[str, torch.Tensor]:
@@ -274,13 +274,13 @@ class LocalSGD(ModelAverager, Member):
                 )
             return
         is_exact = self._is_warm_up(step)
-        if self._outer is not None and isinstance(self._make_outer, Nesterov):
-            for group in self._outer.param_groups:
+        if self.outer is not None and isinstance(self._make_outer, Nesterov):
+            for group in self.outer.param_groups:
                 group["lr"] = nesterov_lr(self._make_outer, num_members, self._engine.algorithm)
         made = self._pending_steps - self._sent_steps  # while it was in flight
         weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
         for fragment, means in flight.changes.items():
-            fragment.move(means, None if is_exact else self._outer, weight)
+            fragment.move(means, None if is_exact else self.outer, weight)
         for place, work in self._sent_work.items():
             self._work[place] -= work
         self._steps, self._pending_steps = step + made, made

@@ -21,8 +21,7 @@ from thinwire.channel.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
 from thinwire.localsgd.core import ModelAverager
-from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
+from thinwire.localsgd.fragment import Averaged, fragments_of
 from thinwire.localsgd.loop import check_ddp
 from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
@@ -154,39 +153,35 @@ class LocalSGD(ModelAverager, Joinable):
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
-        if self._averagings.fragments:
+        if self._model.entered:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
-        loaded, group = self._loaded, self._engine.transport
-        replica, averaged = self._model.replica, self._model.tensors()
+        loaded, group, model = self._loaded, self._engine.transport, self._model
+        averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
         self._check_models(averaged)
-        algorithm = self._engine.algorithm
-        fragments, outer = self._divided(averaged, self._averagings.num_members, algorithm)
+        algorithm, num_members = self._engine.algorithm, self._averagings.num_members
+        model.divide(averaged, self._schedule, self._make_outer, num_members, algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        self._agree_on(self._described(outer))
-        flights: list[Flight[Fragment]] = []
+        self._agree_on(self._described())
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
             copy_from(group.rank == 0, map(held_of, tensors), group)
-            for fragment in fragments:
+            for fragment in model.fragments:
                 fragment.take()
         else:
-            flights = go_on_from(loaded, fragments, outer, replica)
-        warn_of_momentum(outer, algorithm, stacklevel=2)
+            self._averagings.flights = go_on_from(loaded, model)
+        warn_of_momentum(model.outer, algorithm, stacklevel=2)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
-        self._averagings.fragments = self._fragments = fragments
-        self._averagings.outer = self._outer = outer
-        self._averagings.flights = flights
-        self._model.enter(averaged)
+        model.enter(averaged)
         self._loaded, self._is_inside = None, True
         self._averagings.end_warmup()
         return self
@@ -221,7 +216,7 @@ class LocalSGD(ModelAverager, Joinable):
             replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
         )
 
-    def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
+    def _described(self) -> dict[str, str]:
         """Return what must be the same on all processes, by subject."""
         schedule = self._schedule
         described = {
@@ -230,7 +225,7 @@ class LocalSGD(ModelAverager, Joinable):
             "algorithm of the warm-up": self._averagings.warmup.algorithm,
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(outer),
+            "outer optimizer": described_outer(self._model.outer),
             LOADED: self._loaded is not None and self._loaded.checksum,
         }
         return {subject: str(value) for subject, value in described.items()}
@@ -278,7 +273,7 @@ class LocalSGD(ModelAverager, Joinable):
         its own last steps at first, then nothing.
         """
         # `_check_inside` looks at the whole model, which is too much for every step.
-        self._fragments.check_own("a step")
+        self._model.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
         self._averagings.end_warmup()
@@ -375,7 +370,7 @@ class LocalSGD(ModelAverager, Joinable):
             AgreementError: The processes have made different steps, or have other algorithms.
         """
         now = self._averagings
-        if not now.fragments:
+        if not self._model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
         # What algorithms remember of a step is known when it has ended.
         if any(not flight.has_landed for flight in now.flights):
@@ -383,7 +378,7 @@ class LocalSGD(ModelAverager, Joinable):
                 now.finish_all()
         # Once it is over, nothing of it is needed.
         warmup = now.warmup if now.warmup.algorithm != EXACT else None
-        return packed_state(now, self.sync, warmup, self._model.replica)
+        return packed_state(self._model, now.step, now.flights, self.sync, warmup)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
@@ -397,7 +392,7 @@ class LocalSGD(ModelAverager, Joinable):
             StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
-        if self._averagings.fragments:
+        if self._model.entered:
             raise StepError("load the state before the context is entered")
         replica, num_fragments = self._model.replica, self._schedule.num_fragments
         shapes = [

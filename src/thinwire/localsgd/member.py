@@ -189,7 +189,7 @@ class Member(Averager, Front):
             "in_flight": (),
             "last_average": self._held(),
             "sync": self._engine.common_state() if sync is None else sync,
-            "outer": None if self._outer is None else self._outer.state_dict(),
+            "outer": None if self._model.outer is None else self._model.outer.state_dict(),
         }
         state[MEMBERS_KEY] = {
             "lineage": self._membership.lineage,
@@ -221,7 +221,7 @@ class Member(Averager, Front):
         if loaded.members is not None:  # a fixed group's has no others
             _check_like(members["not_averaged"], others)
         of_engine = self._engine.check_state_dict(loaded.sync)
-        outer = self._outer if loaded.outer is not None else None
+        outer = self._model.outer if loaded.outer is not None else None
         optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
         if loaded.members is not None:
             optimizers, states = [*optimizers, *self._sent_optimizers], [*states, *members["optimizers"]]
