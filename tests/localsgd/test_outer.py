@@ -85,7 +85,7 @@ def _in_32_bits(schedule: Schedule, rank: int) -> tuple[list[float], list[float]
 
     It is a number of each fragment: of its last average, and of the model.
     """
-    lasts = [nn.Parameter(torch.ones(())) for _ in range(schedule.num_fragments)]
+    lasts = [nn.Parameter(torch.ones(())) for _ in range(schedule.streaming.fragments)]
     outers = [SMALL([last]) for last in lasts]
     own = [[torch.ones((), dtype=torch.bfloat16) for _ in lasts] for _ in range(2)]
     sent: dict[int, tuple[int, Tensor]] = {}
@@ -99,7 +99,7 @@ def _in_32_bits(schedule: Schedule, rank: int) -> tuple[list[float], list[float]
             assert start + 2**-6 * change == start
             sent[place] = step, change.float()
         for place, (sent_after, change) in tuple(sent.items()):
-            if step == sent_after + schedule.delay_steps:
+            if step == sent_after + schedule.streaming.delay_steps:
                 lasts[place].grad = -change
                 outers[place].step()
                 for values in own:

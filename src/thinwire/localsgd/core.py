@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -26,7 +26,7 @@ from thinwire.sync.handle import not_copied
 from thinwire.sync.stats import Stats
 
 
-class Averager(ABC):
+class Averager(AbstractContextManager[Any]):
     """A context around a training loop, in which something is averaged."""
 
     _make_outer: Outer | None = None
@@ -80,14 +80,6 @@ class Averager(ABC):
     def _tell_observers(self) -> None:
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
-
-    @abstractmethod
-    def __enter__(self) -> Any:
-        """Start. Collective."""
-
-    @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
-        """End: average what is left, unless an exception is under way. Collective."""
 
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""

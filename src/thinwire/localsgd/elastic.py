@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.algorithms import Algorithm, Quantize
 from thinwire.channel import Description
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
@@ -22,10 +22,9 @@ from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers
 from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
-from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
+from thinwire.localsgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 
-EXACT = AllReduce()
 MANY_STEPS = 30
 
 
@@ -48,13 +47,11 @@ class LocalSGD(ModelAverager, Member):
 
     Args:
         model: A module; of a member of several processes a DDP model, or one in parts.
-        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the last one's are counted. Their state is never averaged.
+        optimizer: As of `thinwire.LocalSGD`, and so `algorithm` and `grad_scaler`.
         every_steps: Steps from one averaging of a parameter to the next.
         every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
             and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
         group: Who is there; None for `TorchftGroup()`.
-        algorithm: How the changes become their mean over the group.
         outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
             by the number of members.
         streaming: As of `thinwire.LocalSGD`; one fragment is in flight at a time, so a delay is shorter than
@@ -63,7 +60,6 @@ class LocalSGD(ModelAverager, Member):
         warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
             Its `algorithm` averages their changes in them, and what it has not transmitted goes,
             uncompressed, with the last of these steps.
-        grad_scaler: The `GradScaler`, if there is one.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
     96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
@@ -192,12 +188,12 @@ class LocalSGD(ModelAverager, Member):
             self._work = [work + 1 for work in self._work]
         schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
         if self._membership.is_open:
-            if self._pending_steps - self._sent_steps >= schedule.delay_steps:
+            if self._pending_steps - self._sent_steps >= schedule.streaming.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
         elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
             self._transact(self._membership.start)
-            if is_warm_up or not schedule.delay_steps:
+            if is_warm_up or not schedule.streaming.delay_steps:
                 self._land()
         self._tell_observers()
 
@@ -258,7 +254,7 @@ class LocalSGD(ModelAverager, Member):
             flat.mul_(scale)
         self._sent_work = {place: self._work[place] for place in places}
         self._sent_steps = self._pending_steps
-        is_delayed = self._schedule.delay_steps > 0 and not is_exact
+        is_delayed = self._schedule.streaming.delay_steps > 0 and not is_exact
         return Flight(changes, self._engine, is_delayed=is_delayed)
 
     def _committed(
@@ -307,18 +303,8 @@ class LocalSGD(ModelAverager, Member):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    `elastic.LocalSGD`, which it is, with the outer step and the defaults of `thinwire.DiLoCo`.
-
-    Args:
-        model: As of `elastic.LocalSGD`.
-        optimizer: Trains the model; or several, as of `elastic.LocalSGD`.
-        every_steps: Steps from one averaging of a parameter to the next; 30, unless there is `every_seconds`.
-        algorithm: How the changes become their mean over the group.
-        outer: The outer step; as of `elastic.LocalSGD`.
-        settings: All others, as of `elastic.LocalSGD`.
-
-    Raises:
-        ThinwireError: As `elastic.LocalSGD`.
+    `elastic.LocalSGD`, whose arguments it takes, with the outer step and the defaults of `thinwire.DiLoCo`:
+    every 30 steps, unless there is `every_seconds`.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.algorithms import Algorithm, Quantize
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
@@ -26,7 +26,7 @@ from thinwire.localsgd.loop import check_ddp
 from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
 from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
-from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
+from thinwire.localsgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 from thinwire.localsgd.state import checked_state, go_on_from, packed_state
 from thinwire.sync.precision import full_precision
@@ -35,7 +35,6 @@ from thinwire.tensors.layout import held_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-EXACT = AllReduce()
 LOADED = "loaded state"
 
 
@@ -322,7 +321,7 @@ class LocalSGD(ModelAverager, Joinable):
         by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
         if by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
-        if by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+        if by_contributors and (schedule.streaming.fragments > 1 or schedule.streaming.delay_steps):
             raise ConfigError(
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
@@ -394,7 +393,7 @@ class LocalSGD(ModelAverager, Joinable):
         """
         if self._model.entered:
             raise StepError("load the state before the context is entered")
-        replica, num_fragments = self._model.replica, self._schedule.num_fragments
+        replica, num_fragments = self._model.replica, self._schedule.streaming.fragments
         shapes = [
             {each.name: replica.shape_of(each.name, each.value) for each in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
@@ -423,23 +422,11 @@ class DiLoCo(LocalSGD):
     `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
     is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
     With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
-    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`.
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
+    errors are those of `LocalSGD`; a subgroup counts as one member.
 
     Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
     2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
-
-    Args:
-        model: As of `LocalSGD`.
-        optimizer: Trains the model; or several, as of `LocalSGD`.
-        every_steps: Steps from one averaging of a parameter to the next.
-        algorithm: How the changes become their mean over the group.
-        outer: The outer step; as of `LocalSGD`.
-        settings: All others, as of `LocalSGD`. A subgroup counts as one member.
-
-    Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
-
-    Raises:
-        ThinwireError: As `LocalSGD`.
 
     Examples:
         >>> import thinwire

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from importlib import import_module
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,7 +29,14 @@ from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.members.machine import MachineGroup
-from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
+from thinwire.localsgd.model import (
+    AveragedModel,
+    Optimizers,
+    as_sharded,
+    checked_optimizers,
+    replica_of,
+    unwrapped,
+)
 from thinwire.localsgd.outer import held_by
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.settings import Streaming
@@ -363,11 +369,9 @@ def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Opt
     for number, state in states.items():
         parameter = parameters[number]
         if hasattr(parameter, "to_local"):
-            # That takes seconds to import; with a sharded model it is done.
-            like = import_module("thinwire.fronts.sharded.model").sharded_like
             shape = held_of(parameter).shape
             held[number] = {
-                key: like(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
+                key: as_sharded(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
                 for key, value in state.items()
             }
     return held

@@ -117,7 +117,7 @@ class AveragedModel:
     ) -> None:
         """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
         device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
-        parts = fragments_of(averaged, schedule.num_fragments)
+        parts = fragments_of(averaged, schedule.streaming.fragments)
         self.fragments = Fragments(Fragment(part, device) for part in parts)
         if make is not None:
             parameters = self.fragments.outer_parameters(averaged)
@@ -216,6 +216,15 @@ def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) 
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
         )
+
+
+def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of something as a part of it, sharded as a parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return held
+    # That takes seconds to import; with a sharded model it is done.
+    sharded: torch.Tensor = import_module("thinwire.fronts.sharded.model").sharded_like(parameter, held)
+    return sharded
 
 
 def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
-from thinwire.localsgd.model import Optimizers
+from thinwire.localsgd.model import Optimizers, as_sharded
 from thinwire.localsgd.settings import Streaming
 from thinwire.tensors.layout import held_of
 
@@ -150,10 +149,7 @@ class Steps(Member):
                 )
             return
         for each, mean in self._parts(flight.changes[self._buckets]):
-            # That takes seconds to import; with a sharded model it is done.
-            is_sharded = hasattr(each.tensor, "to_local")
-            like = import_module("thinwire.fronts.sharded.model").sharded_like if is_sharded else None
-            each.tensor.grad = mean if like is None else like(each.tensor, mean)
+            each.tensor.grad = as_sharded(each.tensor, mean)
         # Here, for a member that joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()

@@ -176,19 +176,13 @@ class Elastic:
 
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
-
-    Attributes:
-        stats: Who has come and gone.
-        is_leaving: Whether this member leaves after its next averaging, and hands over its residual. To be
-            set.
-        has_left: Whether it has left.
-        lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
-        commits: How many these were.
     """
 
     def __init__(self, group: Group, engine: Engine, front: Front, device: torch.device) -> None:
         self.stats = MembershipStats()
-        self.is_leaving = self.has_left = False
+        self.is_leaving = False  # to be set: whether to leave after the next averaging
+        self.has_left = False
+        # Of the committed averagings that the model comes from, and how many; newcomers start from both.
         self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = self._drawn()
@@ -428,7 +422,6 @@ class Elastic:
         if self._doubt is not None and members["lineage"] == self._doubt.lineage:
             # They have committed what this member had prepared: with that it stands where they do, and keeps
             # its residual.
-            self._group.received = None
             self._resolve_doubt(was_committed=True)
             return
         self._member = self._drawn()  # to the others, it is a new one
@@ -437,10 +430,7 @@ class Elastic:
         """Return the members with their true lineage; others must start again."""
         kept = kept_lineage(present)
         if self._doubt is not None:
-            was_committed = self._doubt.lineage == kept
-            self._resolve_doubt(was_committed=was_committed)
-            if was_committed:
-                self._group.received = None
+            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
         present = tuple(
             each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
             if each.doubt == kept
@@ -460,6 +450,7 @@ class Elastic:
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
         if was_committed:
+            self._group.received = None
             self._commit(doubt)
         else:
             doubt.abandon()

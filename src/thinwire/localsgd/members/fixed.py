@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.fronts.common import averaging_model
@@ -20,12 +20,11 @@ from thinwire.localsgd.fragment import Fragment, layouts_of
 from thinwire.localsgd.loop import driven_gradients
 from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import settings_digest
-from thinwire.localsgd.schedule import Level, Schedule
+from thinwire.localsgd.schedule import EXACT, Level, Schedule
 from thinwire.sync import Engine, Settings
 
 logger = logging.getLogger(__name__)
 
-EXACT = AllReduce()
 MAX_LISTED = 8
 
 
@@ -127,7 +126,7 @@ class Fixed:
         self.num_members = group.size // (1 if within is None else within.size)
         self._model, self._schedule = model, schedule
         averaged, shards = model.tensors(), model.replica.shards
-        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.num_fragments)
+        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.streaming.fragments)
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines, why_flat = None, ""
         if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
@@ -173,7 +172,7 @@ class Fixed:
         """Average within the subgroup, advance what is in flight, and start what is due. Collective."""
         schedule, step = self._schedule, self.step
         sent = [self._model.fragments[number] for number in schedule.fragments_after(step)]
-        is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
+        is_delayed = schedule.streaming.delay_steps > 0 and not schedule.is_warm_up(step)
         self._average_within(() if is_delayed else sent)
         # A fragment that is still in flight lands before its next change is taken.
         for flight in tuple(self.flights):
@@ -271,7 +270,7 @@ class Fixed:
         (fragment,) = flight.changes  # what is delayed is sent one fragment at a time
         age = self.step - fragment.sent_after
         # A fragment is sent again before it has landed only after resuming with other settings.
-        if age >= self._schedule.delay_steps or is_sent_again:
+        if age >= self._schedule.streaming.delay_steps or is_sent_again:
             self._land(flight, None if flight.has_landed else self._ask({}))
             return
         num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
