@@ -24,6 +24,7 @@ from thinwire.localsgd.model import Optimizers
 from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
 from thinwire.localsgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
+from thinwire.localsgd.state import LoadedState
 
 MANY_STEPS = 30
 
@@ -208,17 +209,13 @@ class LocalSGD(ModelAverager, Member):
     def _place(self, turns_ahead: int) -> int:
         return (self._turns + turns_ahead) % len(self._fragments)
 
-    def _weight(self, turns_ahead: int = 0) -> float:
+    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
         place = self._place(turns_ahead)
-        # What the averaging in doubt has taken is no part of the next one.
-        return self._work[place] - (self._sent_work.get(place, 0.0) if turns_ahead else 0.0)
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
-        fragments = [self._fragments[self._place(turns_ahead)]]
-        if self._is_warm_up(self._steps):
-            fragments = list(self._fragments)
+        fragments = self._fragments if self._is_warm_up(self._steps) else [self._fragments[place]]
         self._changes = {fragment: fragment.changes() for fragment in fragments}
-        return are_finite(self._changes, None)
+        # What the averaging in doubt has taken is no part of the next one.
+        taken = self._sent_work.get(place, 0.0) if turns_ahead else 0.0
+        return self._work[place] - taken, are_finite(self._changes, None)
 
     def _described(self) -> Description:
         # A member that joins uses what the others do, however far they are.
@@ -237,7 +234,8 @@ class LocalSGD(ModelAverager, Member):
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}
 
-    def _adopted(self) -> None:
+    def _start_from(self, loaded: LoadedState) -> None:
+        super()._start_from(loaded)
         for fragment in self._fragments:
             fragment.show()
         self._work = [0.0] * len(self._fragments)

@@ -168,10 +168,6 @@ class Member(Averager, Front):
     def _held(self) -> dict[str, torch.Tensor]:
         """Return by name what is the same on all members after an averaging, the tensors themselves."""
 
-    @abstractmethod
-    def _adopted(self) -> None:
-        """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
-
     # Members compare this, and a newcomer starts from it.
 
     def _described(self) -> Description:
@@ -222,7 +218,8 @@ class Member(Averager, Front):
         self._start_from(self._checked(state))
 
     def _start_from(self, loaded: LoadedState) -> None:
-        """Go on from a state. What may refuse comes first: then nothing has changed."""
+        """Go on from a state; what was made until then counts no more."""
+        # What may refuse comes first: then nothing has changed.
         held, others, members = self._held(), self._not_averaged(), members_of(loaded)
         if loaded.members is not None:  # a fixed group's has no others
             _check_like(members["not_averaged"], others)
@@ -244,7 +241,6 @@ class Member(Averager, Front):
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
-        self._adopted()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.

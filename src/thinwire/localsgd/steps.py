@@ -16,6 +16,7 @@ from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers, as_sharded
 from thinwire.localsgd.settings import Streaming
+from thinwire.localsgd.state import LoadedState
 from thinwire.tensors.layout import held_of
 
 
@@ -117,17 +118,15 @@ class Steps(Member):
 
     # The members' view.
 
-    def _weight(self, turns_ahead: int = 0) -> float:
-        return 0.0 if turns_ahead else self._work
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
+    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
         self._flats = self._gradients()
-        return bool(all_finite(*self._flats))
+        return 0.0 if turns_ahead else self._work, bool(all_finite(*self._flats))
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: each.value for each in self._buckets}
 
-    def _adopted(self) -> None:
+    def _start_from(self, loaded: LoadedState) -> None:
+        super()._start_from(loaded)
         self._flats, self._work = [], 0.0
 
     def _start(self, scale: float, step: int) -> Flight[Buckets]:

@@ -118,11 +118,8 @@ class Front(Protocol):
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    def _weight(self, turns_ahead: int = 0) -> float:
-        """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
-        """Return whether what this member would put in is finite."""
+    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
+        """Return how much this member's part weighs (0 if it has done nothing), and whether it is finite."""
 
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
@@ -336,7 +333,10 @@ class Elastic:
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
-        is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
+        is_new, front = group.received is not None, self._front
+        weight, is_finite = front._part()
+        # If others have committed what this member is in doubt of, it is the next turn's part.
+        weight_behind_doubt, is_finite_behind = (0.0, True) if self._doubt is None else front._part(1)
         own = self._of_all_processes(
             Presence(
                 member=self._member,
@@ -344,10 +344,10 @@ class Elastic:
                 doubt=0 if self._doubt is None else self._doubt.lineage,
                 step=0 if is_new else front.steps,
                 min_members=group.min_members,
-                weight=0.0 if is_new else front._weight(),
-                weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
+                weight=0.0 if is_new else weight,
+                weight_behind_doubt=weight_behind_doubt,
                 error_norm=self._engine.error_norm(),
-                is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
+                is_finite=is_finite and is_finite_behind,
                 is_leaving=self.is_leaving,
                 is_new=is_new,
                 is_saving=self._is_saving,

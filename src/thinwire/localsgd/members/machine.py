@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -212,13 +212,12 @@ class _Inside(Wrapped):
             return _InsideWork(super().start(message))
 
 
-class _InsideWork:
-    def __init__(self, work: Work) -> None:
-        self._work = work
+class _InsideWork(NamedTuple):
+    work: Work
 
     def wait(self) -> None:
         with _ending():
-            self._work.wait()
+            self.work.wait()
 
 
 @contextmanager
