@@ -73,17 +73,16 @@ class LocalSGD(ModelAverager, Joinable):
         warmup: Steps at the start that are plain data-parallel training; None for none.
         replicas: The processes that average: a group, None for that of the DDP model or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. For an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            well. For a model in parts those that hold the same part of other replicas, such as
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
         subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
 
-    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with those
-    that hold the same shards of other replicas. No weights are gathered. A replica counts as one member.
-    With `replicas` as a dimension of a mesh, so is any other model in parts (tensor parallel, native HSDP, a
-    stage of a pipeline); of such a model each process saves and loads its own part.
+    Of a model in parts (FSDP2, tensor parallel, native HSDP, a stage of a pipeline) each process averages its
+    own part, and no weights are gathered. A replica counts as one member. The state is of the whole model if
+    `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,

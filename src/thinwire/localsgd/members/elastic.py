@@ -22,7 +22,7 @@ from thinwire.errors import AgreementError, CommunicationError, LeftError, State
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
-from thinwire.localsgd.members.machine import BrokenMemberError, all_can
+from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,24 @@ class Elastic:
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
         """Do what all processes of this member must be able to do; if one can't, all raise."""
-        return all_can(self._group, action, RETRIED)
+        group, failure = self._group, None
+        if group.inside.size == 1:
+            return action()
+        try:
+            result = action()
+        except BrokenMemberError:
+            raise
+        except RETRIED as error:
+            # Before the others of this member know: those of this place wait for this process's messages.
+            group.break_off()
+            failure = error
+        words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
+        if failure is not None:
+            raise failure
+        for rank, said in enumerate(words):
+            if said:
+                raise CommunicationError(f"process {rank} of this member: {said.decode()}")
+        return result
 
     def _finish(self) -> None:
         if self._open is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class MachineGroup(Group):
                 told = self._met()
             except TOLD as error:
                 told = {"error": [TOLD.index(type(error)), str(error)]}
-        told = self._said(told)
+        told = json.loads(gather_bytes(json.dumps(told).encode(), self.inside, PURPOSE)[0])
         if "error" in told:
             kind, words = told["error"]
             raise TOLD[kind](words)
@@ -104,11 +104,6 @@ class MachineGroup(Group):
         if not self._is_first:
             self.received = unpacked(data.cpu())
 
-    def _said(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first process says."""
-        said: dict[str, Any] = json.loads(gather_bytes(json.dumps(value).encode(), self.inside, PURPOSE)[0])
-        return said
-
     def break_off(self) -> None:
         """As `Group.break_off`."""
         self._group.break_off()
@@ -128,28 +123,6 @@ class MachineGroup(Group):
     def leave(self) -> None:
         """As `Group.leave`."""
         self._group.leave()
-
-
-def all_can(group: Group, action: Callable[[], Any], retried: tuple[type[Exception], ...]) -> Any:
-    """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
-    if group.inside.size == 1:
-        return action()
-    result = failure = None
-    try:
-        result = action()
-    except BrokenMemberError:
-        raise
-    except retried as error:
-        # Before the others of this member know: those of this place wait for this process's messages.
-        group.break_off()
-        failure = error
-    words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
-    if failure is not None:
-        raise failure
-    for rank, said in enumerate(words):
-        if said:
-            raise CommunicationError(f"process {rank} of this member: {said.decode()}")
-    return result
 
 
 class _Spoken(Transport):
