@@ -16,9 +16,10 @@ from thinwire.channel import Description
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.core import ModelAverager
-from thinwire.localsgd.flight import Flight, are_finite
+from thinwire.localsgd.flight import Changes, Flight, are_finite
 from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers
 from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
@@ -107,7 +108,6 @@ class LocalSGD(ModelAverager, Member):
         super().__init__(model, optimizer, algorithm, group, streaming)
         self._algorithm = algorithm  # from the end of the warm-up on
         self._work: list[float] = []  # of this member since each fragment's last averaging
-        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
         # What is in flight: its work by fragment, and the steps that were pending when it was sent.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
@@ -209,13 +209,13 @@ class LocalSGD(ModelAverager, Member):
     def _place(self, turns_ahead: int) -> int:
         return (self._turns + turns_ahead) % len(self._fragments)
 
-    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
+    def _part(self, turns_ahead: int = 0) -> Part:
         place = self._place(turns_ahead)
         fragments = self._fragments if self._is_warm_up(self._steps) else [self._fragments[place]]
-        self._changes = {fragment: fragment.changes() for fragment in fragments}
+        changes = {fragment: fragment.changes() for fragment in fragments}
         # What the averaging in doubt has taken is no part of the next one.
         taken = self._sent_work.get(place, 0.0) if turns_ahead else 0.0
-        return self._work[place] - taken, are_finite(self._changes, None)
+        return Part(self._work[place] - taken, are_finite(changes, None), changes)
 
     def _described(self) -> Description:
         # A member that joins uses what the others do, however far they are.
@@ -239,14 +239,15 @@ class LocalSGD(ModelAverager, Member):
         for fragment in self._fragments:
             fragment.show()
         self._work = [0.0] * len(self._fragments)
-        self._changes, self._sent_work, self._sent_steps = {}, {}, 0
+        self._sent_work, self._sent_steps = {}, 0
         self._follow(self._steps)
 
-    def _start(self, scale: float, step: int) -> Flight[Fragment]:
+    def _start(self, tensors: Changes | None, scale: float, step: int) -> Flight[Fragment]:
         is_exact = self._is_warm_up(step)
         places = range(len(self._fragments)) if is_exact else [self._place(0)]
         fragments = [self._fragments[place] for place in places]
-        changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
+        known = tensors or {}
+        changes = {each: known[each] if each in known else each.changes() for each in fragments}
         # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()):
             flat.mul_(scale)
@@ -258,7 +259,7 @@ class LocalSGD(ModelAverager, Member):
     def _committed(
         self, flight: Flight[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        self._changes, self._averaged_at = {}, monotonic()
+        self._averaged_at = monotonic()
         if flight is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._pending_steps and not may_be_empty:

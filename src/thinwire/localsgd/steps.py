@@ -13,6 +13,7 @@ from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers, as_sharded
 from thinwire.localsgd.settings import Streaming
@@ -72,7 +73,6 @@ class Steps(Member):
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
         self._buckets = Buckets(self._model.tensors())
         self._work = 0.0  # that this member's gradients are of; 0 once they are applied
-        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -118,19 +118,19 @@ class Steps(Member):
 
     # The members' view.
 
-    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
-        self._flats = self._gradients()
-        return 0.0 if turns_ahead else self._work, bool(all_finite(*self._flats))
+    def _part(self, turns_ahead: int = 0) -> Part:
+        flats = self._gradients()
+        return Part(0.0 if turns_ahead else self._work, bool(all_finite(*flats)), flats)
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: each.value for each in self._buckets}
 
     def _start_from(self, loaded: LoadedState) -> None:
         super()._start_from(loaded)
-        self._flats, self._work = [], 0.0
+        self._work = 0.0
 
-    def _start(self, scale: float, step: int) -> Flight[Buckets]:
-        flats, self._flats = self._flats or self._gradients(), []
+    def _start(self, tensors: list[torch.Tensor] | None, scale: float, step: int) -> Flight[Buckets]:
+        flats = tensors or self._gradients()
         for flat in flats:
             flat.mul_(scale)
         return Flight({self._buckets: flats}, self._engine, what="gradient")
@@ -138,7 +138,6 @@ class Steps(Member):
     def _committed(
         self, flight: Flight[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        self._flats = []
         if flight is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._is_inside and not may_be_empty:

@@ -111,6 +111,14 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
         stats.joins += len(members - {each.member for each in before})
 
 
+class Part(NamedTuple):
+    """What a member would put into an averaging."""
+
+    weight: float  # 0 if it has done nothing
+    is_finite: bool
+    tensors: Any  # for the front to start with
+
+
 class Front(Protocol):
     """What is averaged of a member: a model's changes, or its gradients."""
 
@@ -118,8 +126,8 @@ class Front(Protocol):
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    def _part(self, turns_ahead: int = 0) -> tuple[float, bool]:
-        """Return how much this member's part weighs (0 if it has done nothing), and whether it is finite."""
+    def _part(self, turns_ahead: int = 0) -> Part:
+        """Return what this member would put into the next averaging, or the one after it."""
 
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
@@ -130,8 +138,8 @@ class Front(Protocol):
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Start from such a state. All is checked before anything is changed."""
 
-    def _start(self, scale: float, step: int) -> Flight[Any]:
-        """Send the first messages of an averaging. Collective."""
+    def _start(self, tensors: Any, scale: float, step: int) -> Flight[Any]:
+        """Send the first messages of an averaging, of what `_part` has looked at if it is still that."""
 
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
@@ -273,7 +281,7 @@ class Elastic:
                     ) from error
 
     def _start(self) -> None:
-        group, present = self._group, self._met()
+        group, (present, tensors) = self._group, self._met()
         # The same on all of this quorum, and on no one else: of the past, and of who was there. (The quorum's
         # number is not enough: a lighthouse that has died and come back counts from the beginning.)
         members = [each.member for each in present]
@@ -284,7 +292,7 @@ class Elastic:
         if total:
             own = present[group.control.rank].weight
             step = max(each.step for each in present)
-            flight = self._all_can(lambda: self._front._start(own * len(present) / total, step))
+            flight = self._all_can(lambda: self._front._start(tensors, own * len(present) / total, step))
         self._open = _Averaging(flight, lineage, present)
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
@@ -338,8 +346,8 @@ class Elastic:
         if not is_anyone_leaving and any(each.is_saving for each in opened.present):
             self._saved = self._all_can(self._engine.state_dict)
 
-    def _met(self) -> tuple[Presence, ...]:
-        """Return who takes part in the next averaging, all of one lineage and configured alike."""
+    def _met(self) -> tuple[tuple[Presence, ...], Any]:
+        """Return who takes part in the next averaging, and what with; None where it must be looked at again."""
         group = self._group
         start = time.perf_counter()
         try:
@@ -351,9 +359,10 @@ class Elastic:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
         is_new, front = group.received is not None, self._front
-        weight, is_finite = front._part()
-        # If others have committed what this member is in doubt of, it is the next turn's part.
-        weight_behind_doubt, is_finite_behind = (0.0, True) if self._doubt is None else front._part(1)
+        part = front._part()
+        # If others have committed what this member is in doubt of.
+        behind = Part(0.0, True, None) if self._doubt is None else front._part(1)
+        is_still_that = not is_new and self._doubt is None
         own = self._of_all_processes(
             Presence(
                 member=self._member,
@@ -361,10 +370,10 @@ class Elastic:
                 doubt=0 if self._doubt is None else self._doubt.lineage,
                 step=0 if is_new else front.steps,
                 min_members=group.min_members,
-                weight=0.0 if is_new else weight,
-                weight_behind_doubt=weight_behind_doubt,
+                weight=0.0 if is_new else part.weight,
+                weight_behind_doubt=behind.weight,
                 error_norm=self._engine.error_norm(),
-                is_finite=is_finite and is_finite_behind,
+                is_finite=part.is_finite and behind.is_finite,
                 is_leaving=self.is_leaving,
                 is_new=is_new,
                 is_saving=self._is_saving,
@@ -388,7 +397,7 @@ class Elastic:
             self._engine.regroup(group.control.size / before)
             self._error_members = group.control.size
             self._agreed_changes = group.num_changes
-        return present
+        return present, part.tensors if is_still_that else None
 
     def _of_all_processes(self, own: Presence) -> Presence:
         """Return what this member says: the work and health of all processes, else the first one's word."""
