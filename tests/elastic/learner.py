@@ -112,10 +112,12 @@ class Learner:
         has_buffers: bool = False,
         inside: str = "",
         every_steps: int = EVERY,
+        every_seconds: float | None = None,
         heldout_batches: int = 0,
     ) -> None:
         torch.set_num_threads(1)
-        self.every_steps, self.heldout_batches = every_steps, heldout_batches
+        self.every_steps, self.every_seconds = every_steps, every_seconds
+        self.heldout_batches = heldout_batches
         self.out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
         self.member, self.num_steps, self.dies_at = member, steps, dies_at
         self.file = Path(path).with_name(f"member{member}.pt")
@@ -195,6 +197,8 @@ def learn(
 
 def diloco(learner: Learner, group: Group) -> DiLoCo | Steps:
     settings: dict[str, Any] = {"every_steps": learner.every_steps, "algorithm": FEW_BITS}
+    if learner.every_seconds is not None:
+        settings |= {"every_steps": None, "every_seconds": learner.every_seconds}
     return DiLoCo(learner.model, learner.optimizer, group=group, **settings)
 
 
@@ -236,6 +240,7 @@ def thinwire_member(
     group = TorchftGroup(lighthouse, timeout_seconds=timeout_seconds, wait_seconds=WAIT_SECONDS, **settings)
     made_deadly(learner, group)
     file, local, was_averaged = learner.file, diloco(learner, group), -1
+    seconds: list[float] = []  # of each step
     if averages_gradients:
         local = Steps(learner.model, learner.optimizer, FEW_BITS, group=group)
     if resumes:
@@ -247,10 +252,12 @@ def thinwire_member(
     def step(pause_seconds: float) -> bool:
         if local.steps >= learner.num_steps:
             return False
+        start = time.monotonic()
         learner.learn(local.steps, local.step if isinstance(local, Steps) else None)
         if local.steps == saves_at:
             checkpoint.save(local.state_dict(), file)
         time.sleep(pause_seconds)
+        seconds.append(time.monotonic() - start)
         nonlocal was_averaged
         if local.steps % learner.every_steps == 0 and local.steps > was_averaged:
             was_averaged = local.steps
@@ -266,4 +273,5 @@ def thinwire_member(
         learner.tell(event="left", threads=threads)
     else:
         loss, sent_bytes = heldout_loss(learner.model, learner.text), local.stats().message_bytes
-        learner.tell(event="done", loss=loss, checksum=checksum(learner.model), sent_bytes=sent_bytes)
+        said = {"loss": loss, "checksum": checksum(learner.model), "sent_bytes": sent_bytes}
+        learner.tell(event="done", step_seconds=seconds, averagings=local.membership().averagings, **said)
