@@ -36,8 +36,9 @@ def main() -> None:
     run.check_equal()
     assert set(run.results) == {"done", "left"}, run.errors
     stats = run.fronts[0].membership()
-    print(f"{Counter(run.results)}, {stats}: relative difference {run.lost():.1e}")
-    assert run.lost() < 1e-5
+    lost = run.lost(least_owed=0.005)  # of one averaging, and the changes of all
+    print(f"{Counter(run.results)}, {stats}: relative difference {lost:.1e}")
+    assert lost < 1e-5
 
 
 if __name__ == "__main__":
