@@ -143,6 +143,7 @@ class Kills:
             "most_above_best": round(max(above_best), 4),
             "steps_set_back": sum(after["step"] < before["step"] for before, after in pairwise(firsts)),
             "best_loss": round(min(losses), 4),
+            "curve": [(each["step"], each["members"], round(each["loss"], 4)) for each in firsts],
             "raised": sorted(
                 {f"{each['error']}: {each['message'][:99]}" for each in self.job.told(event="raised")}
             ),
