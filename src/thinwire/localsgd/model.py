@@ -134,10 +134,10 @@ class AveragedModel:
                 fragment.show()
             yield
         finally:
-            for (each, _), value in zip(lasts, own, strict=True):
-                each.value.copy_(value)
             # Parameters gathered for an evaluation are of the average, and would be used again.
             self.replica.show_shards()
+            for (each, _), value in zip(lasts, own, strict=True):
+                each.value.copy_(value)
             self.shows_average = False
 
     def check_own(self, call: str) -> None:

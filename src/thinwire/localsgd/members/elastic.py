@@ -347,7 +347,7 @@ class Elastic:
             self._saved = self._all_can(self._engine.state_dict)
 
     def _met(self) -> tuple[tuple[Presence, ...], Any]:
-        """Return who takes part in the next averaging, and what with; None where it must be looked at again."""
+        """Return who averages next, and what this one starts with; None if that must be looked at again."""
         group = self._group
         start = time.perf_counter()
         try:
