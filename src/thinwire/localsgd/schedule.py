@@ -36,8 +36,10 @@ class Schedule:
             given = shown(self.warmup)
             raise ConfigError(f"warmup must be a thinwire.Warmup, got {given}; such as Warmup(100)")
         if not isinstance(self.streaming, Streaming):
-            given, such = shown(self.streaming), "Streaming(fragments=2)"
-            raise ConfigError(f"streaming must be a thinwire.Streaming, got {given}; such as {such}")
+            given = shown(self.streaming)
+            raise ConfigError(
+                f"streaming must be a thinwire.Streaming, got {given}; such as Streaming(fragments=2)"
+            )
         fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
         if self.every_seconds is not None:
             if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
