@@ -62,7 +62,8 @@ class Member(Averager, Front):
         streaming: Streaming,
     ) -> None:
         module, ddp = unwrapped(model)
-        _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
+        in_job = dist.get_world_size() if dist.is_initialized() else 1
+        _check_model(module, ddp, in_job if group is None else group.inside.size)
         self._group = _group_of_environment() if group is None else group
         replica = Replica()
         if self._group.inside.size > 1:
@@ -277,11 +278,6 @@ class Member(Averager, Front):
         if self._model.entered:
             raise StepError("load the state before the context is entered")
         self._loaded = self._checked(copy.deepcopy(state))
-
-
-def _num_processes() -> int:
-    """Return how many processes a member has whose group is the environment's."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:

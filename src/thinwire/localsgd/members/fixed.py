@@ -137,8 +137,8 @@ class Fixed:
         if why_flat:
             self.engine.shortfalls[why_flat] = None
         # All that averages over the group counts together; a subgroup has a faster network.
-        counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
-        counts["machines"] = machines
+        traffic, clock = self.engine.traffic, self.engine.clock
+        counts: dict[str, Any] = {"traffic": traffic, "clock": clock, "machines": machines}
         settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
         self._exact = self.warmup = Engine(EXACT, group, specs, settings, **counts)
         # A separate engine: it remembers gradients, not the parameters averaged when the warm-up ends.
