@@ -39,8 +39,8 @@ WHY_IN_A_CHANGING_GROUP = (
 )
 
 # Gloo's own collectives work on two messages at once, send before they ask for the other's message, and take
-# a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one. Of
-# more than two members, long messages go by Gloo's ring, which was not slower.
+# a round trip or two for each of 2 (members - 1) hops. Sent to each member directly, a message takes one.
+# Between more than two members, long messages go by Gloo's ring, which was not slower.
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_BYTES = 1 << 22
@@ -204,7 +204,7 @@ class ProcessGroupTransport(GroupTransport):
 
     @property
     def data_device(self) -> torch.device:
-        """As `Transport.data_device`: the gradients', if a backend carries its tensors."""
+        """See `Transport.data_device`: the gradients' device, if a backend carries its tensors."""
         device = self.gradient_device
         return self.control_device if device is None or device.type not in self._backends else device
 
@@ -274,7 +274,7 @@ class ProcessGroupTransport(GroupTransport):
         return self._started(where, lambda: [cast(dist.Work, gather(self.group, async_op=True))])
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from one member to another and back, on both; others may leave it out.
+        """Send a message from the first member to the second and back; others need not call this.
 
         Returns:
             Seconds per direction on the first, None on the second.
@@ -340,7 +340,7 @@ def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
 
 
 class _MeanOfRows(NamedTuple):
-    """An exchange under way, and where the mean of what it brings is to lie."""
+    """An exchange under way, and the room for the mean of what it brings."""
 
     work: ProcessGroupWork
     received: torch.Tensor

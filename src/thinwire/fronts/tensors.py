@@ -163,7 +163,7 @@ class StepFront(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where the join context's own messages are."""
+        """The device of the join context's own messages."""
         return self.parameters[0].device
 
     @property

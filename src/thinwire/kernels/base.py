@@ -135,7 +135,7 @@ class SentEntries(NamedTuple):
 
 
 class EntryLayout(NamedTuple):
-    """Where the chunks of a bucket lie, and what is sent of them lies in a message."""
+    """The places of a bucket's chunks, and of what is sent of them in a message."""
 
     # It has for each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before,
     # entries, elements, entries before, and its number in the order of the bucket.

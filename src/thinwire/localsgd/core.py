@@ -32,7 +32,7 @@ class Averager(ABC):
     """A context around a training loop, in which something is averaged."""
 
     _make_outer: Outer | None = None
-    _outer: torch.optim.Optimizer | None = None  # before entry, and where there is none
+    _outer: torch.optim.Optimizer | None = None  # None before entry, and for plain averaging
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class ModelAverager(Averager):
     ) -> tuple[Fragments, torch.optim.Optimizer | None]:
         """Return new fragments of the model, and the outer optimizer that steps them."""
         make, schedule = self._make_outer, self._schedule
-        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
+        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments, outer = Fragments(Fragment(part, device) for part in parts), None
         if make is not None:

@@ -57,7 +57,7 @@ class Blocks:
         return self.are_divided_by(self.block)
 
     def are_divided_by(self, number: int) -> bool:
-        """Return whether all tensors have a multiple of so many elements, and so all blocks begin at one."""
+        """Return whether `number` divides the size of every tensor, and so the start of every block."""
         return self._divisor % number == 0
 
     @cached_property
@@ -106,7 +106,7 @@ class Blocks:
         ]
 
     def pieces(self, some: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield where blocks lie in the flat tensors, and where in separate rows; both in elements."""
+        """Yield the place of blocks in the flat tensors, and in separate rows; both in elements."""
         offsets = accumulate(self.numels, initial=0)
         for numel, first, stop, offset in zip(
             self.numels, self.starts[:-1], self.starts[1:], offsets, strict=False

@@ -53,8 +53,8 @@ class ShardedSync(GradientSync):
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`, which is not for sharded models."""
         raise StateError(
-            "the model is sharded: save distributed_state() by torch.distributed.checkpoint, where each "
-            "process writes its shards, or state_dict()"
+            "the model is sharded: save distributed_state() by torch.distributed.checkpoint (each process "
+            "writes its shards), or save state_dict()"
         )
 
     def own_state(self) -> dict[str, Any]:

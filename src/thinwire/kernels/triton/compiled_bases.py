@@ -144,7 +144,7 @@ def gram_again(
     drawn_at = tl.load(row + 1)
     drawn = pointer(drawn_at, "f", False)
     r = tl.arange(0, R)
-    # Every program adds up all chunks: to wait for one that has done it, it would need another launch.
+    # Every program adds up all chunks: waiting for one program's sum would take a second launch.
     grams = _added_up(parts, chunks, R)
     eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(tl.float64)
     dead = (tl.sum(grams * eye, axis=1) == 0) & (r < tl.where(drawn_at == 0, 0, rank))

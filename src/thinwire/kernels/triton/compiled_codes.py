@@ -146,8 +146,8 @@ def _level(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.c
         if CUBIC:
             found = _cubic(found, CUBIC)
     else:
-        # They are symmetric, and so few that to choose is faster than to load one for each number. By odd
-        # numbers of both signs.
+        # The levels are symmetric, and so few that choosing is faster than loading one for each number. Odd
+        # numbers of both signs stand for them.
         odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
         found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
         for place in tl.static_range(1, HALF):

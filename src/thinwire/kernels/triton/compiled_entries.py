@@ -10,7 +10,7 @@ Parameters, if a kernel has them:
     table: As `EntryLayout` has it; count: its chunks.
     positions, values: Of the entries that are sent, int32 in their chunks, and fp32; for each member.
     message, received, stride: Bytes; those of members, and bytes from one to the next.
-    first_word, first_scale: Where in a message words and scales begin: the bit, and the byte.
+    first_word, first_scale: The bit and the byte at which words and scales begin in a message.
     less: Takes how much less the squares of each chunk's residual have become, fp64.
     sums, counts: Room for a bucket in fp32 each, with anything in it.
     own, members, entries: This member, all, and the entries of each.

@@ -108,8 +108,7 @@ def products(
     r = tl.arange(0, R)
     inside = (r < rank)[:, None] & (i < rows)[None, :]
     if DOT == "":
-        # No program adds to another's sums: their order is the tile's, and not that in which a GPU of so many
-        # multiprocessors runs programs.
+        # Each program adds to its own sums: the order is the tile's, whatever the number of multiprocessors.
         # Added up element by element, and over the columns of a tile only at the end.
         sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
         for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):

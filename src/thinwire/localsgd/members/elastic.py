@@ -400,7 +400,7 @@ class Elastic:
         """Let the other processes of this member have what its first one has: the others, and their state."""
         group, are_new = self._group, [each.is_new for each in present]
         if group.has_parts and all(are_new):
-            # Whoever has sent the first processes its state has gone, and the other parts with it.
+            # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
             group.start_over()
             raise _TryAgainError("no member is left that holds all parts of the model")

@@ -236,7 +236,7 @@ class TorchftGroup(Group):
 
     @property
     def address(self) -> str:
-        """Where the members of the last quorum have found each other in a store."""
+        """The address in a store at which the members of the last quorum have found each other."""
         return self._group.address
 
     def join_place(
@@ -327,7 +327,7 @@ class _Line:
 class _Client:
     """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
-    It raises `_LighthouseGoneError` where the lighthouse ends meanwhile.
+    It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
 
     A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
@@ -467,7 +467,7 @@ def _check_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     # Its own processes end with it; a program in between need not tell the processes that it has started.
     try:
-        with suppress(PermissionError):  # it is there, as another user's
+        with suppress(PermissionError):  # it runs, and belongs to a different user
             if launcher is not None:
                 os.kill(int(launcher), 0)
     except ProcessLookupError:
