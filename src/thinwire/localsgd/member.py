@@ -56,8 +56,11 @@ class Member(Averager, Front):
         streaming: Streaming,
     ) -> None:
         module, ddp = unwrapped(model)
-        _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
-        self._group = _group_of_environment() if group is None else group
+        _check_model(module, ddp, group)
+        if group is None:
+            # Imported here: torchft is an extra, and a group of a different kind does without.
+            group = import_module("thinwire.localsgd.members.torchft_group").TorchftGroup()
+        self._group: Group = group
         replica = Replica()
         if self._group.inside.size > 1:
             self._group = MachineGroup(self._group, has_parts=ddp is None)
@@ -277,13 +280,11 @@ class Member(Averager, Front):
         self._loaded = self._checked(copy.deepcopy(state))
 
 
-def _num_processes() -> int:
-    """Return how many processes a member has whose group is the environment's."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
+def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, group: Group | None) -> None:
     """Refuse a model that the processes of a member do not hold together."""
+    num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    if group is not None:
+        num_processes = group.inside.size
     meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
     inside = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
     if inside != num_processes:
@@ -322,14 +323,6 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     finally:
         # None is a handler that was not installed from Python; it can't be put back from here.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def _group_of_environment() -> Group:
-    """Return a `TorchftGroup` as the environment says."""
-    # Imported here: torchft is an extra, and a group of a different kind does without.
-    from thinwire.localsgd.members.torchft_group import TorchftGroup  # noqa: PLC0415
-
-    return TorchftGroup()
 
 
 def _check_like(tensors: object, own: Mapping[str, torch.Tensor]) -> None:

@@ -64,7 +64,7 @@ class MachineGroup(Group):
                 told = self._met()
             except TOLD as error:
                 told = {"error": [TOLD.index(type(error)), str(error)]}
-        told = self._said(told)
+        told = json.loads(gather_bytes(json.dumps(told).encode(), self.inside, PURPOSE)[0])
         if "error" in told:
             kind, words = told["error"]
             raise TOLD[kind](words)
@@ -115,11 +115,6 @@ class MachineGroup(Group):
         self.inside.broadcast(data, 0, PURPOSE).wait()
         if not self._is_first:
             self.received = unpacked(data.cpu())
-
-    def _said(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first process says."""
-        said: dict[str, Any] = json.loads(gather_bytes(json.dumps(value).encode(), self.inside, PURPOSE)[0])
-        return said
 
     def break_off(self) -> None:
         """As `Group.break_off`."""
