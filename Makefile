@@ -85,7 +85,7 @@ BARE := $(RELEASE)/bare/bin
 test-wheel:
 	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
 	$(PYTHON) -m venv $(RELEASE)/builder
-	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.25'
+	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.27'
 	$(RELEASE)/builder/bin/hatchling build --target sdist --directory $(RELEASE)
 	$(RELEASE)/builder/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(RELEASE) $(RELEASE)/*.tar.gz
 	$(PYTHON) -m venv $(RELEASE)/bare
