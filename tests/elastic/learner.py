@@ -114,10 +114,11 @@ class Learner:
         every_steps: int = EVERY,
         every_seconds: float | None = None,
         heldout_batches: int = 0,
+        rate: float = LR,
     ) -> None:
         torch.set_num_threads(1)
         self.every_steps, self.every_seconds = every_steps, every_seconds
-        self.heldout_batches = heldout_batches
+        self.heldout_batches, self.rate = heldout_batches, rate
         self.out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
         self.member, self.num_steps, self.dies_at = member, steps, dies_at
         self.file = Path(path).with_name(f"member{member}.pt")
@@ -143,7 +144,7 @@ class Learner:
     def learn(self, steps_done: int, step: Callable[[], object] | None = None) -> None:
         """Take a step of the inner optimizer, or that `step`; the rate falls to zero at the end."""
         # Of the group's steps: who joins late has the others' rate.
-        self.optimizer.param_groups[0]["lr"] = LR * max(0.0, 1 - steps_done / self.num_steps)
+        self.optimizer.param_groups[0]["lr"] = self.rate * max(0.0, 1 - steps_done / self.num_steps)
         self.optimizer.zero_grad()
         # Of the member and the step alone: a run that resumes draws the same.
         draws = torch.Generator().manual_seed(self.first_draw + steps_done)
