@@ -1,4 +1,4 @@
-"""Refusing to go on where members are configured differently, and saying who differs in what."""
+"""Refuses to go on if members are configured differently, and says who differs in what."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class ProcessGroupTransport(GroupTransport):
         if self.backend_for(own.device) != "nccl":
             return super()._gather(rows, own)
         # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
-        # name where there is one: there the older one warns.
+        # name if there is one, since the older one warns then.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
 
@@ -266,7 +266,7 @@ class ProcessGroupTransport(GroupTransport):
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """See `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
+        """See `Transport.gather_parts`: NCCL's if parts are of one length, else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
@@ -394,7 +394,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def processes_of_job(timeout_seconds: float) -> Transport:
-    """Return a new group of all processes of the job, or of this one where it is alone. Collective."""
+    """Return a new group of all processes of the job, or of this one if it is alone. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return InProcessTransport.group(1)[0]
     # With one backend for messages of the host, too.
@@ -441,7 +441,7 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
         return None
     # The join context has asked already; to ask once more would send a message that no one shadows.
     (contributors,) = work.get_future().wait()
-    # Torch counts in its default type, in which 4/3 would be rounded where that is bf16.
+    # Torch counts in its default type, in which 4/3 would be rounded if that is bf16.
     return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
 
 

@@ -114,7 +114,7 @@ class CodeKernels:
     """The mean of what members have sent of some blocks, coded again: one row."""
 
     decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite."""
+    """Writes the numbers that all blocks stand for to gradients; NaN if a scale is not finite."""
 
     decode_and_keep: Callable[[Keeping], torch.Tensor]
     """The same, and returns the residual: what this member has not sent, what was lost when it coded a mean,

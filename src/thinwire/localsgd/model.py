@@ -166,7 +166,7 @@ def replica_of(
 
 
 def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
-    """Refuse settings of gradients where none are averaged, or not by all."""
+    """Refuse settings of gradients if none are averaged, or not by all."""
     on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
     if on_nonfinite != "nan" and not schedule.has_ddp:
         raise ConfigError(

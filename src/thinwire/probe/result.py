@@ -197,7 +197,7 @@ class Probe:
         return self.average_seconds(on_the_wire / ring_share(self.world_size))
 
     def wire_factor(self, collective: Collective) -> float:
-        """Return by how much a collective's bytes count more than an averaging's; 1 where not measured."""
+        """Return by how much a collective's bytes count more than an averaging's; 1 if not measured."""
         return self.wire_factors.get(collective, 1.0)
 
     def to_json(self) -> str:

@@ -89,7 +89,7 @@ class Blocks:
         return self._firsts[device]
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a row for each block, short ones filled up with zeros: a view where none is short."""
+        """Return a row for each block, short ones filled up with zeros: a view if none is short."""
         if self.are_whole:
             return flat.view(self.total, self.block)
         # Zeros behind a short block change neither its largest element nor a sum; a mean goes by `lengths`.
@@ -147,7 +147,7 @@ class Chunks:
         return sum(run.num_chunks for run in self.runs)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the chunks as rows, (count, length): a view where they lie together, else a copy."""
+        """Return the chunks as rows, (count, length): a view if they lie together, else a copy."""
         parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
         together = parts[0] if len(parts) == 1 else torch.cat(parts)
         return together.view(self.count, self.length)

@@ -277,7 +277,7 @@ def _rounded(number: float, upwards: bool) -> int:
     bits = bits_of(number)
     if bits >= INFINITE << 16:
         return INFINITE if bits == INFINITE << 16 else NOT_A_NUMBER
-    # Half to even, as torch rounds; upwards where the largest of a block must not be cut off.
+    # Half to even, as torch rounds; upwards if the largest of a block must not be cut off.
     rounded = (bits + 0xFFFF) >> 16 if upwards else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded if rounded >= SMALLEST else 0
 

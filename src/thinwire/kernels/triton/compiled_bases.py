@@ -149,7 +149,7 @@ def gram_again(
     eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(tl.float64)
     dead = (tl.sum(grams * eye, axis=1) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
     if tl.max(dead.to(tl.int32), axis=0) > 0:
-        # Rare, and short where it is not: every program looks at the whole factor.
+        # Rare, and short if it is not: every program looks at the whole factor.
         grams = tl.zeros((R, R), tl.float64)
         for k in range(0, length, COLUMNS):
             grams += _gram(_live(x, drawn, dead, rank, length, k + tl.arange(0, COLUMNS), R), R)

@@ -23,7 +23,7 @@ Parameters, if a kernel has them:
     count, members: Of blocks; of the group.
     STATISTIC, CUBIC, BITS: As of `Codebook`.
     BLOCK: Elements of a block.
-    LIMIT: The largest number of the type of `out`; 0 where that is fp32.
+    LIMIT: The largest number of the type of `out`; 0 if that is fp32.
     ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
 """
 
@@ -62,7 +62,7 @@ def _widened(bits):
 
 @triton.jit
 def _usable(bits):
-    """Return a scale; NaN where it is not finite, or what was infinite could end as a large number."""
+    """Return a scale; NaN if it is not finite, or what was infinite could end as a large number."""
     scale = _widened(bits)
     return tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
 

@@ -18,7 +18,7 @@ Parameters, if a kernel has them:
     LENGTH, KEPT, MARKS: Of the longest chunk its elements, entries and marks, or the next power of two.
     ROWS: Chunks of a program.
     BY_SENDERS: Whether sums are divided by those who have sent something.
-    LIMIT: The largest number of the gradients' type; 0 where that is fp32.
+    LIMIT: The largest number of the gradients' type; 0 if that is fp32.
     ALIGNED: Whether all chunks begin at a multiple of 16 bytes, and end at one.
 """
 
@@ -309,7 +309,7 @@ def _round(
     for _ in range(members):
         p, _, there = _entries(positions, values, k, real, length)
         total = tl.load(sums + p, there, other=0.0)
-        # Zero where a member before has sent the same.
+        # Zero if a member before has sent the same.
         there = there & (total != 0)
         rounded = tl.minimum(tl.maximum(total, -LIMIT), LIMIT).to(flat.dtype.element_ty)
         lost = tl.div_rn(total - rounded.to(tl.float32), one * scale)

@@ -139,7 +139,7 @@ class Front(Protocol):
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        """Take the means of a committed averaging; None where no one had anything to average."""
+        """Take the means of a committed averaging; None if no one had anything to average."""
 
 
 @dataclass
