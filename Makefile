@@ -79,7 +79,9 @@ $(OTHER)/.installed: pyproject.toml
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
 	touch $@
 
-# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line.
+# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line. On a different
+# Python, whose packages have other versions: make test-wheel PYTHON=python3.13 CONSTRAINTS=
+CONSTRAINTS := -c constraints.txt
 RELEASE := build/release
 BARE := $(RELEASE)/bare/bin
 test-wheel:
@@ -89,10 +91,10 @@ test-wheel:
 	$(RELEASE)/builder/bin/hatchling build --target sdist --directory $(RELEASE)
 	$(RELEASE)/builder/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(RELEASE) $(RELEASE)/*.tar.gz
 	$(PYTHON) -m venv $(RELEASE)/bare
-	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt $(RELEASE)/*.whl
+	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) $(RELEASE)/*.whl
 	$(BARE)/python -I tests/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
 	OMP_NUM_THREADS=1 $(BARE)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 examples/plain_ddp.py
-	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(RELEASE)/*.whl)[cli]"
+	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "$$(ls $(RELEASE)/*.whl)[cli]"
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
