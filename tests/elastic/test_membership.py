@@ -241,9 +241,9 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     scales: dict[tuple[int, int], float] = {}
     start = LocalSGD._start
 
-    def noted(local: Any, scale: float, step: int) -> Any:
+    def noted(local: Any, tensors: Any, scale: float, step: int) -> Any:
         scales[local._turns, local._group.transport.rank] = scale
-        return start(local, scale, step)
+        return start(local, tensors, scale, step)
 
     conclude = InProcessGroup.conclude
 
