@@ -187,7 +187,7 @@ class Elastic:
         self.stats = MembershipStats()
         self.is_leaving = False  # to be set: whether to leave after the next averaging
         self.has_left = False
-        # The committed averagings that the model comes from, as a digest and a number; newcomers start from both.
+        # The committed averagings that the model comes from, a digest and a number; newcomers take both.
         self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = self._drawn()
