@@ -1,4 +1,4 @@
-"""Held-out loss with AdamW (or Muon) after equally many tokens: ways to send less, each at its best rate.
+"""Held-out loss with AdamW, Muon or Lion after equally many tokens: ways to send less, each at its best rate.
 
 Members of one process train byte GPTs with Thinwire's own algorithms and fronts; several seeds run side by
 side, as lanes. Each run adds a line to a file: one that is stopped loses nothing, and `page` makes the page.
@@ -41,6 +41,7 @@ MODELS = {
 WINDOWS = 8
 MAX_GRADIENT_NORM = 1.0
 WARMUP_SHARE = 0.05
+LION_BETAS, LION_WEIGHT_DECAY = (0.9, 0.99), 0.1
 HELDOUT_BATCHES = 64
 FIRST_TUNING_SEED = 1_000
 
@@ -50,7 +51,7 @@ class Setting:
     """What runs have in common that are compared."""
 
     members: int = 4  # that share a step's windows
-    inner: str = "AdamW"  # or "Muon" for the blocks' matrices, and AdamW for the rest
+    inner: str = "AdamW"  # or "Lion"; or "Muon" for the blocks' matrices, and AdamW for the rest
     model: str = "0.14 M"  # of `MODELS`
     steps: int = 2_000  # of the inner optimizer
 
@@ -283,6 +284,25 @@ METHODS: dict[str, Method] = {
 }
 
 
+class Lion(Optimizer):
+    """Moves each entry by the sign of a momentum: algorithm 2 of Chen et al. (arXiv 2302.06675)."""
+
+    def __init__(self, groups: list[dict[str, object]]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters, lr = group["params"], group["lr"]
+            gradients = [each.grad for each in parameters]
+            momenta = [self.state[each].setdefault("momentum", torch.zeros_like(each)) for each in parameters]
+            moves = torch._foreach_lerp(gradients, momenta, LION_BETAS[0])
+            torch._foreach_sign_(moves)
+            torch._foreach_mul_(parameters, 1 - lr * LION_WEIGHT_DECAY)
+            torch._foreach_add_(parameters, moves, alpha=-lr)
+            torch._foreach_lerp_(momenta, gradients, 1 - LION_BETAS[1])
+
+
 def new_optimizers(models: nn.Module, inner: str, rates: Sequence[float]) -> list[Optimizer]:
     """Return what trains a member's models, with a group for each lane that remembers its peak rate."""
 
@@ -294,6 +314,8 @@ def new_optimizers(models: nn.Module, inner: str, rates: Sequence[float]) -> lis
 
     if inner == "AdamW":
         return [AdamW(groups(lambda model: list(model.parameters())), fused=True)]
+    if inner == "Lion":
+        return [Lion(groups(lambda model: list(model.parameters())))]
     assert inner == "Muon"
     muon = Muon(groups(lambda model: by_muon(model)[0]), adjust_lr_fn="match_rms_adamw")
     return [muon, AdamW(groups(lambda model: by_muon(model)[1]), fused=True)]
@@ -447,7 +469,8 @@ EXPLANATION = (
     f"10.9 M; context 64) on the standard library of this Python. A step takes {WINDOWS} windows "
     "of all members together, so exact "
     "averaging is the same training however many share them. AdamW as torch has it (weight decay 0.01, "
-    f"betas 0.9 and 0.999); the gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "
+    f"betas 0.9 and 0.999), Lion with weight decay {LION_WEIGHT_DECAY:g} and betas 0.9 and 0.99; the "
+    f"gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "
     f"rises for {WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Loss in nats a "
     f"byte on {16 * HELDOUT_BATCHES:,} fixed windows of files not trained on, ± standard deviation over "
     "seeds. Gaps are taken seed by seed: mean, and the 95 % interval of the mean (Student's t). Each "
@@ -529,7 +552,7 @@ def main() -> None:
     parser, training = command_line(__doc__, RECORDS, add_runs, made_page, "adamw")
     training.add_argument("methods", nargs="+", choices=tuple(METHODS))
     training.add_argument("--members", type=int, default=4)
-    training.add_argument("--inner", choices=("AdamW", "Muon"), default="AdamW")
+    training.add_argument("--inner", choices=("AdamW", "Muon", "Lion"), default="AdamW")
     training.add_argument("--model", choices=tuple(MODELS), default="0.14 M")
     training.add_argument("--steps", type=int, default=2_000)
     training.add_argument("--rates", type=float, nargs="+", default=[2e-3], help="peak learning rates")

@@ -199,6 +199,9 @@ def main() -> None:
     parser.add_argument(
         "--spare-lighthouse", action="store_true", help="in the soaks: torchft's members wait 120 s for one"
     )
+    parser.add_argument(
+        "--inside", choices=("ddp", "fsdp"), default="", help="in the soaks: 2 processes each"
+    )
     parser.add_argument("--patience-seconds", type=float, default=600.0, help="of a busy computer")
     parser.add_argument("--file", type=Path, default=ROOT / "build" / "elastic-soaks.jsonl")
     given = parser.parse_args()
@@ -231,7 +234,10 @@ def _run_all(given: argparse.Namespace) -> None:
             seed=seed,
             peer=given.peer,
             spare_lighthouse=given.spare_lighthouse,
+            inside=given.inside,
         )
+        if given.inside:
+            continue
         # At equal tokens: of as many members as there are at the beginning.
         calm = Training(averagings=round(struck["samples"] / (USUAL * EVERY * BATCH)), seed=seed).loss
         print(

@@ -146,6 +146,12 @@ class Process:
             os.killpg(self._process.pid, number)
 
 
+def places_of(rank: int, size: int) -> dict[str, str]:
+    """Return what torchrun tells a process of its place among all, if these are on one machine."""
+    own, all_of_them = str(rank), str(size)
+    return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_of_them, "LOCAL_WORLD_SIZE": all_of_them}
+
+
 class ProcessesOfMember:
     """Several processes that end together, and look like one: the first that fails ends the others at once.
 
@@ -161,8 +167,6 @@ class ProcessesOfMember:
         told = {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "none",
@@ -171,7 +175,7 @@ class ProcessesOfMember:
         self._processes: list[Process] = []
         try:
             for rank in range(size):
-                self._processes.append(start({**told, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                self._processes.append(start({**told, **places_of(rank, size)}))
         except BaseException:
             self.send(signal.SIGKILL)
             raise
@@ -333,10 +337,7 @@ class LocalJob(Job):
 
     def _started(self, process_rank: int) -> Process:
         variables = {
-            "RANK": str(process_rank),
-            "LOCAL_RANK": str(process_rank),
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_WORLD_SIZE": str(self._size),
+            **places_of(process_rank, self._size),
             "GLOO_SOCKET_IFNAME": self._interface,
             "NCCL_SOCKET_IFNAME": self._interface,
             "TORCHELASTIC_ERROR_FILE": str(self._error_path(process_rank)),

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,38 @@ from thinwire.lab import Network
 
 PATIENCE_SECONDS = 60.0
 TIMEOUT_SECONDS = 4.0
+FIRST_PORT = 20_000  # at which the processes of the first member meet
+
+
+class Member:
+    """The processes of a member. If one is killed, or fails, the others are ended, as a launcher does."""
+
+    def __init__(self, processes: Sequence[forked.Process]) -> None:
+        self.processes = processes
+        for each in processes:
+            each.start()
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.pid for each in self.processes]
+
+    @property
+    def pid(self) -> int:
+        """Of the first process."""
+        return self.pids[0]
+
+    def is_alive(self) -> bool:
+        if any(each.exitcode for each in self.processes):
+            self.kill()
+        return any(each.is_alive() for each in self.processes)
+
+    def kill(self) -> None:
+        for each in self.processes:
+            each.kill()
+
+    def join(self, seconds: float | None = None) -> None:
+        for each in self.processes:
+            each.join(seconds)
 
 
 class Job:
@@ -27,7 +59,7 @@ class Job:
 
     With a lab's network, the lighthouse is on its first host, and member n on the host n + 1; of more
     members than hosts in turn. With settings for all `learners`, the lighthouse is a process of its own,
-    which dies as one.
+    which dies as one. A member has `processes_per_member`.
     """
 
     def __init__(
@@ -37,7 +69,9 @@ class Job:
         *,
         learners: dict[str, Any] | None = None,
         least_at_lighthouse: int = 1,
+        processes_per_member: int = 1,
     ) -> None:
+        self._processes_per_member = processes_per_member
         os.environ.setdefault("RUST_LOG", "error")  # the lighthouse logs every quorum
         self._network, self._learners, self._least = network, learners, least_at_lighthouse
         self._host = "127.0.0.1" if network is None else network.address(0)
@@ -51,7 +85,7 @@ class Job:
         self._path.touch()
         self._lines: list[dict[str, Any]] = []
         self._read_bytes = 0
-        self.processes: list[forked.Process] = []
+        self.processes: list[Member] = []
 
     def light(self) -> None:
         """Start the lighthouse, or start it again where it was."""
@@ -92,11 +126,12 @@ class Job:
         time.sleep(seconds)
         self.set_link(member, "up")
 
-    def stop(self, member: int, seconds: float) -> None:
-        """Let a member stand still for so long."""
-        os.kill(self.processes[member].pid, signal.SIGSTOP)
+    def stop(self, member: int, seconds: float, place: int = 0) -> None:
+        """Let a process of a member stand still for so long."""
+        pid = self.processes[member].pids[place]
+        os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)
-        os.kill(self.processes[member].pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
     def darken_for(self, seconds: float) -> None:
         """End the lighthouse, and start it again."""
@@ -104,21 +139,29 @@ class Job:
         time.sleep(seconds)
         self.light()
 
-    def start(self, member: int, **options: Any) -> forked.Process:
+    def start(self, member: int, **options: Any) -> Member:
         namespaces = []
         if self._network is not None:
             host = self._host_of(member)
             namespaces = self._namespaces(host)
             options = {"hostname": self._network.address(host), **options}
         # By default no two begin with the same model.
-        usual = {"seed": member, "has_buffers": "averages_gradients" not in options}
+        usual = {"seed": member, "learning": {"has_buffers": "averages_gradients" not in options}}
         options = {**(usual if self._learners is None else self._learners), **options}
-        process = forked.process(
-            _member, str(self._path), self.address, member, options, namespaces=namespaces
+        places = [
+            (rank, self._processes_per_member, 20_000 + member) for rank in range(self._processes_per_member)
+        ]
+        self.processes.append(
+            Member(
+                [
+                    forked.process(
+                        _member, str(self._path), self.address, member, place, options, namespaces=namespaces
+                    )
+                    for place in places
+                ]
+            )
         )
-        process.start()
-        self.processes.append(process)
-        return process
+        return self.processes[-1]
 
     def told(self, **wanted: Any) -> list[dict[str, Any]]:
         """Return what was told so far, of that kind."""
@@ -147,7 +190,7 @@ class Job:
         Not that of a member which was killed just then: if it alone knew that all had received everything,
         the others have repeated the averaging without it.
         """
-        dead = {process.pid for process in self.processes if not process.is_alive()}
+        dead = {pid for member in self.processes if not member.is_alive() for pid in member.pids}
         last = {line["pid"]: line["time"] for line in self.told() if line["pid"] in dead}
         alike: dict[int, list[dict[str, Any]]] = {}
         for line in self.told():
@@ -178,7 +221,13 @@ def _lit(bind: str, least: int) -> None:
     server.shutdown()
 
 
-def _member(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
+def _member(
+    path: str, lighthouse: str, member: int, place: tuple[int, int, int], options: dict[str, Any]
+) -> None:
+    rank, size, port = place
+    if size > 1:
+        inside = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in inside.items()})
     if "hostname" in options:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     learner.learn(path, lighthouse, member, **{"timeout_seconds": TIMEOUT_SECONDS, **options})

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, checksum, die, heldout_loss
+from elastic.learner import USUAL, WAIT_SECONDS, Learner, checksum, die, heldout_loss
 from thinwire import Nesterov, Quantize
 from thinwire.localsgd.outer import new_outer
 
@@ -62,15 +62,15 @@ class Told:
         step, members = self.manager.current_step(), self.manager.num_participants()
         if step == self.step:
             # It has put the parameters back to the last average: what was learnt since then is gone.
-            self.discarded_steps += EVERY
+            self.discarded_steps += self.learner.every_steps
             return
         if self.step:
             self.losses += max(0, self.members - members)
             self.joins += max(0, members - self.members)
         self.step, self.members = step, members
         counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
-        said = {**counts, "step": step * EVERY, "lineage": f"{self.manager._quorum_id}/{step}"}
-        self.learner.tell(event="averaged", checksum=checksum(self.learner.model), **said)
+        lineage = f"{self.manager._quorum_id}/{step}"
+        self.learner.tell_averaged(**counts | {"step": step * self.learner.every_steps, "lineage": lineage})
 
 
 @contextmanager
@@ -122,22 +122,24 @@ def torchft_member(
         send(*args, **options)
 
     manager._checkpoint_transport.send_checkpoint = serve
-    told, steps = Told(learner, manager), 0
+    told, steps, every_steps = Told(learner, manager), 0, learner.every_steps
 
     def step(pause_seconds: float) -> bool:
         nonlocal steps
-        if manager.current_step() * EVERY >= learner.num_steps:
+        if manager.current_step() * every_steps >= learner.num_steps:
             return False
-        learner.learn(manager.current_step() * EVERY + steps % EVERY)
+        learner.learn(manager.current_step() * every_steps + steps % every_steps)
         time.sleep(pause_seconds)
         steps += 1
-        if steps % EVERY == 0:
+        if steps % every_steps == 0:
             told.after_averaging()
         return True
 
-    outer = new_outer(Nesterov(), list(model.parameters()), USUAL, EVERY, Quantize(bits=4))
+    outer = new_outer(Nesterov(), list(model.parameters()), USUAL, every_steps, Quantize(bits=4))
     try:
-        with local_sgd.DiLoCo(manager, [model], optimizer, outer, sync_every=EVERY, use_bucketization=True):
+        with local_sgd.DiLoCo(
+            manager, [model], optimizer, outer, sync_every=every_steps, use_bucketization=True
+        ):
             yield step
         learner.tell(event="done", loss=heldout_loss(model, learner.text), checksum=checksum(model))
     finally:

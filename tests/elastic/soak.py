@@ -28,23 +28,40 @@ KINDS = [
 
 
 class Soak:
-    """A run of learners, and what they have told of it. `spare_lighthouse`: it never dies."""
+    """A run of learners, and what they have told of it.
+
+    `spare_lighthouse`: it never dies. `inside`: members of two processes, with "ddp" or "fsdp" inside.
+    """
 
     def __init__(
-        self, *, averagings: int, seed: int, peer: bool, network: Network, spare_lighthouse: bool = False
+        self,
+        *,
+        averagings: int,
+        seed: int,
+        peer: bool,
+        network: Network,
+        spare_lighthouse: bool = False,
+        inside: str = "",
     ) -> None:
+        self.inside, self.size = inside, 2 if inside else 1
         self.averagings, self.draw, self.network = averagings, random.Random(seed), network
         self.kinds = [kind for kind in KINDS if kind != "dark" or not spare_lighthouse]
         self.strikes: Counter[str] = Counter()
         self.alive: list[int] = []
         self.num_started = 0
         settings: dict[str, Any] = {"peer": peer, "seed": seed, "steps": averagings * EVERY}
-        settings |= {"min_members": LEAST, "step_seconds": 0.005}
+        settings |= {"min_members": LEAST, "step_seconds": 0.005, "learning": {"inside": inside}}
         self.start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             # torchft's own has no other way to wait for enough.
             least = LEAST if peer else 1
-            self.job = Job(Path(folder), network, learners=settings, least_at_lighthouse=least)
+            self.job = Job(
+                Path(folder),
+                network,
+                learners=settings,
+                least_at_lighthouse=least,
+                processes_per_member=self.size,
+            )
             try:
                 self.add(USUAL)
                 self.run()
@@ -94,6 +111,8 @@ class Soak:
                 )
             if now > last:
                 last, since = now, time.monotonic()
+            for member in self.alive:
+                self.job.processes[member].is_alive()  # ends those that have lost a process
             assert time.monotonic() < since + LONGEST_GAP_SECONDS, "\n".join(
                 [f"stuck at {last}: {dict(self.strikes)}, {self.alive}", *map(str, self.job.told()[-12:])]
             )
@@ -141,24 +160,35 @@ class Soak:
         else:
             times, shortest, longest = (3, 0.5, 1.5) if kind == "slowed" else (1, 1.0, 8.0)
             for _ in range(times):
-                self.job.stop(struck, self.draw.uniform(shortest, longest))
+                self.job.stop(struck, self.draw.uniform(shortest, longest), self.draw.randrange(self.size))
                 time.sleep(0.2)
 
     def end(self, member: int, number: int) -> None:
-        os.kill(self.job.processes[member].pid, number)
+        # With DDP inside, only the first process of a member sends.
+        is_any = self.inside != "ddp" or number in (signal.SIGKILL, signal.SIGTERM)
+        os.kill(self.job.processes[member].pids[self.draw.randrange(self.size) if is_any else 0], number)
         self.alive.remove(member)
 
+    def check_equal(self) -> None:
+        """Raise if members of one averaging held unlike models, or unlike parts of the same place."""
+        has_parts = self.inside == "fsdp"
+        told = self.job.told(event="averaged")
+        assert {line["rank"] for line in told} == set(range(self.size))
+        for kind, by in (("averaged", "lineage"), ("done", "event")):
+            alike = defaultdict(set)
+            for line in self.job.told(event=kind):
+                alike[line[by], has_parts and line["rank"]].add(line["checksum"])
+            unlike = [held for held, checksums in alike.items() if len(checksums) > 1]
+            assert not unlike, unlike
+
     def result(self) -> dict[str, Any]:
-        """Return the figures; raises where members of one averaging held unlike models."""
-        lines = self.job.told(event="averaged")
+        """Return the figures; raises as `check_equal`."""
+        self.check_equal()
+        lines, done = (self.job.told(event=event, rank=0) for event in ("averaged", "done"))
         by_lineage, by_step = defaultdict(list), defaultdict(set)
         for line in lines:
             by_lineage[line["lineage"]].append(line)
             by_step[line["step"]].add(line["lineage"])
-        for lineage, held in by_lineage.items():
-            assert len({line["checksum"] for line in held}) == 1, (lineage, held)
-        done = self.job.told(event="done")
-        assert len({line["checksum"] for line in done}) == 1, done
         # Where the group was in two parts, one of them was kept: the larger, as a rule.
         kept = [max((by_lineage[each] for each in lineages), key=len) for lineages in by_step.values()]
         times = sorted(min(line["time"] for line in held) for held in kept)
@@ -184,15 +214,11 @@ class Soak:
         }
 
 
-def soaked(
-    path: Path, *, averagings: int, seed: int, peer: bool, spare_lighthouse: bool = False
-) -> dict[str, Any]:
-    """Return the figures of a run; those of one that the file has already are read there."""
-    key: dict[str, Any] = {"averagings": averagings, "seed": seed, "peer": peer}
-    key |= {"spare_lighthouse": True} if spare_lighthouse else {}
+def soaked(path: Path, **key: Any) -> dict[str, Any]:
+    """Return the figures of a run, whose options are those of `Soak`; of one in the file, from there."""
     if path.exists():
         for line in map(json.loads, path.read_text().splitlines()):
-            if key.items() <= line.items() and line.get("spare_lighthouse", False) == spare_lighthouse:
+            if key.items() <= line.items():
                 return dict(line)
     with Network(MOST + 2) as network:
         result = key | Soak(**key, network=network).figures

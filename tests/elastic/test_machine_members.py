@@ -29,7 +29,8 @@ class Told:
         self.path, self.output = path, output
 
     def lines(self, **wanted: Any) -> list[dict[str, Any]]:
-        said = map(json.loads, self.path.read_text().splitlines())
+        lines = self.path.read_text().splitlines(keepends=True)
+        said = [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half written
         return [line for line in said if wanted.items() <= line.items()]
 
     def wait(self, condition: Callable[[], object]) -> None:

@@ -68,7 +68,7 @@ def test_outer_steps_that_16_bits_would_round_away_add_up(member: Member, settin
             for _ in range(12):
                 member.optimizer.step()
             saved, model = local.state_dict(), copy.deepcopy(member.model.state_dict())
-            fragments = local._averagings.fragments
+            fragments = local._fragments
             lasts = [fragment.last[0][0].item() for fragment in fragments]
             values = [next(iter(fragment)).value.view(-1)[0].item() for fragment in fragments]
     assert (lasts, values) == _in_32_bits(local._schedule, member.rank)
@@ -85,7 +85,7 @@ def _in_32_bits(schedule: Schedule, rank: int) -> tuple[list[float], list[float]
 
     It is a number of each fragment: of its last average, and of the model.
     """
-    lasts = [nn.Parameter(torch.ones(())) for _ in range(schedule.num_fragments)]
+    lasts = [nn.Parameter(torch.ones(())) for _ in range(schedule.streaming.fragments)]
     outers = [SMALL([last]) for last in lasts]
     own = [[torch.ones((), dtype=torch.bfloat16) for _ in lasts] for _ in range(2)]
     sent: dict[int, tuple[int, Tensor]] = {}
@@ -99,7 +99,7 @@ def _in_32_bits(schedule: Schedule, rank: int) -> tuple[list[float], list[float]
             assert start + 2**-6 * change == start
             sent[place] = step, change.float()
         for place, (sent_after, change) in tuple(sent.items()):
-            if step == sent_after + schedule.delay_steps:
+            if step == sent_after + schedule.streaming.delay_steps:
                 lasts[place].grad = -change
                 outers[place].step()
                 for values in own:
@@ -126,7 +126,7 @@ def test_what_an_outer_step_that_raises_was_given_is_not_applied_by_the_next_one
     with member.local(every_steps=2, streaming=Streaming(fragments=2), outer=outer) as local:
 
         def lasts() -> list[Tensor]:
-            return [torch.cat(fragment.last) for fragment in local._averagings.fragments]
+            return [torch.cat(fragment.last) for fragment in local._fragments]
 
         start = lasts()
         member.train(1)
@@ -145,7 +145,7 @@ def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
         last = nn.Parameter(torch.empty(3, device="cuda"))
         outer = torch.optim.SGD([last], lr=0.5, momentum=0.9)
         outer.state[last]["momentum_buffer"] = torch.empty(3, device="cuda")
-        state = saved_outer(outer, [(Averaged("weight", last, is_buffer=False), last)], Replica(None))
+        state = saved_outer(outer, [(Averaged("weight", last, is_buffer=False), last)], Replica())
     assert state["state"][0]["momentum_buffer"].device.type == "cpu"
     assert outer.state[last]["momentum_buffer"].device.type == "cuda"
 

@@ -26,13 +26,7 @@ from thinwire.advice.result import Advice, Prediction, checked_budget, checked_g
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import (
-    Collective,
-    ProcessGroupTransport,
-    Transport,
-    gather_bytes,
-    wire_bytes,
-)
+from thinwire.channel import Collective, ProcessGroupTransport, Transport, gather_bytes, wire_bytes
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -119,41 +113,19 @@ def advise(
         bench.run(budget_seconds, transport, progress)
         spent = [now - then for now, then in zip(processor_seconds(), before, strict=True)]
         others = others_share(gethostname(), spent, transport)
-    gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
-    inside_seconds = link.inside_seconds(gradient_bytes)
-
-    def predictions(network: Network, late_seconds: float = 0.0) -> list[Prediction]:
-        """Return the mean of what the processes predict: the same on all, so that all choose alike."""
-        own = bench.predictions(network, late_seconds)
-        # All in one message: there are a hundred numbers, and tens of networks to ask about.
-        flat = [getattr(each, name) + inside_seconds for each in own for name in TIMES]
-        means = iter(mean_over_processes(flat, transport))
-        times = [dict[str, Any]((name, next(means)) for name in TIMES) for _ in own]
-        return [replace(each, **seconds) for each, seconds in zip(own, times, strict=True)]
-
-    ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
-    at = {ms: predictions(link.seconds_without_latency, link.late_seconds(ms)) for ms in link.round_trips}
-    seconds_at = {
-        found[0].name: {ms: each.step_seconds for ms, each in zip(at, found, strict=True)}
-        for found in zip(*at.values(), strict=True)
-    }
-    ranked = [replace(each, seconds_at=seconds_at.get(each.name, {})) for each in ranked]
+    forecast = Forecast(bench, link, transport)
+    ranked = forecast.ranked()
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if each.is_within(budget_loss)]
     best = choose(advisable, least_gain, budget_loss)
-    alone = [each.seconds for each in bench.alone.timelines]
-    # Without averaging, too, the slowest of as many processes sets the pace. The spread is that of each.
-    compute_seconds, low_seconds, high_seconds = mean_over_processes(
-        [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]], transport
-    )
-    accepted = {each.name for each in within}
+    compute_seconds, low_seconds, high_seconds = forecast.compute_seconds()
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == bench.baseline),
         best=best,
         tied=tuple(tied(within, least_gain)),
-        break_even_bits_per_second=_break_even(predictions, accepted, bench.baseline, link, least_gain),
+        break_even_bits_per_second=forecast.break_even({each.name for each in within}, least_gain),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
         budget_loss=budget_loss,
@@ -260,37 +232,75 @@ def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup
     return Link(probe, len(probe.nodes), processes=sizes.pop())
 
 
-def _break_even(
-    predictions: Callable[[Network], list[Prediction]],
-    accepted: Collection[str],
-    baseline_name: str,
-    link: Link,
-    least_gain: float,
-) -> float:
-    """Return the bits per second below which the fastest compression wins enough over 16 bits."""
+@dataclass(frozen=True)
+class Forecast:
+    """What the steps that were timed here would take on a network: the mean of what all processes predict."""
 
-    def gain_seconds(bits_per_second: float) -> float:
+    bench: Bench
+    link: Link
+    transport: Transport
+
+    def on(self, network: Network, late_seconds: float = 0.0) -> list[Prediction]:
+        """Return what each way of averaging takes: the same on all processes, so that all choose alike."""
+        own = self.bench.predictions(network, late_seconds)
+        parameters = self.bench.subject.module.parameters()
+        inside_seconds = self.link.inside_seconds(
+            sum(each.nbytes for each in parameters if each.requires_grad)
+        )
+        # All in one message: there are a hundred numbers, and tens of networks to ask about.
+        flat = [getattr(each, name) + inside_seconds for each in own for name in TIMES]
+        means = iter(mean_over_processes(flat, self.transport))
+        times = [dict[str, Any]((name, next(means)) for name in TIMES) for _ in own]
+        return [replace(each, **seconds) for each, seconds in zip(own, times, strict=True)]
+
+    def ranked(self) -> list[Prediction]:
+        """Return what each takes on the link that was probed, and at other round trips; the fastest first."""
+        link = self.link
+        ranked = sorted(self.on(link.seconds), key=lambda each: each.step_seconds)
+        at = {ms: self.on(link.seconds_without_latency, link.late_seconds(ms)) for ms in link.round_trips}
+        seconds_at = {
+            found[0].name: {ms: each.step_seconds for ms, each in zip(at, found, strict=True)}
+            for found in zip(*at.values(), strict=True)
+        }
+        return [replace(each, seconds_at=seconds_at.get(each.name, {})) for each in ranked]
+
+    def compute_seconds(self) -> tuple[float, float, float]:
+        """Return how long steps take without averaging, and their quartiles."""
+        alone, num_processes = self.bench.alone.timelines, self.link.members * self.link.processes
+        seconds = [each.seconds for each in alone]
+        # Of those, too, the slowest of as many processes sets the pace. The spread is that of each.
+        typical, spread = slowest_of(seconds, num_processes)[0], slowest_of(seconds, 1)[1:]
+        compute, low, high = mean_over_processes([typical, *spread], self.transport)
+        return compute, low, high
+
+    def break_even(self, accepted: Collection[str], least_gain: float) -> float:
+        """Return the bits per second below which the fastest compression wins enough over 16 bits."""
+        # Found by bisection on a logarithmic scale: the slower the link, the more compression wins.
+        low, high = 1e5, 1e13
+        if self._gain_seconds(low, accepted, least_gain) <= 0:
+            return 0.0
+        if self._gain_seconds(high, accepted, least_gain) > 0:
+            return math.inf
+        while high > 1.01 * low:
+            middle = math.sqrt(low * high)
+            wins = self._gain_seconds(middle, accepted, least_gain) > 0
+            low, high = (middle, high) if wins else (low, middle)
+        return low
+
+    def _gain_seconds(self, bits_per_second: float, accepted: Collection[str], least_gain: float) -> float:
+        link = self.link
+
         def network(collective: Collective, handed_bytes: int) -> float:
             # A network of that rate alone: its latency is the probed one's.
-            seconds = 8 * link.wire_bytes(collective, handed_bytes) / bits_per_second
-            return link.probe.latency_seconds + seconds
+            return (
+                link.probe.latency_seconds + 8 * link.wire_bytes(collective, handed_bytes) / bits_per_second
+            )
 
-        found = predictions(network)
+        found = self.on(network)
         compressed = [each for each in found if each.compresses]
         fastest = [each for each in compressed if each.name in accepted] or compressed
-        baseline = next(each.step_seconds for each in found if each.name == baseline_name)
+        baseline = next(each.step_seconds for each in found if each.name == self.bench.baseline)
         return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
-
-    # Found by bisection on a logarithmic scale: the slower the link, the more compression wins.
-    low, high = 1e5, 1e13
-    if gain_seconds(low) <= 0:
-        return 0.0
-    if gain_seconds(high) > 0:
-        return math.inf
-    while high > 1.01 * low:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain_seconds(middle) > 0 else (low, middle)
-    return low
 
 
 def processor_seconds() -> tuple[float, float, float]:

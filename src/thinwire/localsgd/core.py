@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -13,26 +13,23 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from thinwire.algorithms import Algorithm
 from thinwire.checks import checked_scaler
 from thinwire.errors import StepError
-from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.fragment import Fragments
 from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.model import AveragedModel, check_gradient_settings
-from thinwire.localsgd.outer import Outer, check_outer, new_outer
+from thinwire.localsgd.outer import Outer, check_outer
 from thinwire.localsgd.schedule import Schedule
-from thinwire.localsgd.settings import Nesterov
 from thinwire.localsgd.state import LoadedState
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.handle import not_copied
 from thinwire.sync.stats import Stats
 
 
-class Averager(ABC):
+class Averager(AbstractContextManager[Any]):
     """A context around a training loop, in which something is averaged."""
 
     _make_outer: Outer | None = None
-    _outer: torch.optim.Optimizer | None = None  # before entry, and where there is none
 
     def __init__(
         self,
@@ -84,19 +81,12 @@ class Averager(ABC):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
 
-    @abstractmethod
-    def __enter__(self) -> Any:
-        """Start. Collective."""
-
-    @abstractmethod
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool | None:
-        """End: average what is left, unless an exception is under way. Collective."""
-
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
         self._model.check_unchanged()
+        self._model.check_own(call)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -142,8 +132,6 @@ class DistributedState:
 class ModelAverager(Averager):
     """Averages a model every few steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
 
-    _fragments = Fragments()  # none before entry
-
     def _configure(self, schedule: Schedule, outer: Outer | None, grad_scaler: GradScaler | None) -> None:
         """Take the settings that all models are averaged by."""
         check_outer(outer)
@@ -157,20 +145,11 @@ class ModelAverager(Averager):
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         """The outer optimizer, from entry on; for a learning-rate schedule, say."""
-        return self._outer
+        return self._model.outer if self._model.entered else None
 
-    def _divided(
-        self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm
-    ) -> tuple[Fragments, torch.optim.Optimizer | None]:
-        """Return new fragments of the model, and the outer optimizer that steps them."""
-        make, schedule = self._make_outer, self._schedule
-        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
-        parts = fragments_of(averaged, schedule.num_fragments)
-        fragments, outer = Fragments(Fragment(part, device) for part in parts), None
-        if make is not None:
-            parameters = fragments.outer_parameters(averaged)
-            outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
-        return fragments, outer
+    @property
+    def _fragments(self) -> Fragments:
+        return self._model.fragments
 
     def _in_loop(self) -> AbstractContextManager[None]:
         """Count the steps of the user's loop while this is open."""
@@ -184,12 +163,7 @@ class ModelAverager(Averager):
     def average(self) -> None:
         """Average now. Collective."""
 
-    def _check_inside(self, call: str) -> None:
-        super()._check_inside(call)
-        self._fragments.check_own(call)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> AbstractContextManager[None]:
         """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
 
         Between averagings each process's model is its own, and with fragments their last averages are of
@@ -203,9 +177,4 @@ class ModelAverager(Averager):
             StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
         """
         self._check_inside("averaged()")
-        with self._fragments.holding_average():
-            try:
-                yield
-            finally:
-                # Parameters gathered for an evaluation are of the average, and would be used again.
-                self._model.replica.show_shards()
+        return self._model.holding_average()

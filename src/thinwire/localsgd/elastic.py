@@ -11,21 +11,22 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.algorithms import Algorithm, Quantize
 from thinwire.channel import Description
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.core import ModelAverager
-from thinwire.localsgd.flight import Flight, are_finite
+from thinwire.localsgd.flight import Changes, Flight, are_finite
 from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers
 from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum
-from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
+from thinwire.localsgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
+from thinwire.localsgd.state import LoadedState
 
-EXACT = AllReduce()
 MANY_STEPS = 30
 
 
@@ -48,13 +49,11 @@ class LocalSGD(ModelAverager, Member):
 
     Args:
         model: A module; of a member of several processes a DDP model, or one in parts.
-        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
-            steps: the last one's are counted. Their state is never averaged.
+        optimizer: As of `thinwire.LocalSGD`, and so `algorithm` and `grad_scaler`.
         every_steps: Steps from one averaging of a parameter to the next.
         every_seconds: In its place, the time from one to the next: each member makes as many steps as it can,
             and weighs as much, so slow machines hold no fast one back. `steps` are then those of the fastest.
         group: Who is there; None for `TorchftGroup()`.
-        algorithm: How the changes become their mean over the group.
         outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
             by the number of members.
         streaming: As of `thinwire.LocalSGD`; one fragment is in flight at a time, so a delay is shorter than
@@ -63,7 +62,6 @@ class LocalSGD(ModelAverager, Member):
         warmup: Steps at the start after each of which models are averaged, without `outer`; None for none.
             Its `algorithm` averages their changes in them, and what it has not transmitted goes,
             uncompressed, with the last of these steps.
-        grad_scaler: The `GradScaler`, if there is one.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
     96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
@@ -110,7 +108,6 @@ class LocalSGD(ModelAverager, Member):
         super().__init__(model, optimizer, algorithm, group, streaming)
         self._algorithm = algorithm  # from the end of the warm-up on
         self._work: list[float] = []  # of this member since each fragment's last averaging
-        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
         # What is in flight: its work by fragment, and the steps that were pending when it was sent.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
@@ -141,11 +138,11 @@ class LocalSGD(ModelAverager, Member):
 
     def _begin(self) -> None:
         # The learning rate that goes by the number of members is chosen at every averaging.
-        self._fragments, self._outer = self._divided(self._model.tensors(), 1, self._algorithm)
+        self._model.divide(self._model.tensors(), self._schedule, self._make_outer, 1, self._algorithm)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        warn_of_momentum(self._outer, self._algorithm, stacklevel=3)
+        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=3)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
@@ -192,12 +189,12 @@ class LocalSGD(ModelAverager, Member):
             self._work = [work + 1 for work in self._work]
         schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
         if self._membership.is_open:
-            if self._pending_steps - self._sent_steps >= schedule.delay_steps:
+            if self._pending_steps - self._sent_steps >= schedule.streaming.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
         elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
             self._transact(self._membership.start)
-            if is_warm_up or not schedule.delay_steps:
+            if is_warm_up or not schedule.streaming.delay_steps:
                 self._land()
         self._tell_observers()
 
@@ -212,17 +209,13 @@ class LocalSGD(ModelAverager, Member):
     def _place(self, turns_ahead: int) -> int:
         return (self._turns + turns_ahead) % len(self._fragments)
 
-    def _weight(self, turns_ahead: int = 0) -> float:
+    def _part(self, turns_ahead: int = 0) -> Part:
         place = self._place(turns_ahead)
+        fragments = self._fragments if self._is_warm_up(self._steps) else [self._fragments[place]]
+        changes = {fragment: fragment.changes() for fragment in fragments}
         # What the averaging in doubt has taken is no part of the next one.
-        return self._work[place] - (self._sent_work.get(place, 0.0) if turns_ahead else 0.0)
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
-        fragments = [self._fragments[self._place(turns_ahead)]]
-        if self._is_warm_up(self._steps):
-            fragments = list(self._fragments)
-        self._changes = {fragment: fragment.changes() for fragment in fragments}
-        return are_finite(self._changes, None)
+        taken = self._sent_work.get(place, 0.0) if turns_ahead else 0.0
+        return Part(self._work[place] - taken, are_finite(changes, None), changes)
 
     def _described(self) -> Description:
         # A member that joins uses what the others do, however far they are.
@@ -235,36 +228,38 @@ class LocalSGD(ModelAverager, Member):
             "streaming": str(self._schedule.streaming),
             "warmup": str(self._schedule.warmup),
             "weigh_by": self._group.weigh_by,
-            "outer optimizer": described_outer(self._outer),
+            "outer optimizer": described_outer(self.outer),
         }
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}
 
-    def _adopted(self) -> None:
+    def _start_from(self, loaded: LoadedState) -> None:
+        super()._start_from(loaded)
         for fragment in self._fragments:
             fragment.show()
         self._work = [0.0] * len(self._fragments)
-        self._changes, self._sent_work, self._sent_steps = {}, {}, 0
+        self._sent_work, self._sent_steps = {}, 0
         self._follow(self._steps)
 
-    def _start(self, scale: float, step: int) -> Flight[Fragment]:
+    def _start(self, tensors: Changes | None, scale: float, step: int) -> Flight[Fragment]:
         is_exact = self._is_warm_up(step)
         places = range(len(self._fragments)) if is_exact else [self._place(0)]
         fragments = [self._fragments[place] for place in places]
-        changes = {each: self._changes.pop(each, []) or each.changes() for each in fragments}
+        known = tensors or {}
+        changes = {each: known[each] if each in known else each.changes() for each in fragments}
         # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()):
             flat.mul_(scale)
         self._sent_work = {place: self._work[place] for place in places}
         self._sent_steps = self._pending_steps
-        is_delayed = self._schedule.delay_steps > 0 and not is_exact
+        is_delayed = self._schedule.streaming.delay_steps > 0 and not is_exact
         return Flight(changes, self._engine, is_delayed=is_delayed)
 
     def _committed(
         self, flight: Flight[Fragment] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        self._changes, self._averaged_at = {}, monotonic()
+        self._averaged_at = monotonic()
         if flight is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._pending_steps and not may_be_empty:
@@ -274,13 +269,13 @@ class LocalSGD(ModelAverager, Member):
                 )
             return
         is_exact = self._is_warm_up(step)
-        if self._outer is not None and isinstance(self._make_outer, Nesterov):
-            for group in self._outer.param_groups:
+        if self.outer is not None and isinstance(self._make_outer, Nesterov):
+            for group in self.outer.param_groups:
                 group["lr"] = nesterov_lr(self._make_outer, num_members, self._engine.algorithm)
         made = self._pending_steps - self._sent_steps  # while it was in flight
         weight = self._schedule.local_weight(self._engine.algorithm) if made else 0.0
         for fragment, means in flight.changes.items():
-            fragment.move(means, None if is_exact else self._outer, weight)
+            fragment.move(means, None if is_exact else self.outer, weight)
         for place, work in self._sent_work.items():
             self._work[place] -= work
         self._steps, self._pending_steps = step + made, made
@@ -307,18 +302,8 @@ class LocalSGD(ModelAverager, Member):
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.
 
-    `elastic.LocalSGD`, which it is, with the outer step and the defaults of `thinwire.DiLoCo`.
-
-    Args:
-        model: As of `elastic.LocalSGD`.
-        optimizer: Trains the model; or several, as of `elastic.LocalSGD`.
-        every_steps: Steps from one averaging of a parameter to the next; 30, unless there is `every_seconds`.
-        algorithm: How the changes become their mean over the group.
-        outer: The outer step; as of `elastic.LocalSGD`.
-        settings: All others, as of `elastic.LocalSGD`.
-
-    Raises:
-        ThinwireError: As `elastic.LocalSGD`.
+    `elastic.LocalSGD`, whose arguments it takes, with the outer step and the defaults of `thinwire.DiLoCo`:
+    every 30 steps, unless there is `every_seconds`.
     """
 
     def __init__(

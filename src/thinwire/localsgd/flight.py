@@ -102,20 +102,15 @@ class Flight(Generic[Part]):
 
 
 def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport | None) -> bool:
-    """Return whether changes are finite, on all shards of a replica.
-
-    Cost: one host synchronisation, however many types and devices there are.
-    """
+    """Return whether changes are finite, on all shards of a replica. Cost: one host synchronisation."""
     # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
     are = all_finite(*chain(*changes.values()))
     return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))
 
 
 def have_moved(changes: Changes, together: Transport | None) -> bool:
-    """Return whether any parameter has changed, on some shard of a replica; buffers do in every forward pass.
-
-    Cost: one host synchronisation.
-    """
+    """Return whether any parameter has changed, on some shard of a replica. Cost: a host synchronisation."""
+    # Buffers do in every forward pass.
     moved = [
         flat.any()
         for fragment, of_one in changes.items()

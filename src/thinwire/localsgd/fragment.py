@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from thinwire.errors import ConfigError, StepError
+from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import held_of
 
@@ -164,8 +163,6 @@ class Fragment(Buckets):
 class Fragments(tuple[Fragment, ...]):
     """All fragments of a model, in the order of their turns."""
 
-    are_shown = False  # whether the model holds the last averages, and not its own values
-
     @property
     def device(self) -> torch.device:
         """Where the model is; of one on several devices, its first averaged tensor."""
@@ -181,26 +178,6 @@ class Fragments(tuple[Fragment, ...]):
         lasts = {each.name: last for each, last in self.lasts}
         # In one order, however many fragments there are: so that its state fits any number.
         return [lasts[each.name] for each in Buckets(averaged) if not each.is_buffer]
-
-    @contextmanager
-    def holding_average(self) -> Iterator[None]:
-        """Let the model hold the last averages while this is open. What it held comes back afterwards."""
-        own = [each.value.clone() for each, _ in self.lasts]
-        self.are_shown = True
-        try:
-            for fragment in self:
-                fragment.show()
-            yield
-        finally:
-            for (each, _), value in zip(self.lasts, own, strict=True):
-                each.value.copy_(value)
-            self.are_shown = False
-
-    def check_own(self, call: str) -> None:
-        """Refuse a call while the model holds the last averages."""
-        # A step would change the average, and be lost when the model's own values come back.
-        if self.are_shown:
-            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
 
 
 def layer_of(name: str) -> str:

@@ -14,20 +14,19 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.algorithms import Algorithm, Quantize
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
 from thinwire.localsgd.core import ModelAverager
-from thinwire.localsgd.flight import Flight
-from thinwire.localsgd.fragment import Averaged, Fragment, fragments_of
+from thinwire.localsgd.fragment import Averaged, fragments_of
 from thinwire.localsgd.loop import check_ddp
 from thinwire.localsgd.members.fixed import Fixed
 from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
 from thinwire.localsgd.outer import Outer, described_outer, warn_of_momentum
-from thinwire.localsgd.schedule import NO_WARMUP, WHOLE, Schedule
+from thinwire.localsgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.localsgd.settings import Nesterov, Streaming, Warmup
 from thinwire.localsgd.state import checked_state, go_on_from, packed_state
 from thinwire.sync.precision import full_precision
@@ -36,7 +35,6 @@ from thinwire.tensors.layout import held_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-EXACT = AllReduce()
 LOADED = "loaded state"
 
 
@@ -75,17 +73,16 @@ class LocalSGD(ModelAverager, Joinable):
         warmup: Steps at the start that are plain data-parallel training; None for none.
         replicas: The processes that average: a group, None for that of the DDP model or the default one. In
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
-            well. For an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            well. For a model in parts those that hold the same part of other replicas, such as
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
         subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
 
-    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with those
-    that hold the same shards of other replicas. No weights are gathered. A replica counts as one member.
-    With `replicas` as a dimension of a mesh, so is any other model in parts (tensor parallel, native HSDP, a
-    stage of a pipeline); of such a model each process saves and loads its own part.
+    Of a model in parts (FSDP2, tensor parallel, native HSDP, a stage of a pipeline) each process averages its
+    own part, and no weights are gathered. A replica counts as one member. The state is of the whole model if
+    `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
@@ -154,39 +151,35 @@ class LocalSGD(ModelAverager, Joinable):
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
-        if self._averagings.fragments:
+        if self._model.entered:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
-        loaded, group = self._loaded, self._engine.transport
-        replica, averaged = self._model.replica, self._model.tensors()
+        loaded, group, model = self._loaded, self._engine.transport, self._model
+        averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
         self._check_models(averaged)
-        algorithm = self._engine.algorithm
-        fragments, outer = self._divided(averaged, self._averagings.num_members, algorithm)
+        algorithm, num_members = self._engine.algorithm, self._averagings.num_members
+        model.divide(averaged, self._schedule, self._make_outer, num_members, algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        self._agree_on(self._described(outer))
-        flights: list[Flight[Fragment]] = []
+        self._agree_on(self._described())
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
             copy_from(group.rank == 0, map(held_of, tensors), group)
-            for fragment in fragments:
+            for fragment in model.fragments:
                 fragment.take()
         else:
-            flights = go_on_from(loaded, fragments, outer, replica)
-        warn_of_momentum(outer, algorithm, stacklevel=2)
+            self._averagings.flights = go_on_from(loaded, model)
+        warn_of_momentum(model.outer, algorithm, stacklevel=2)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
             attached.enter_context(self._averagings.gradients(self))
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
-        self._averagings.fragments = self._fragments = fragments
-        self._averagings.outer = self._outer = outer
-        self._averagings.flights = flights
-        self._model.enter(averaged)
+        model.enter(averaged)
         self._loaded, self._is_inside = None, True
         self._averagings.end_warmup()
         return self
@@ -221,7 +214,7 @@ class LocalSGD(ModelAverager, Joinable):
             replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
         )
 
-    def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
+    def _described(self) -> dict[str, str]:
         """Return what must be the same on all processes, by subject."""
         schedule = self._schedule
         described = {
@@ -230,7 +223,7 @@ class LocalSGD(ModelAverager, Joinable):
             "algorithm of the warm-up": self._averagings.warmup.algorithm,
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(outer),
+            "outer optimizer": described_outer(self._model.outer),
             LOADED: self._loaded is not None and self._loaded.checksum,
         }
         return {subject: str(value) for subject, value in described.items()}
@@ -278,7 +271,7 @@ class LocalSGD(ModelAverager, Joinable):
         its own last steps at first, then nothing.
         """
         # `_check_inside` looks at the whole model, which is too much for every step.
-        self._fragments.check_own("a step")
+        self._model.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
         self._averagings.end_warmup()
@@ -327,7 +320,7 @@ class LocalSGD(ModelAverager, Joinable):
         by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
         if by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
-        if by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+        if by_contributors and (schedule.streaming.fragments > 1 or schedule.streaming.delay_steps):
             raise ConfigError(
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
@@ -375,7 +368,7 @@ class LocalSGD(ModelAverager, Joinable):
             AgreementError: The processes have made different steps, or have other algorithms.
         """
         now = self._averagings
-        if not now.fragments:
+        if not self._model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
         # What algorithms remember of a step is known when it has ended.
         if any(not flight.has_landed for flight in now.flights):
@@ -383,7 +376,7 @@ class LocalSGD(ModelAverager, Joinable):
                 now.finish_all()
         # Once it is over, nothing of it is needed.
         warmup = now.warmup if now.warmup.algorithm != EXACT else None
-        return packed_state(now, self.sync, warmup, self._model.replica)
+        return packed_state(self._model, now.step, now.flights, self.sync, warmup)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
@@ -397,9 +390,9 @@ class LocalSGD(ModelAverager, Joinable):
             StateError: It is not such a state, or it is of a different model.
             StepError: The context was entered already.
         """
-        if self._averagings.fragments:
+        if self._model.entered:
             raise StepError("load the state before the context is entered")
-        replica, num_fragments = self._model.replica, self._schedule.num_fragments
+        replica, num_fragments = self._model.replica, self._schedule.streaming.fragments
         shapes = [
             {each.name: replica.shape_of(each.name, each.value) for each in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
@@ -428,23 +421,11 @@ class DiLoCo(LocalSGD):
     `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
     is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
     With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
-    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`.
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
+    errors are those of `LocalSGD`; a subgroup counts as one member.
 
     Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
     2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
-
-    Args:
-        model: As of `LocalSGD`.
-        optimizer: Trains the model; or several, as of `LocalSGD`.
-        every_steps: Steps from one averaging of a parameter to the next.
-        algorithm: How the changes become their mean over the group.
-        outer: The outer step; as of `LocalSGD`.
-        settings: All others, as of `LocalSGD`. A subgroup counts as one member.
-
-    Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
-
-    Raises:
-        ThinwireError: As `LocalSGD`.
 
     Examples:
         >>> import thinwire

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from importlib import import_module
 from itertools import chain
 from types import FrameType
 from typing import Any, TypeVar
@@ -30,7 +29,14 @@ from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.members.machine import MachineGroup
-from thinwire.localsgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
+from thinwire.localsgd.model import (
+    AveragedModel,
+    Optimizers,
+    as_sharded,
+    checked_optimizers,
+    replica_of,
+    unwrapped,
+)
 from thinwire.localsgd.outer import held_by
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.settings import Streaming
@@ -56,7 +62,8 @@ class Member(Averager, Front):
         streaming: Streaming,
     ) -> None:
         module, ddp = unwrapped(model)
-        _check_model(module, ddp, _num_processes() if group is None else group.inside.size)
+        in_job = dist.get_world_size() if dist.is_initialized() else 1
+        _check_model(module, ddp, in_job if group is None else group.inside.size)
         self._group = _group_of_environment() if group is None else group
         replica = Replica()
         if self._group.inside.size > 1:
@@ -162,10 +169,6 @@ class Member(Averager, Front):
     def _held(self) -> dict[str, torch.Tensor]:
         """Return by name what is the same on all members after an averaging, the tensors themselves."""
 
-    @abstractmethod
-    def _adopted(self) -> None:
-        """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
-
     # Members compare this, and a newcomer starts from it.
 
     def _described(self) -> Description:
@@ -189,7 +192,7 @@ class Member(Averager, Front):
             "in_flight": (),
             "last_average": self._held(),
             "sync": self._engine.common_state() if sync is None else sync,
-            "outer": None if self._outer is None else self._outer.state_dict(),
+            "outer": None if self._model.outer is None else self._model.outer.state_dict(),
         }
         state[MEMBERS_KEY] = {
             "lineage": self._membership.lineage,
@@ -216,12 +219,13 @@ class Member(Averager, Front):
         self._start_from(self._checked(state))
 
     def _start_from(self, loaded: LoadedState) -> None:
-        """Go on from a state. What may refuse comes first: then nothing has changed."""
+        """Go on from a state; what was made until then counts no more."""
+        # What may refuse comes first: then nothing has changed.
         held, others, members = self._held(), self._not_averaged(), members_of(loaded)
         if loaded.members is not None:  # a fixed group's has no others
             _check_like(members["not_averaged"], others)
         of_engine = self._engine.check_state_dict(loaded.sync)
-        outer = self._outer if loaded.outer is not None else None
+        outer = self._model.outer if loaded.outer is not None else None
         optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
         if loaded.members is not None:
             optimizers, states = [*optimizers, *self._sent_optimizers], [*states, *members["optimizers"]]
@@ -238,7 +242,6 @@ class Member(Averager, Front):
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
-        self._adopted()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
@@ -275,11 +278,6 @@ class Member(Averager, Front):
         if self._model.entered:
             raise StepError("load the state before the context is entered")
         self._loaded = self._checked(copy.deepcopy(state))
-
-
-def _num_processes() -> int:
-    """Return how many processes a member has whose group is the environment's."""
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
@@ -363,11 +361,9 @@ def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Opt
     for number, state in states.items():
         parameter = parameters[number]
         if hasattr(parameter, "to_local"):
-            # That takes seconds to import; with a sharded model it is done.
-            like = import_module("thinwire.fronts.sharded.model").sharded_like
             shape = held_of(parameter).shape
             held[number] = {
-                key: like(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
+                key: as_sharded(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
                 for key, value in state.items()
             }
     return held

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,14 +14,16 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
-from thinwire.localsgd.fragment import Averaged
-from thinwire.localsgd.outer import held_by
+from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
+from thinwire.localsgd.settings import Nesterov
 from thinwire.sync.settings import checked_on_nonfinite
 
 if TYPE_CHECKING:
@@ -32,13 +35,16 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(eq=False)
 class AveragedModel:
-    """A model whose tensors are looked up again each time: a user may freeze, replace or resize some."""
+    """A model, and its fragments. Its tensors are looked up each time: a user may freeze or replace some."""
 
     module: nn.Module  # not wrapped
     replica: Replica = field(default_factory=Replica)  # what this process holds of it
     ddp: DistributedDataParallel | None = None  # around it; it may leave some parameters out
     buffers: bool = True  # whether saved floating buffers are averaged
     entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
+    fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
+    outer: torch.optim.Optimizer | None = None  # steps the last averages
+    shows_average: bool = False  # in place of its own values
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
@@ -101,6 +107,45 @@ class AveragedModel:
                 )
         return group, inner
 
+    def divide(
+        self,
+        averaged: Sequence[Averaged],
+        schedule: Schedule,
+        make: Outer | None,
+        num_members: int,
+        algorithm: Algorithm,
+    ) -> None:
+        """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
+        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
+        parts = fragments_of(averaged, schedule.streaming.fragments)
+        self.fragments = Fragments(Fragment(part, device) for part in parts)
+        if make is not None:
+            parameters = self.fragments.outer_parameters(averaged)
+            self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
+
+    @contextmanager
+    def holding_average(self) -> Iterator[None]:
+        """Let the model hold the last averages while this is open. What it held comes back afterwards."""
+        lasts = self.fragments.lasts
+        own = [each.value.clone() for each, _ in lasts]
+        self.shows_average = True
+        try:
+            for fragment in self.fragments:
+                fragment.show()
+            yield
+        finally:
+            # Parameters gathered for an evaluation are of the average, and would be used again.
+            self.replica.show_shards()
+            for (each, _), value in zip(lasts, own, strict=True):
+                each.value.copy_(value)
+            self.shows_average = False
+
+    def check_own(self, call: str) -> None:
+        """Refuse a call while the model holds the last averages."""
+        # A step would change the average, and be lost when the model's own values come back.
+        if self.shows_average:
+            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
+
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Take note of what is averaged from now on."""
         self.entered = {each.name: each.identity for each in averaged}
@@ -154,14 +199,7 @@ def replica_of(
         raise ConfigError(
             "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
         )
-    of_parts = import_module("thinwire.localsgd.part_replica")
-    meshes = of_parts.meshes_of(module)
-    # FSDP2's own layout over one dimension has a state of the whole model.
-    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1
-    if (not is_usual and of_parts.lies_outside(replicas, meshes)) or not is_fsdp2(module):
-        in_parts: Replica = of_parts.PartReplica(module, replicas)
-        return in_parts
-    made: Replica = import_module("thinwire.localsgd.sharded_replica").ShardedReplica(module, replicas)
+    made: Replica = import_module("thinwire.localsgd.sharded_replica").new_replica(module, replicas)
     return made
 
 
@@ -178,6 +216,15 @@ def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) 
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
         )
+
+
+def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of something as a part of it, sharded as a parameter is."""
+    if not hasattr(parameter, "to_local"):
+        return held
+    # That takes seconds to import; with a sharded model it is done.
+    sharded: torch.Tensor = import_module("thinwire.fronts.sharded.model").sharded_like(parameter, held)
+    return sharded
 
 
 def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:

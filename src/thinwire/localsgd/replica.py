@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,54 +16,47 @@ if TYPE_CHECKING:
     from thinwire.fronts.sharded.model import Piece
 
 
+@dataclass(frozen=True)
 class Replica:
-    """A replica, over processes that hold a shard of it each; of one process, the shard is all of it."""
+    """A replica, over processes that hold a part of it each; of one process, the part is all of it."""
 
-    is_sharded = False  # its parameters are DTensors, or parts of the model
-    saves_parts = False  # each process its own
+    replicas: dist.ProcessGroup | Transport | None = None  # that this one is averaged with
+    inside: Transport = field(default_factory=lambda: InProcessTransport.group(1)[0])  # joins its processes
+    is_sharded: bool = False  # its parameters are DTensors, or parts of the model
+    saves_parts: bool = False  # each process its own
+    pieces: Mapping[str, Piece] = field(default_factory=dict)  # what this process has of each parameter
+    sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
+    # Lets the parameters be what this process holds of them, as they are between steps.
+    show_shards: Callable[[], None] = lambda: None
 
-    def __init__(
-        self,
-        replicas: dist.ProcessGroup | Transport | None = None,
-        inside: Transport | None = None,
-        pieces: Mapping[str, Piece] | None = None,
-    ) -> None:
-        self.replicas = replicas
-        # Joins the processes of the replica; None if there is one.
-        self.shards = None if inside is None or inside.size == 1 else inside
-        self.inside = InProcessTransport.group(1)[0] if self.shards is None else self.shards
-        self._pieces = pieces or {}
-
-    def show_shards(self) -> None:
-        """Let the model's parameters be what this process holds of them, as they are between steps."""
-
-    def sync_of(self, engine: Engine) -> GradientSync:
-        """Return the handle of an engine, which saves and loads the state of the whole model."""
-        return GradientSync(engine)
+    @property
+    def shards(self) -> Transport | None:
+        """Joins the processes of the replica; None if there is one."""
+        return None if self.inside.size == 1 else self.inside
 
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of a whole parameter or buffer."""
-        return self._pieces[name].shape if name in self._pieces else tuple(held.shape)
+        return self.pieces[name].shape if name in self.pieces else tuple(held.shape)
 
     def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
 
         A buffer, which all have whole, is the first shard's: each process has its own.
         """
-        return {name: self._gathered(name, each) for name, each in held.items()}
+        if self.saves_parts or self.shards is None:
+            return dict(held)
+        return {name: self._gathered(name, each, self.shards) for name, each in held.items()}
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
         place, shards = self.inside.rank, self.inside.size
         return {
-            name: self._pieces[name].cut(place, shards)(each).clone() if name in self._pieces else each
+            name: self.pieces[name].cut(place, shards)(each).clone() if name in self.pieces else each
             for name, each in whole.items()
         }
 
-    def _gathered(self, name: str, held: torch.Tensor) -> torch.Tensor:
-        if self.shards is None:
-            return held
-        piece, shards = self._pieces.get(name), self.shards
+    def _gathered(self, name: str, held: torch.Tensor, shards: Transport) -> torch.Tensor:
+        piece = self.pieces.get(name)
         whole = torch.empty(self.shape_of(name, held), dtype=held.dtype)
         parts = [whole]
         if piece is not None and piece.dim is not None:

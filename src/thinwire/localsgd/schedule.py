@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.checks import number, shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.localsgd.settings import Streaming, Warmup
 
 Level: TypeAlias = Literal["group", "subgroup"]
 
-WHOLE, NO_WARMUP = Streaming(), Warmup()
+EXACT, WHOLE, NO_WARMUP = AllReduce(), Streaming(), Warmup()
 USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 
@@ -65,23 +65,13 @@ class Schedule:
         every = f"every_steps={self.every_steps}" if seconds is None else f"every_seconds={seconds:g}"
         return every if self.streaming == WHOLE else f"{every}, streaming={self.streaming}"
 
-    @property
-    def num_fragments(self) -> int:
-        """Parts of the model, which take turns."""
-        return self.streaming.fragments
-
-    @property
-    def delay_steps(self) -> int:
-        """Steps from sending a change to applying what became of it."""
-        return self.streaming.delay_steps
-
     def local_weight(self, algorithm: Algorithm) -> float:
         """Return the share of a model's local change that stays when a delayed average arrives."""
         if self.streaming.local_weight is not None:
             return self.streaming.local_weight
         # The kept share of a change is part of the next one. If the residual holds most of that change
         # already, it would be sent twice.
-        return USUAL_LOCAL_WEIGHT if self.delay_steps and not algorithm.sends_few_entries else 0.0
+        return USUAL_LOCAL_WEIGHT if self.streaming.delay_steps and not algorithm.sends_few_entries else 0.0
 
     @property
     def meets_in_subgroups(self) -> bool:
@@ -112,18 +102,20 @@ class Schedule:
         In the warm-up that of all. Then they take turns, evenly spread over `every_steps`; the last one is
         sent at its multiples.
         """
+        num_fragments = self.streaming.fragments
         if self.is_warm_up(step):
             # A DDP model only at the end, so that all start the local phase from the same bits.
-            return range(self.num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
+            return range(num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
         place = (step - self.warmup.steps - 1) % self.every_steps + 1
-        turn, rest = divmod(place * self.num_fragments, self.every_steps)
+        turn, rest = divmod(place * num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
-        return (turn - 1,) if turn and rest < self.num_fragments else ()
+        return (turn - 1,) if turn and rest < num_fragments else ()
 
     def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
         """Return whether a member averages now, given the steps and seconds since its last averaging."""
-        place, num_fragments = turn % self.num_fragments, self.num_fragments
+        num_fragments = self.streaming.fragments
+        place = turn % num_fragments
         if self.every_seconds is None:
             first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
             return steps >= second - first
@@ -136,4 +128,4 @@ class Schedule:
         Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
         when it comes, which differs between processes: each would send the next ones in a different order.
         """
-        return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))
+        return min(num_rounds, 1 + age * num_rounds // max(1, self.streaming.delay_steps))

@@ -12,7 +12,7 @@ from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Fragment, Fragments
-from thinwire.localsgd.members.fixed import Fixed
+from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import load_outer, saved_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
@@ -44,16 +44,20 @@ class LoadedState(NamedTuple):
 
 
 def packed_state(
-    averagings: Fixed, sync: GradientSync, warmup: Engine | None, replica: Replica
+    model: AveragedModel,
+    step: int,
+    flights: Sequence[Flight[Fragment]],
+    sync: GradientSync,
+    warmup: Engine | None,
 ) -> dict[str, Any]:
     """Return the state, as copies on the CPU. Collective."""
-    fragments, outer = averagings.fragments, averagings.outer
+    fragments, outer, replica = model.fragments, model.outer, model.replica
     lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
-    in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
+    in_flight = [item for flight in flights for item in flight.changes.items()]
     # Several of these values are collective: in one order on all processes, of the shards of a replica too.
     state = {
         "version": STATE_VERSION,
-        "step": averagings.step,
+        "step": step,
         "sent_after": tuple(fragment.sent_after for fragment in fragments),
         "in_flight": tuple(
             (fragments.index(each), replica.whole(each.named(means))) for each, means in in_flight
@@ -76,13 +80,11 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
 
-def go_on_from(
-    loaded: LoadedState, fragments: Fragments, outer: torch.optim.Optimizer | None, replica: Replica
-) -> list[Flight[Fragment]]:
+def go_on_from(loaded: LoadedState, model: AveragedModel) -> list[Flight[Fragment]]:
     """Let fragments go on from a state; return what had landed and is still to be applied."""
-    if outer is not None and loaded.outer is not None:
-        _load_outer(outer, fragments, replica, loaded)
-    sent_after = loaded.sent_after
+    fragments, sent_after = model.fragments, loaded.sent_after
+    if model.outer is not None and loaded.outer is not None:
+        _load_outer(model.outer, fragments, model.replica, loaded)
     # Saved with a different number of fragments: as if all had waited as long as the longest.
     if len(sent_after) != len(fragments):
         sent_after = [min(sent_after)] * len(fragments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -14,9 +13,11 @@ from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.member import Member
+from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
-from thinwire.localsgd.model import Optimizers
+from thinwire.localsgd.model import Optimizers, as_sharded
 from thinwire.localsgd.settings import Streaming
+from thinwire.localsgd.state import LoadedState
 from thinwire.tensors.layout import held_of
 
 
@@ -72,7 +73,6 @@ class Steps(Member):
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
         self._buckets = Buckets(self._model.tensors())
         self._work = 0.0  # that this member's gradients are of; 0 once they are applied
-        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -118,21 +118,19 @@ class Steps(Member):
 
     # The members' view.
 
-    def _weight(self, turns_ahead: int = 0) -> float:
-        return 0.0 if turns_ahead else self._work
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
-        self._flats = self._gradients()
-        return bool(all_finite(*self._flats))
+    def _part(self, turns_ahead: int = 0) -> Part:
+        flats = self._gradients()
+        return Part(0.0 if turns_ahead else self._work, bool(all_finite(*flats)), flats)
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: each.value for each in self._buckets}
 
-    def _adopted(self) -> None:
-        self._flats, self._work = [], 0.0
+    def _start_from(self, loaded: LoadedState) -> None:
+        super()._start_from(loaded)
+        self._work = 0.0
 
-    def _start(self, scale: float, step: int) -> Flight[Buckets]:
-        flats, self._flats = self._flats or self._gradients(), []
+    def _start(self, tensors: list[torch.Tensor] | None, scale: float, step: int) -> Flight[Buckets]:
+        flats = tensors or self._gradients()
         for flat in flats:
             flat.mul_(scale)
         return Flight({self._buckets: flats}, self._engine, what="gradient")
@@ -140,7 +138,6 @@ class Steps(Member):
     def _committed(
         self, flight: Flight[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        self._flats = []
         if flight is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
             if self._is_inside and not may_be_empty:
@@ -150,10 +147,7 @@ class Steps(Member):
                 )
             return
         for each, mean in self._parts(flight.changes[self._buckets]):
-            # That takes seconds to import; with a sharded model it is done.
-            is_sharded = hasattr(each.tensor, "to_local")
-            like = import_module("thinwire.fronts.sharded.model").sharded_like if is_sharded else None
-            each.tensor.grad = mean if like is None else like(each.tensor, mean)
+            each.tensor.grad = as_sharded(each.tensor, mean)
         # Here, for a member that joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()

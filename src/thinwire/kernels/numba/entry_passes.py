@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 
 from thinwire.kernels.numba.code_vectors import larger
 from thinwire.kernels.numba.compiler import Matrix, compiled, inlined
-from thinwire.kernels.numba.vectors import (
-    LANES,
-    first_lanes,
-    load,
-    pointer,
-    splat,
-    store,
-)
+from thinwire.kernels.numba.vectors import LANES, first_lanes, load, pointer, splat, store
 
 Integers: TypeAlias = NDArray[np.int64]
 Sizes: TypeAlias = NDArray[np.int32]

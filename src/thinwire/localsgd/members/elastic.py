@@ -22,7 +22,7 @@ from thinwire.errors import AgreementError, CommunicationError, LeftError, State
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
-from thinwire.localsgd.members.machine import BrokenMemberError, all_can
+from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,14 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
         stats.joins += len(members - {each.member for each in before})
 
 
+class Part(NamedTuple):
+    """What a member would put into an averaging."""
+
+    weight: float  # 0 if it has done nothing
+    is_finite: bool
+    tensors: Any  # for the front to start with
+
+
 class Front(Protocol):
     """What is averaged of a member: a model's changes, or its gradients."""
 
@@ -118,11 +126,8 @@ class Front(Protocol):
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    def _weight(self, turns_ahead: int = 0) -> float:
-        """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
-
-    def _is_finite(self, turns_ahead: int = 0) -> bool:
-        """Return whether what this member would put in is finite."""
+    def _part(self, turns_ahead: int = 0) -> Part:
+        """Return what this member would put into the next averaging, or the one after it."""
 
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
@@ -133,8 +138,8 @@ class Front(Protocol):
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Start from such a state. All is checked before anything is changed."""
 
-    def _start(self, scale: float, step: int) -> Flight[Any]:
-        """Send the first messages of an averaging. Collective."""
+    def _start(self, tensors: Any, scale: float, step: int) -> Flight[Any]:
+        """Send the first messages of an averaging, of what `_part` has looked at if it is still that."""
 
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
@@ -176,19 +181,13 @@ class Elastic:
 
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
-
-    Attributes:
-        stats: Who has come and gone.
-        is_leaving: Whether this member leaves after its next averaging, and hands over its residual. To be
-            set.
-        has_left: Whether it has left.
-        lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
-        commits: How many these were.
     """
 
     def __init__(self, group: Group, engine: Engine, front: Front, device: torch.device) -> None:
         self.stats = MembershipStats()
-        self.is_leaving = self.has_left = False
+        self.is_leaving = False  # to be set: whether to leave after the next averaging
+        self.has_left = False
+        # Of the committed averagings that the model comes from, and how many; newcomers start from both.
         self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = self._drawn()
@@ -282,7 +281,7 @@ class Elastic:
                     ) from error
 
     def _start(self) -> None:
-        group, present = self._group, self._met()
+        group, (present, tensors) = self._group, self._met()
         # The same on all of this quorum, and on no one else: of the past, and of who was there. (The quorum's
         # number is not enough: a lighthouse that has died and come back counts from the beginning.)
         members = [each.member for each in present]
@@ -293,12 +292,29 @@ class Elastic:
         if total:
             own = present[group.control.rank].weight
             step = max(each.step for each in present)
-            flight = self._all_can(lambda: self._front._start(own * len(present) / total, step))
+            flight = self._all_can(lambda: self._front._start(tensors, own * len(present) / total, step))
         self._open = _Averaging(flight, lineage, present)
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
         """Do what all processes of this member must be able to do; if one can't, all raise."""
-        return all_can(self._group, action, RETRIED)
+        group, failure = self._group, None
+        if group.inside.size == 1:
+            return action()
+        try:
+            result = action()
+        except BrokenMemberError:
+            raise
+        except RETRIED as error:
+            # Before the others of this member know: those of this place wait for this process's messages.
+            group.break_off()
+            failure = error
+        words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
+        if failure is not None:
+            raise failure
+        for rank, said in enumerate(words):
+            if said:
+                raise CommunicationError(f"process {rank} of this member: {said.decode()}")
+        return result
 
     def _finish(self) -> None:
         if self._open is None:
@@ -330,8 +346,8 @@ class Elastic:
         if not is_anyone_leaving and any(each.is_saving for each in opened.present):
             self._saved = self._all_can(self._engine.state_dict)
 
-    def _met(self) -> tuple[Presence, ...]:
-        """Return who takes part in the next averaging, all of one lineage and configured alike."""
+    def _met(self) -> tuple[tuple[Presence, ...], Any]:
+        """Return who averages next, and what this one starts with; None if that must be looked at again."""
         group = self._group
         start = time.perf_counter()
         try:
@@ -342,7 +358,11 @@ class Elastic:
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
-        is_new, in_doubt, front = group.received is not None, self._doubt is not None, self._front
+        is_new, front = group.received is not None, self._front
+        part = front._part()
+        # If others have committed what this member is in doubt of.
+        behind = Part(0.0, True, None) if self._doubt is None else front._part(1)
+        is_still_that = not is_new and self._doubt is None
         own = self._of_all_processes(
             Presence(
                 member=self._member,
@@ -350,10 +370,10 @@ class Elastic:
                 doubt=0 if self._doubt is None else self._doubt.lineage,
                 step=0 if is_new else front.steps,
                 min_members=group.min_members,
-                weight=0.0 if is_new else front._weight(),
-                weight_behind_doubt=front._weight(1) if in_doubt else 0.0,
+                weight=0.0 if is_new else part.weight,
+                weight_behind_doubt=behind.weight,
                 error_norm=self._engine.error_norm(),
-                is_finite=front._is_finite() and (not in_doubt or front._is_finite(1)),
+                is_finite=part.is_finite and behind.is_finite,
                 is_leaving=self.is_leaving,
                 is_new=is_new,
                 is_saving=self._is_saving,
@@ -377,7 +397,7 @@ class Elastic:
             self._engine.regroup(group.control.size / before)
             self._error_members = group.control.size
             self._agreed_changes = group.num_changes
-        return present
+        return present, part.tensors if is_still_that else None
 
     def _of_all_processes(self, own: Presence) -> Presence:
         """Return what this member says: the work and health of all processes, else the first one's word."""
@@ -428,7 +448,6 @@ class Elastic:
         if self._doubt is not None and members["lineage"] == self._doubt.lineage:
             # They have committed what this member had prepared: with that it stands where they do, and keeps
             # its residual.
-            self._group.received = None
             self._resolve_doubt(was_committed=True)
             return
         self._member = self._drawn()  # to the others, it is a new one
@@ -437,10 +456,7 @@ class Elastic:
         """Return the members with their true lineage; others must start again."""
         kept = kept_lineage(present)
         if self._doubt is not None:
-            was_committed = self._doubt.lineage == kept
-            self._resolve_doubt(was_committed=was_committed)
-            if was_committed:
-                self._group.received = None
+            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
         present = tuple(
             each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
             if each.doubt == kept
@@ -460,6 +476,7 @@ class Elastic:
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
         if was_committed:
+            self._group.received = None
             self._commit(doubt)
         else:
             doubt.abandon()

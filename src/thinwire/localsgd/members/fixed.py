@@ -11,21 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.fronts.common import averaging_model
 from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
-from thinwire.localsgd.fragment import Fragment, Fragments, layouts_of
+from thinwire.localsgd.fragment import Fragment, layouts_of
 from thinwire.localsgd.loop import driven_gradients
 from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import settings_digest
-from thinwire.localsgd.schedule import Level, Schedule
+from thinwire.localsgd.schedule import EXACT, Level, Schedule
 from thinwire.sync import Engine, Settings
 
 logger = logging.getLogger(__name__)
 
-EXACT = AllReduce()
 MAX_LISTED = 8
 
 
@@ -119,8 +118,6 @@ class Fixed:
         group: Transport,
         within: Transport | None = None,
     ) -> None:
-        self.fragments = Fragments()  # none before entry
-        self.outer: torch.optim.Optimizer | None = None
         self.flights: list[Flight[Fragment]] = []  # in the order of their start
         self.step = 0  # attempted steps
         self.own_pending_steps = 0  # of this process since the last averaging
@@ -129,7 +126,7 @@ class Fixed:
         self.num_members = group.size // (1 if within is None else within.size)
         self._model, self._schedule = model, schedule
         averaged, shards = model.tensors(), model.replica.shards
-        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.num_fragments)
+        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.streaming.fragments)
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines, why_flat = None, ""
         if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
@@ -140,8 +137,8 @@ class Fixed:
         if why_flat:
             self.engine.shortfalls[why_flat] = None
         # All that averages over the group counts together; a subgroup has a faster network.
-        counts: dict[str, Any] = {"traffic": self.engine.traffic, "clock": self.engine.clock}
-        counts["machines"] = machines
+        traffic, clock = self.engine.traffic, self.engine.clock
+        counts: dict[str, Any] = {"traffic": traffic, "clock": clock, "machines": machines}
         settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
         self._exact = self.warmup = Engine(EXACT, group, specs, settings, **counts)
         # A separate engine: it remembers gradients, not the parameters averaged when the warm-up ends.
@@ -174,8 +171,8 @@ class Fixed:
     def go_on(self) -> None:
         """Average within the subgroup, advance what is in flight, and start what is due. Collective."""
         schedule, step = self._schedule, self.step
-        sent = [self.fragments[number] for number in schedule.fragments_after(step)]
-        is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
+        sent = [self._model.fragments[number] for number in schedule.fragments_after(step)]
+        is_delayed = schedule.streaming.delay_steps > 0 and not schedule.is_warm_up(step)
         self._average_within(() if is_delayed else sent)
         # A fragment that is still in flight lands before its next change is taken.
         for flight in tuple(self.flights):
@@ -197,11 +194,12 @@ class Fixed:
 
     def average_all(self) -> None:
         """Apply what is in flight, then average what has changed since each fragment was sent. Collective."""
-        changes = {each: each.changes() for each in self.fragments}
+        fragments = self._model.fragments
+        changes = {each: each.changes() for each in fragments}
         self._agree_within(changes)
         # An optimizer that steps after the one whose steps count, or in its place, leaves models that differ.
         in_flight = {each for flight in self.flights for each in flight.changes}
-        quiet = [each for each in self.fragments if self.step == each.sent_after and each not in in_flight]
+        quiet = [each for each in fragments if self.step == each.sent_after and each not in in_flight]
         has_changed = bool(quiet) and have_moved({each: changes[each] for each in quiet}, self._together)
         if has_changed:
             logger.warning(
@@ -217,15 +215,15 @@ class Fixed:
             (fragment,) = flight.changes
             self._land(flight, asked)
             changes[fragment] = fragment.changes()
-        pending = [each for each in self.fragments if anyone_has_changed or self.step > each.sent_after]
+        pending = [each for each in fragments if anyone_has_changed or self.step > each.sent_after]
         if self._schedule.is_warm_up(self.step):
             turns = [pending] if pending else []
         else:
             # Each by itself as ever, those first that have waited longest: the same order everywhere.
             turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
         # All are known to be at this step: one question is enough for all turns.
-        for fragments in turns:
-            self._average_now({each: changes[each] for each in fragments}, answers)
+        for turn in turns:
+            self._average_now({each: changes[each] for each in turn}, answers)
 
     def finish_all(self) -> None:
         """Wait for all that is in flight; it is applied when it is due. Collective."""
@@ -259,7 +257,7 @@ class Fixed:
             Flight(changes, engine).land()
         # Only when all have come: if one fails, no fragment has moved.
         for fragment, means in changes.items():
-            fragment.move(means, None if is_exact else self.outer)
+            fragment.move(means, None if is_exact else self._model.outer)
             fragment.sent_after = self.step
         self.own_pending_steps = 0
 
@@ -272,7 +270,7 @@ class Fixed:
         (fragment,) = flight.changes  # what is delayed is sent one fragment at a time
         age = self.step - fragment.sent_after
         # A fragment is sent again before it has landed only after resuming with other settings.
-        if age >= self._schedule.delay_steps or is_sent_again:
+        if age >= self._schedule.streaming.delay_steps or is_sent_again:
             self._land(flight, None if flight.has_landed else self._ask({}))
             return
         num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
@@ -287,13 +285,13 @@ class Fixed:
         local_weight = self._schedule.local_weight(self.engine.algorithm)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing that is ours to keep.
-            fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
+            fragment.move(means, self._model.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     def _average_within(self, sent: Sequence[Fragment]) -> None:
         """Average inside of each subgroup, exactly, what is not sent now."""
         if self._within is None or not self._schedule.meets_in_subgroups:
             return
-        changes: Changes = {each: each.changes() for each in self.fragments}
+        changes: Changes = {each: each.changes() for each in self._model.fragments}
         self._agree_within(changes)
         # What the group averages at once needs no mean of the subgroup before.
         within = {each: flats for each, flats in changes.items() if each not in sent}
@@ -325,7 +323,7 @@ class Fixed:
         # The same on all shards of this replica, and so is what follows from the answers.
         is_finite = not changes or are_finite(changes, self._together)
         contributes = self.own_pending_steps > 0
-        return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self.outer))
+        return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self._model.outer))
 
     def _read(self, until: Consensus | None) -> list[Answer]:
         """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""

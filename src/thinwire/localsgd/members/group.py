@@ -86,11 +86,7 @@ class Group(ABC):
         return value
 
     def join(self, are_new: Sequence[bool]) -> None:
-        """Let all processes of this member have what its first one has: the others, and `received`.
-
-        Args:
-            are_new: By member of the quorum, whether it starts from what the others hold.
-        """
+        """Let all processes of this member have what its first one has: the others, and `received`."""
         assert self.inside.size == 1, "a member of several processes has a MachineGroup"
 
     def break_off(self) -> None:

@@ -15,6 +15,12 @@ from thinwire.channel.process_group import GroupTransport
 from thinwire.errors import StateError
 from thinwire.tensors.layout import held_of
 
+# So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
+# not taken for that. (While a newcomer is served, the other members wait in one message.)
+PART_BYTES = 1 << 22
+MAX_BYTES = 1 << 44
+PURPOSE = "handing a newcomer what it starts from"
+
 
 def plain(value: object) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
@@ -58,13 +64,6 @@ def unpacked(data: torch.Tensor) -> Any:
             f"what the group has sent this member to start from can't be read: {error}; install the same "
             "Thinwire on all members"
         ) from error
-
-
-# So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
-# not taken for that. (While a newcomer is served, the other members wait in one message.)
-PART_BYTES = 1 << 22
-MAX_BYTES = 1 << 44
-PURPOSE = "handing a newcomer what it starts from"
 
 
 def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,13 +27,8 @@ class MachineGroup(Group):
     """One process's end, where a member is several.
 
     What members say of themselves, and their verdict on an averaging, is said and heard by the first process
-    of each. What is averaged travels in one of two ways. If all processes of a member hold the whole model
-    (DDP), the first one sends and receives it, too. If each holds a part, it averages that with the processes
-    of its place in the other members.
-
-    Args:
-        group: As given to this process: of the first process what meets the others.
-        has_parts: Whether each process holds a part of the model.
+    of each. If all processes of a member hold the whole model (DDP), the first one sends and receives that,
+    too. If each holds a part (`has_parts`), it averages that with those of its place in the other members.
     """
 
     def __init__(self, group: Any, *, has_parts: bool) -> None:
@@ -64,7 +59,7 @@ class MachineGroup(Group):
                 told = self._met()
             except TOLD as error:
                 told = {"error": [TOLD.index(type(error)), str(error)]}
-        told = self._said(told)
+        told = json.loads(gather_bytes(json.dumps(told).encode(), self.inside, PURPOSE)[0])
         if "error" in told:
             kind, words = told["error"]
             raise TOLD[kind](words)
@@ -91,19 +86,12 @@ class MachineGroup(Group):
 
     def join(self, are_new: Sequence[bool]) -> None:
         """As `Group.join`."""
-        if self.has_parts:
-            self._join_place(are_new)
-        elif self.received is not None:
+        if self.has_parts and not self._is_first:  # which has met those of its place before
+            spoken, place = self._spoken, self.inside.rank
+            received = self._group.join_place(f"{self._address}/{place}", spoken.rank, spoken.size, are_new)
+            self.received = None if self.received is None else received
+        elif not self.has_parts and self.received is not None:
             self._hear_state()
-
-    def _join_place(self, are_new: Sequence[bool]) -> None:
-        """Meet the processes of this place, and start from what they hold; the first one has done so."""
-        if self._is_first:
-            return
-        spoken, place = self._spoken, self.inside.rank
-        received = self._group.join_place(f"{self._address}/{place}", spoken.rank, spoken.size, are_new)
-        if self.received is not None:
-            self.received = received
 
     def _hear_state(self) -> None:
         """Let the first process tell the others of this member what all start from."""
@@ -115,11 +103,6 @@ class MachineGroup(Group):
         self.inside.broadcast(data, 0, PURPOSE).wait()
         if not self._is_first:
             self.received = unpacked(data.cpu())
-
-    def _said(self, value: dict[str, Any]) -> dict[str, Any]:
-        """Return what the first process says."""
-        said: dict[str, Any] = json.loads(gather_bytes(json.dumps(value).encode(), self.inside, PURPOSE)[0])
-        return said
 
     def break_off(self) -> None:
         """As `Group.break_off`."""
@@ -140,28 +123,6 @@ class MachineGroup(Group):
     def leave(self) -> None:
         """As `Group.leave`."""
         self._group.leave()
-
-
-def all_can(group: Group, action: Callable[[], Any], retried: tuple[type[Exception], ...]) -> Any:
-    """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
-    if group.inside.size == 1:
-        return action()
-    result = failure = None
-    try:
-        result = action()
-    except BrokenMemberError:
-        raise
-    except retried as error:
-        # Before the others of this member know: those of this place wait for this process's messages.
-        group.break_off()
-        failure = error
-    words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
-    if failure is not None:
-        raise failure
-    for rank, said in enumerate(words):
-        if said:
-            raise CommunicationError(f"process {rank} of this member: {said.decode()}")
-    return result
 
 
 class _Spoken(Transport):
@@ -224,13 +185,12 @@ class _Inside(Wrapped):
             return _InsideWork(super().start(message))
 
 
-class _InsideWork:
-    def __init__(self, work: Work) -> None:
-        self._work = work
+class _InsideWork(NamedTuple):
+    work: Work
 
     def wait(self) -> None:
         with _ending():
-            self._work.wait()
+            self.work.wait()
 
 
 @contextmanager

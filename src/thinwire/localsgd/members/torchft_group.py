@@ -110,6 +110,7 @@ class TorchftGroup(Group):
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
         _check_launcher()
         self._manager: Any = None
+        self.address = ""  # where the members of the last quorum have found each other in a store
         if self.inside.rank == 0:
             self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
 
@@ -177,6 +178,7 @@ class TorchftGroup(Group):
                 f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
             ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
+        self.address = self._group.address
         self.transport.transport = self._group.transport()
 
     def _ask(self, give_up_at: float) -> None:
@@ -234,25 +236,10 @@ class TorchftGroup(Group):
         """As `Group.break_off`."""
         self._group.abort()
 
-    @property
-    def address(self) -> str:
-        """Where the members of the last quorum have found each other in a store."""
-        return self._group.address
-
     def join_place(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """Meet the processes of the same place in other members; return what this one starts from, if new.
-
-        Args:
-            address: In a store, of this place alone.
-            rank: Of this member.
-            size: Members of the quorum.
-            are_new: By member, whether it starts from what the others hold; one of them is not.
-
-        Raises:
-            CommunicationError: They could not be joined.
-        """
+        """See `Group.join`: meet those of one place, in a store; return what this one starts from, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises what it likes
@@ -413,8 +400,8 @@ class _NothingSentError(Exception):
 class _StateTransport:
     """What a newcomer starts from, over the members' own process group: no further port.
 
-    It is what torchft calls a checkpoint transport. If there are too few members for an averaging, only
-    that is sent: the same newcomer would be sent the same state again at the next attempt.
+    If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
+    state again at the next attempt.
     """
 
     def __init__(self, group: _Configured, min_members: int) -> None:
