@@ -67,12 +67,12 @@ class Compiling:
         return launch
 
 
-def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 48, **settings: Any) -> None:
+def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
     """Average two steps, of which the first has no residual; nothing is computed."""
     engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
-    specs = tuple(ParameterSpec.of(name, torch.empty(40, columns, dtype=dtype)) for name in "ab")
+    specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
     for _ in range(2):
-        engine.average([(specs, torch.ones(2 * 40 * columns, dtype=dtype))], is_agreed=True)
+        engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))], is_agreed=True)
     assert engine.counts().compression_ratio > 1
 
 
@@ -91,9 +91,9 @@ def main(architecture: int, ranks: list[int]) -> None:
             low_rank = PowerSGD(matrix_rank=rank, min_compression_ratio=0)
             for dtype in (torch.float32, torch.bfloat16):
                 average(low_rank, dtype, **scaled)
-            average(replace(low_rank, power_iterations=3), torch.float32, columns=47)
+            average(replace(low_rank, power_iterations=3), torch.float32, columns=239)
         for dtype in (torch.float32, torch.bfloat16):
-            for columns in (48, 47):
+            for columns in (240, 239):
                 average(TopK(density=1 / 30), dtype, columns=columns, **scaled)
                 average(Quantize(bits=4), dtype, columns=columns)
             average(Quantize(bits=4, error_feedback=True, rounding="stochastic"), dtype, **scaled)
