@@ -48,7 +48,10 @@ class Blocks:
     @cached_property
     def share(self) -> int:
         """Blocks that each member averages, those included that only fill up."""
-        # As many for each: the rows of an all-to-all have one length.
+        # As many for each: the rows of an all-to-all have one length. It is not filled up to a multiple of 16
+        # bytes, without which NCCL copies single bytes, of which each thread then has 32 in flight: that is
+        # faster than the networks that few bits are for. Small buckets would send more, and who averages a
+        # block, on which residuals depend, would change.
         return -(-self.total // self.num_members)
 
     @cached_property

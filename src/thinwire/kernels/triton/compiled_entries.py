@@ -264,7 +264,7 @@ def _entries(positions, values, k, real, length):
 def _clear(room, positions, values, k, real, length, members, entries):
     """Write zeros to the places that members have sent."""
     for _ in range(members):
-        p, _, there = _entries(positions, values, k, real, length)
+        p, _value, there = _entries(positions, values, k, real, length)
         tl.store(room + p, 0.0, there)
         positions += entries
         values += entries
@@ -307,7 +307,7 @@ def _round(
     """Write sums to gradients in 16 bits, and what these can't hold of them to the residual."""
     one = tl.full(k.shape, 1.0, tl.float32)
     for _ in range(members):
-        p, _, there = _entries(positions, values, k, real, length)
+        p, _value, there = _entries(positions, values, k, real, length)
         total = tl.load(sums + p, there, other=0.0)
         # Zero if a member before has sent the same.
         there = there & (total != 0)

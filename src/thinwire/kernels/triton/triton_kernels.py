@@ -66,8 +66,9 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
 
 
 def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take two launches for each kind of matrices."""
+    """Take one launch for each kind of matrices, and one for all."""
     results, launches = _results_and_launches("projections", items, side=1)
+    sums: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for matrices, factors, outs in launches:
         # Parts and a second launch, and no atomic additions: those come in a different order every time.
         splits = [-(-row[3] // SPLIT_ROWS) for row in matrices.rows]
@@ -77,16 +78,16 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
         counts = [count * each for count, each in zip(splits, across, strict=True)]
         constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
         matrices.launch([factors, parts], parts, counts, constants)
-        sums = zip(parts, splits, outs, strict=True)
-        _launch(
-            "compiled_matrices.add_splits",
-            outs[0].device,
-            [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
-            [-(-out.numel() // SUMS) for out in outs],
-            {"COLUMNS": SUMS, **FUSED},
-            parts,
-            outs,
-        )
+        sums += zip(parts, splits, outs, strict=True)
+    _launch(
+        "compiled_matrices.add_splits",
+        results[0].device,
+        [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
+        [-(-out.numel() // SUMS) for *_, out in sums],
+        {"COLUMNS": SUMS, **FUSED},
+        [part for part, *_ in sums],
+        [out for *_, out in sums],
+    )
     return results
 
 
