@@ -56,16 +56,25 @@ build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
 tests: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/triton_ready
 
-# In separate processes: Triton's interpreter stays off once a test has imported Triton without it.
+# In separate processes: Triton's interpreter stays off once a test has imported Triton without it. With the Triton
+# of the environment, if there is one, and with those that `make test-triton` has put beside it.
 triton: .venv/.installed
-	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)'; \
-	then nice -n 19 $(BIN)/python -m pytest -m 'not long' tests/triton_ready; \
-	else echo "NO TRITON HERE: none of its kernels was tested (make test-triton)"; fi
+	@set -- $$(ls -d .venv/lib/*/site-packages/triton build/triton-*/triton 2>/dev/null); \
+	test $$# -gt 0 || echo "NO TRITON HERE: none of its kernels was tested (make test-triton)"; \
+	for each; do PYTHONPATH=$${each%/triton} nice -n 19 \
+		$(BIN)/python -m pytest -m 'not long' tests/triton_ready || exit 1; done
+
+# Torch 2.6 comes with the first of them; the last one's interpreter works with today's NumPy.
+TRITONS := 3.2 3.6 3.9
 
 # Only GPUs need Triton, a large wheel. Here its kernels run in its interpreter, and are compiled for GPUs.
-test-triton: .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-triton]'
-	$(BIN)/python -m pytest tests/triton_ready tests/gpu_ready
+test-triton: .venv/.installed $(TRITONS:%=build/triton-%)
+	for each in build/triton-*/triton; do PYTHONPATH=$${each%/triton} \
+		$(BIN)/python -m pytest tests/triton_ready || exit 1; done
+
+build/triton-%: | .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $@ 'triton==$*.*' \
+		|| { rm -rf $@; echo "NO TRITON $* HERE: it does not install"; }
 
 # The core on a different torch, in a separate environment: make test-torch VERSION=2.6.0 PYTHON=python3.10
 test-torch: $(OTHER)/.installed
@@ -79,20 +88,22 @@ $(OTHER)/.installed: pyproject.toml
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
 	touch $@
 
-# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line.
+# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line. On a different
+# Python, whose packages have other versions: make test-wheel PYTHON=python3.13 CONSTRAINTS=
+CONSTRAINTS := -c constraints.txt
 RELEASE := build/release
 BARE := $(RELEASE)/bare/bin
 test-wheel:
 	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
 	$(PYTHON) -m venv $(RELEASE)/builder
-	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.25'
+	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.27'
 	$(RELEASE)/builder/bin/hatchling build --target sdist --directory $(RELEASE)
 	$(RELEASE)/builder/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(RELEASE) $(RELEASE)/*.tar.gz
 	$(PYTHON) -m venv $(RELEASE)/bare
-	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt $(RELEASE)/*.whl
+	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) $(RELEASE)/*.whl
 	$(BARE)/python -I tests/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
 	OMP_NUM_THREADS=1 $(BARE)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 examples/plain_ddp.py
-	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(RELEASE)/*.whl)[cli]"
+	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "$$(ls $(RELEASE)/*.whl)[cli]"
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the site: which pages can be searched."""
+"""What mkdocs calls while it builds the site: which pages the search finds, and first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
-    """Leave tables of figures out of the search: they would be most of its index."""
+    """Put errors first, and leave tables of figures out, which would be most of the index."""
+    if page.file.src_uri == "docs/faq.md":
+        page.meta["search"] = {"boost": 6}
     if page.file.src_uri.startswith("benchmarks/results/"):
         page.meta["search"] = {"exclude": True}

@@ -475,7 +475,7 @@ EXPLANATION = (
     f"byte on {16 * HELDOUT_BATCHES:,} fixed windows of files not trained on, ± standard deviation over "
     "seeds. Gaps are taken seed by seed: mean, and the 95 % interval of the mean (Student's t). Each "
     "method runs at the peak rate that was best of those tried, on seeds from 1,000 on, which the "
-    "comparison does not use; where only one was tried, it is the rate of exact averaging. Bytes are "
+    "comparison does not use; if only one was tried, it is the rate of exact averaging. Bytes are "
     "those of a bf16 ring over the method's, scales, indices and whole tensors counted, of what a "
     "member sends and receives."
 )

@@ -148,7 +148,7 @@ def known() -> Iterator[str]:
     wanted = {(task, optimizer) for task, each in bench_known.TASKS.items() for optimizer in each.rates}
     missing = sorted(wanted - {(record.task, record.optimizer) for record in found})
     if missing:
-        yield "Not measured yet: " + "; ".join(", ".join(each) for each in missing) + "."
+        yield "These are not measured yet: " + "; ".join(", ".join(each) for each in missing) + "."
 
 
 def advice() -> Iterator[str]:

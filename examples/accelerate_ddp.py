@@ -1,7 +1,4 @@
-"""Accelerate with PowerSGD: accumulation, checkpoint, resume; launched as below without GPU.
-
-ACCELERATE_USE_CPU=1 accelerate launch --multi_gpu --num_processes 2 examples/accelerate_ddp.py --folder out
-"""
+"""Accelerate with PowerSGD and resume. Run: torchrun --nproc-per-node 2 examples/accelerate_ddp.py."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def new_model(width: int = 256) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, required=True, help="where the checkpoint is")
+    parser.add_argument("--folder", type=Path, default=Path("accelerate-output"), help="for the checkpoint")
     parser.add_argument("--save-after", type=int, default=20, help="batches")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
@@ -50,7 +47,8 @@ def main() -> None:
         comm_hook=DDPCommunicationHookType.POWER_SGD,
         comm_state_option={"matrix_approximation_rank": 4, "start_powerSGD_iter": 2},
     )
-    accelerator = Accelerator(gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    on_cpu = not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=2, kwargs_handlers=[handler])
     torch.manual_seed(0)
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)

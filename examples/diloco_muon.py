@@ -1,6 +1,6 @@
-"""MuLoCo: DiLoCo with Muon inside, here in two fragments behind the computing.
+"""DiLoCo with Muon inside (MuLoCo). Run: torchrun --nproc-per-node 2 examples/diloco_muon.py.
 
-Run: torchrun --nproc-per-node 2 examples/diloco_muon.py (torch 2.9 or later, which has Muon).
+Two fragments travel behind the computing. Muon needs torch 2.9 or later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A job that survives lost machines and resumes with the others; the launch command is at the end."""
+"""A job that survives lost machines. Run: torchrun --nproc-per-node 2 examples/elastic.py.
+
+Run it again: it resumes. On several machines, with a checkpoint on a shared disk: see docs/clusters.md.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,5 @@ def main(checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if sys.argv[1:] else sys.exit("say where the checkpoint is: elastic.py FILE"))
-    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 9 \
-    #     --rdzv-backend c10d --rdzv-endpoint first-machine:29400 examples/elastic.py /shared/checkpoint.pt
+    main(Path(sys.argv[1] if sys.argv[1:] else "elastic-checkpoint.pt"))
     dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

@@ -1,7 +1,6 @@
-"""DiLoCo whose members come and go.
+"""Members that come and go (DiLoCo). Run: thinwire run --min 2 --max 3 examples/elastic_diloco.py.
 
-On one machine: thinwire run --min 2 --max 3 examples/elastic_diloco.py. Kill one: it comes back, and takes
-the model of the others. On several machines: see docs/elastic.md.
+Kill one: it comes back, and takes the model of the others. On several machines: see docs/elastic.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP2 inside a machine, Thinwire between machines, on CPUs or GPUs; the launch command is at the end."""
+"""FSDP2 inside a machine, Thinwire between machines. Run: torchrun --nproc-per-node 4 examples/fsdp2.py."""
 
 from __future__ import annotations
 
@@ -75,6 +75,5 @@ def main(shards: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else sys.exit("say how many processes share a replica: fsdp2.py 2"))
-    # torchrun --nnodes 2 --nproc-per-node 8 … examples/fsdp2.py 8; on one machine: --nproc-per-node 4 … 2
+    main(int(sys.argv[1]) if sys.argv[1:] else 2)  # shards of a replica, such as the GPUs of a machine
     dist.destroy_process_group()  # nothing holds the group here; its threads must end before Python does

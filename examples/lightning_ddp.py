@@ -1,4 +1,4 @@
-"""Lightning with PowerSGD and resume: torchrun --nproc-per-node 2 examples/lightning_ddp.py folder."""
+"""Lightning with PowerSGD and resume. Run: torchrun --nproc-per-node 2 examples/lightning_ddp.py."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ByteModel(LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="for checkpoints and logs")
+    parser.add_argument("--folder", type=Path, default=Path("lightning-output"), help="to write to")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--resume", type=Path, help="a checkpoint")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""PowerSGD without DDP: torchrun --nproc-per-node 2 examples/optimizer_step.py."""
+"""PowerSGD without DDP. Run: torchrun --nproc-per-node 2 examples/optimizer_step.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes with different numbers of batches: torchrun --nproc-per-node 2 examples/uneven_inputs.py."""
+"""Different numbers of batches. Run: torchrun --nproc-per-node 2 examples/uneven_inputs.py."""
 
 from __future__ import annotations
 

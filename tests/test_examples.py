@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -11,9 +13,11 @@ NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 
 OTHERS = ["optimizer_step", "uneven_inputs", "local_sgd", pytest.param("diloco_muon", marks=NEEDS_MUON)]
 
 
-def test_no_example_is_longer_than_a_screen_and_a_half() -> None:
+def test_an_example_is_at_most_a_screen_and_a_half_and_begins_with_its_command() -> None:
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) <= 80, path
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 80, path
+        assert re.search(rf" Run: (torchrun|thinwire run|python) .*examples/{path.name}\b", lines[0]), path
 
 
 def test_the_plain_one_runs_under_torchrun() -> None:
@@ -26,5 +30,5 @@ def test_the_others_run(name: str) -> None:
 
 
 def test_the_sharded_one_runs_with_two_replicas_of_two_shards() -> None:
-    output = run_processes(EXAMPLES / "fsdp2.py", "2", processes=4)
+    output = run_processes(EXAMPLES / "fsdp2.py", processes=4)
     assert_compressed_and_agreed(output, processes=4)

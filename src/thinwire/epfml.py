@@ -77,9 +77,9 @@ class _Synchronised(Aggregator):
     def aggregate(self, gradients: Gradients) -> list[Any]:
         """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
 
-        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. Of
-        16-bit gradients the part of the error that their type can't hold is kept here. State that is
-        saved does not hold what is in your tensors: to save and resume, use `optimizer_step`.
+        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. The
+        part of the error that 16-bit gradients can't hold is kept here. State that is saved does not hold
+        what is in your tensors: to save and resume, use `optimizer_step`.
 
         Args:
             gradients: One for each parameter, None if it has none on this process; written.
@@ -285,7 +285,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     """Average the gradients in `p.grad` over the processes, and step the optimizer with the means.
 
     With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards. So the loop may
-    call `optimizer.zero_grad()` or not: both are the same. An aggregator of your own keeps the
+    call `optimizer.zero_grad()` or not: both are the same. Your own aggregator keeps the
     reference's contract: afterwards `p.grad` is what it left in its input, the error, so do not zero it.
 
     Args:

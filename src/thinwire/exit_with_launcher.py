@@ -36,7 +36,7 @@ def exiting_with_this(command: Sequence[str], *, is_kept: bool = False) -> list[
 
 
 def exit_with_launcher() -> None:
-    """Let Linux kill this process when its launcher ends; that stays when it becomes another program."""
+    """Let Linux kill this process when its launcher ends, even after it has called `exec`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # The request first, then the look: a launcher that ends in between is not missed.
@@ -89,7 +89,7 @@ def _launcher_is_there() -> bool:
 
 def _end_descendants() -> None:
     """Kill every descendant of this process, those that are born meanwhile as well."""
-    # The loop repeats the look: a process may start another between the look and the kill.
+    # Repeat the look: a process may start a child between the look and the kill.
     while True:
         for process_id in _descendants():
             with suppress(ProcessLookupError):

@@ -53,7 +53,7 @@ def end_signals() -> Iterator[list[int]]:
 
 
 class Output:
-    """Where the lines of several processes go, one at a time; `error` is why no more can be written there."""
+    """Writes the lines of several processes, one at a time; `error` says why no more can be written."""
 
     def __init__(self, out: IO[bytes]) -> None:
         # Kept, not raised: threads write, and the loop that looks after the processes decides what follows.
@@ -182,7 +182,7 @@ class ProcessesOfMember:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the first that failed, once all have ended; 0 if all ended well; None while some run."""
+        """The code of the first to fail, once all have ended; 0 if all ended well; None while some run."""
         codes = [each.exit_code for each in self._processes]
         if self._failed is None:
             self._failed = next((each for each in self._processes if each.exit_code), None)
@@ -324,7 +324,7 @@ class LocalJob(Job):
     """A job whose processes are told what torchrun would tell them; `join_group` makes their group.
 
     They find each other by a file that other users can't open, and listen on the loopback interface only.
-    torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
+    torchrun's rendezvous would listen on every address, and load pickles from anyone who reaches it.
     """
 
     def __init__(self, command: Sequence[str], processes: int, *, errors: IO[bytes] | None = None) -> None:
@@ -371,7 +371,7 @@ class ElasticJob(Job):
     processes, they find what torchrun would tell them, of this member alone.
 
     The exit code is 0 if no member died for good, or enough have ended well: as many as an averaging needs,
-    or one at a lighthouse that was given, where others may be. Else it is that of the first that died so.
+    or one if a lighthouse was given, which may have other members. Else it is that of the first that died so.
     """
 
     def __init__(  # noqa: PLR0913 - the options of `thinwire run`
@@ -486,7 +486,7 @@ class ElasticJob(Job):
             server = self._torchft.LighthouseServer(
                 bind=f"{self._host}:{self._port}",
                 min_replicas=1,
-                # As of torchft_lighthouse; else it would leave behind whoever comes 0.1 s after the others.
+                # As long as torchft_lighthouse waits; else a member that comes 0.1 s late is left behind.
                 join_timeout_ms=JOIN_TIMEOUT_MS,
             )
         except RuntimeError as error:
@@ -528,8 +528,8 @@ def join_group(backend: str, *, timeout_seconds: float) -> None:
 
 def leave_group() -> None:
     """Destroy the default process group, and before that what keeps it."""
-    # A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
-    # end, where they now and then abort.
+    # A DDP model that is still there, in a cycle, keeps the backend's threads running until the interpreter
+    # ends, and then they sometimes abort.
     gc.collect()
     dist.destroy_process_group()
 

@@ -27,8 +27,8 @@ class Simulation:
         algorithm: How gradients become their mean.
         buckets: The parameters of each bucket.
         num_workers: Members of the group.
-        workers_per_machine: Those that share a machine, where one process averages each part of the gradients
-            for all; see `thinwire.attach`.
+        workers_per_machine: Workers that share a machine. Each averages its part of the gradients for all of
+            them; see `thinwire.attach`.
         loss_scale: Returns what the loss is multiplied by; None if it is not.
         host_check: As of `thinwire.attach`.
         on_nonfinite: As of `thinwire.attach`.

@@ -182,7 +182,7 @@ def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_me
     assert given is not None
 
 
-LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+LAUNCHED = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
 
 @in_each_process(4)
@@ -201,13 +201,29 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
     assert not sync.stats().shortfalls
 
 
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (1, 1, 2)], ids=str)
+@in_each_process(4)
+def test_a_launcher_need_tell_no_more_than_the_processes_of_each_machine(sizes: tuple[int, ...]) -> None:
+    rank = dist.get_rank()
+    machine = [machine for machine, size in enumerate(sizes) for _ in range(size)][rank]
+    told = patch.dict(os.environ, LOCAL_WORLD_SIZE=str(sizes[machine]))
+    with told, patch("socket.gethostname", lambda: f"host {machine}"):
+        machines, why = machines_of(ProcessGroupTransport())
+    if sizes == (2, 2):
+        assert isinstance(machines, Machines)
+        assert (machines.inside.size, machines.between.size, why) == (2, 2, "")
+    else:
+        assert machines is None
+        assert f"machines have {', '.join(map(str, sizes))} processes" in why
+
+
 @pytest.mark.parametrize(
     "variables",
     [
         {},
-        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},
-        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+        {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
+        {"LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},
+        {"LOCAL_WORLD_SIZE": "4"},
     ],
     ids=["no launcher", "one machine", "one process each", "an older launcher"],
 )

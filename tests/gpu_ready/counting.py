@@ -6,6 +6,7 @@ operation launches is a table here, read off torch's sources for CUDA.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections import Counter
@@ -194,8 +195,24 @@ def on_meta() -> Iterator[None]:
     with (
         patch.object(torch, "is_autocast_enabled", lambda device_type: False),
         patch.object(launcher, "launch", _count_launch),
+        patch.object(torch.Tensor, "data_ptr", _addresses()),
     ):
         yield
+
+
+def _addresses() -> Callable[[torch.Tensor], int]:
+    """Return what gives tensors addresses as a GPU's allocator does: steps that ask alike get the same."""
+    numbers = itertools.count(1)
+    # Held, so that none that comes later is taken for one that is gone.
+    known: dict[int, tuple[int, object]] = {}
+
+    def address(tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            known[storage._cdata] = next(numbers), storage
+        return (known[storage._cdata][0] << 40) + int(tensor.storage_offset()) * tensor.element_size()
+
+    return address
 
 
 def _count_launch(
@@ -232,11 +249,8 @@ def counted(run: Callable[[], object], *, untold: int = 1) -> tuple[Counted, Cou
         run: One step.
         untold: Steps before.
     """
-    with on_meta():
-        for _ in range(untold):
-            with Counting():
-                run()
-        with Counting() as counting:
+    for _ in range(untold + 1):
+        with on_meta(), Counting() as counting:
             run()
     totals = (counting.launches, counting.bytes, counting.waits)
     return Counted(*(sum(each.values()) for each in totals)), counting
@@ -257,6 +271,19 @@ def gpt2_small() -> dict[str, tuple[int, ...]]:
             shapes[f"{block}{name}.weight"] = shape
             shapes[f"{block}{name}.bias"] = shape[-1:]
     return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
+
+
+def llama() -> dict[str, tuple[int, ...]]:
+    """The shapes of Llama 3.2 1B, 1.2 billion parameters."""
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (128256, 2048)}
+    for layer in range(16):
+        for name, shape in {
+            "q_proj": (2048, 2048), "k_proj": (512, 2048), "v_proj": (512, 2048), "o_proj": (2048, 2048),
+            "gate_proj": (8192, 2048), "up_proj": (8192, 2048), "down_proj": (2048, 8192),
+            "input_layernorm": (2048,), "post_attention_layernorm": (2048,),
+        }.items():  # fmt: skip
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    return {**shapes, "norm.weight": (2048,)}
 
 
 def buckets_of(

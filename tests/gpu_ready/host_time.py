@@ -37,7 +37,7 @@ class Idle(Alike):
 
 @dataclass(frozen=True)
 class HostTime:
-    """Thread time over that of `a_unit`, which is about a millisecond."""
+    """Thread time over that of `a_unit`, which is half a millisecond on a server's CPU."""
 
     hook: float  # of one bucket, on average
     finish: float

@@ -5,7 +5,6 @@ Limits are what was counted when they were written. Lower them when a change low
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from gpu_ready.counting import (
     counted,
     flats_of,
     gpt2_small,
+    llama,
     on_meta,
 )
 from gpu_ready.host_time import HostTime, host_time
@@ -46,11 +46,9 @@ from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.localsgd import LocalSGD
 from thinwire.localsgd import model as local_sgd_model
-from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
 from thinwire.sync.settings import loss_scale_of
-from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import sent_to
 
 NUM_BUCKETS = 16
@@ -97,7 +95,10 @@ class Step:
             engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
 
         with by_triton() if self.by_triton else nullcontext():
-            return counted(step, untold=4 if self.machines else 1 + self.by_triton)[0]
+            found, _ = counted(step, untold=4 if self.machines else 1 + self.by_triton)
+        is_exact = isinstance(self.algorithm, AllReduce)
+        assert is_exact or self.machines or engine.counts().compression_ratio > 1.5
+        return found
 
     def check(self, found: Counted | None = None) -> None:
         found = found or self.counted()
@@ -125,10 +126,13 @@ def scale(device: torch.device) -> torch.Tensor:
 
 RANK_4, BF16 = PowerSGD(matrix_rank=4), torch.bfloat16
 ALTERNATING = PowerSGD(matrix_rank=4, alternating=True)
+MIXED = PowerSGD(matrix_rank=4, matrix_ranks={"h.3.mlp.c_fc.weight": 8})
 FEEDBACK = Quantize(bits=4, error_feedback=True)
 STOCHASTIC = Quantize(bits=4, rounding="stochastic")
 UNCHECKED: dict[str, Any] = {"host_check": False}
 SCALED: dict[str, Any] = {"loss_scale": scale}
+BY_SCALER: dict[str, Any] = {"loss_scale": loss_scale_of(GradScaler("cpu"))}
+BY_FUNCTION: dict[str, Any] = {"loss_scale": loss_scale_of(lambda: 8.0)}
 
 STEPS = {
     "rank 1": Step(PowerSGD(matrix_rank=1), 416, 8.1),
@@ -155,11 +159,24 @@ STEPS = {
     "Triton, no host check": Step(RANK_4, 39, 7.1, 0, UNCHECKED, by_triton=True),
     "Triton, 16-bit gradients": Step(RANK_4, 34, 12.2, dtype=BF16, by_triton=True),
     "Triton, loss scale": Step(RANK_4, 40, 7.1, settings=SCALED, by_triton=True),
-    "Triton, 4 bits": Step(Quantize(bits=4), 40, 2.6, 0, by_triton=True),
-    "Triton, 4 bits, 16-bit gradients": Step(Quantize(bits=4), 22, 3.2, 0, dtype=BF16, by_triton=True),
-    "Triton, 4 bits, error feedback": Step(FEEDBACK, 70, 8.8, by_triton=True),
+    "Triton, GradScaler": Step(RANK_4, 42, 7.1, settings=BY_SCALER, by_triton=True),
+    "Triton, loss scale of a function": Step(RANK_4, 41, 7.1, settings=BY_FUNCTION, by_triton=True),
+    "Triton, in one bucket, GradScaler": Step(
+        RANK_4, 18, 7.1, settings=BY_SCALER, by_triton=True, in_one_bucket=True
+    ),
+    "Triton, Llama, 16-bit gradients, GradScaler": Step(
+        RANK_4, 131, 12.1, settings=BY_SCALER, dtype=BF16, shapes=llama(), by_triton=True
+    ),
+    "Triton, matrix ranks that differ": Step(MIXED, 45, 7.2, settings=BY_SCALER, by_triton=True),
+    "Triton, an odd parameter": Step(
+        RANK_4, 44, 7.1, settings=BY_SCALER, shapes={**gpt2_small(), "odd": (147, 75)}, by_triton=True
+    ),
+    "Triton, TopK, GradScaler": Step(TopK(), 69, 6.3, settings=BY_SCALER, by_triton=True),
+    "Triton, 4 bits": Step(Quantize(bits=4), 39, 2.6, 0, by_triton=True),
+    "Triton, 4 bits, 16-bit gradients": Step(Quantize(bits=4), 21, 3.2, 0, dtype=BF16, by_triton=True),
+    "Triton, 4 bits, error feedback": Step(FEEDBACK, 69, 8.8, by_triton=True),
     # Each bucket takes one copy more: a key for each parameter.
-    "Triton, 4 bits, stochastic": Step(STOCHASTIC, 53, 2.6, 0, by_triton=True),
+    "Triton, 4 bits, stochastic": Step(STOCHASTIC, 52, 2.6, 0, by_triton=True),
     "machines, exact": Step(AllReduce(), 0, 0.0, 0, machines=True),
     "machines, bf16": Step(Cast("bf16"), 26, 1.51, 0, machines=True),
     "machines, 4 bits": Step(Quantize(bits=4), 1535, 24.3, 0, machines=True),
@@ -170,40 +187,6 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_gpt2_small(name: str) -> None:
     STEPS[name].check()
-
-
-@pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
-@pytest.mark.parametrize(
-    ("algorithm", "first", "for_each", "for_all"),
-    [(PowerSGD(matrix_rank=4), "matrices.products", 1, 11), (TopK(), "entries.select", 4, 1)],
-    ids=["rank 4", "TopK"],
-)
-def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
-    algorithm: Algorithm,
-    first: str,
-    for_each: int,
-    for_all: int,
-    given: object,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On the CPU, where tensors have addresses: on "meta" they are all alike."""
-    buckets = [(ParameterSpec.of(f"{number}.weight", torch.empty(64, 48)),) for number in range(NUM_BUCKETS)]
-    engine = Engine(algorithm, Alike(), settings=Settings(loss_scale_of(given), host_check=False))
-    launched: list[str] = []
-
-    def launch(kernel: str, programs: int, *_: object, **__: object) -> None:
-        launched.extend([kernel] * bool(programs))
-
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(launcher, "launch", launch)
-    with by_triton():
-        for _ in range(3):
-            launched.clear()
-            engine.average([(specs, torch.randn(64 * 48)) for specs in buckets], is_agreed=True)
-    # Low-rank steps multiply each bucket once, as it starts; all else they do for all buckets at once.
-    assert launched.count(f"compiled_{first}") == NUM_BUCKETS
-    assert len(launched) <= for_each * NUM_BUCKETS + for_all, Counter(launched)
-    assert engine.counts().compression_ratio > 5
 
 
 @pytest.mark.parametrize("host_check", [True, False])
@@ -254,10 +237,10 @@ def test_every_algorithm_that_there_is(code: str) -> None:
 
 
 OTHERS = {
-    "8 bits by Triton": of_one_layer(Quantize(bits=8), 7, 3.2, 0, by_triton=True),
-    "4 bits by Triton": of_one_layer(Quantize(bits=4), 7, 2.6, 0, by_triton=True),
-    "1 bit by Triton": of_one_layer(Quantize(bits=1), 7, 2.2, 0, by_triton=True),
-    "error feedback by Triton": of_one_layer(FEEDBACK, 13, 8.8, by_triton=True),
+    "8 bits by Triton": of_one_layer(Quantize(bits=8), 6, 3.2, 0, by_triton=True),
+    "4 bits by Triton": of_one_layer(Quantize(bits=4), 6, 2.6, 0, by_triton=True),
+    "1 bit by Triton": of_one_layer(Quantize(bits=1), 6, 2.2, 0, by_triton=True),
+    "error feedback by Triton": of_one_layer(FEEDBACK, 12, 8.8, by_triton=True),
     "TopK by Triton": of_one_layer(TopK(), 12, 6.3, by_triton=True),
     "TopK by Triton, 16-bit gradients": of_one_layer(TopK(), 12, 9.6, dtype=BF16, by_triton=True),
     "TopK by Triton, no host check": of_one_layer(TopK(), 12, 6.3, 0, UNCHECKED, by_triton=True),
@@ -272,22 +255,23 @@ def test_one_layer(name: str) -> None:
     OTHERS[name].check()
 
 
-# In `a_unit`s, about a third more than was measured.
-HOST_TIMES: list[tuple[Algorithm, bool, HostTime]] = [
-    (RANK_4, True, HostTime(hook=0.16, finish=1.2)),
-    (ALTERNATING, True, HostTime(hook=0.16, finish=1.2)),
-    (RANK_4, False, HostTime(hook=1.5, finish=30)),
-    (Quantize(bits=4), True, HostTime(hook=0.16, finish=1.2)),
-    (Quantize(bits=4), False, HostTime(hook=0.16, finish=1.2)),
-    (STOCHASTIC, False, HostTime(hook=0.2, finish=1.3)),
-    (FEEDBACK, False, HostTime(hook=0.25, finish=4.5)),
+# In `a_unit`s, about a third more than was measured; as much with a GradScaler.
+HOST_TIMES: list[tuple[Algorithm, bool, bool, HostTime]] = [
+    *((RANK_4, True, is_scaled, HostTime(hook=0.16, finish=1.2)) for is_scaled in (False, True)),
+    (ALTERNATING, True, False, HostTime(hook=0.16, finish=1.2)),
+    (RANK_4, False, False, HostTime(hook=1.5, finish=30)),
+    *((Quantize(bits=4), True, is_scaled, HostTime(hook=0.15, finish=1.2)) for is_scaled in (False, True)),
+    (Quantize(bits=4), False, False, HostTime(hook=0.16, finish=1.2)),
+    (STOCHASTIC, False, False, HostTime(hook=0.2, finish=1.3)),
+    (FEEDBACK, False, False, HostTime(hook=0.25, finish=4.5)),
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "recorded", "limit"), HOST_TIMES, ids=str)
-def test_the_hosts_time(algorithm: Algorithm, recorded: bool, limit: HostTime) -> None:
+@pytest.mark.parametrize(("algorithm", "recorded", "is_scaled", "limit"), HOST_TIMES, ids=str)
+def test_the_hosts_time(algorithm: Algorithm, recorded: bool, is_scaled: bool, limit: HostTime) -> None:
     """The least of three tries: others may use the machine meanwhile."""
-    found = [host_time(algorithm, recorded=recorded) for _ in range(3)]
+    scale = loss_scale_of(GradScaler("cpu") if is_scaled else None)
+    found = [host_time(algorithm, recorded=recorded, loss_scale=scale) for _ in range(3)]
     assert min(each.hook for each in found) <= limit.hook, found
     assert min(each.finish for each in found) <= limit.finish, found
 

@@ -110,10 +110,11 @@ def new_trainer(folder: Path, devices: int = 0, *, plugins: Sequence[Any] = (), 
 
 
 def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> None:
-    straight = run_processes(EXAMPLES / "lightning_ddp.py", str(tmp_path / "one"))
+    straight = run_processes(EXAMPLES / "lightning_ddp.py", "--folder", str(tmp_path / "one"))
     assert_compressed_and_agreed(straight)
     checkpoint = str(tmp_path / "one" / "epoch=0.ckpt")
-    resumed = run_processes(EXAMPLES / "lightning_ddp.py", str(tmp_path / "two"), "--resume", checkpoint)
+    arguments = ("--folder", str(tmp_path / "two"), "--resume", checkpoint)
+    resumed = run_processes(EXAMPLES / "lightning_ddp.py", *arguments)
     assert_compressed_and_agreed(resumed)
     checksums = [set(re.findall(r"checksum (-?\d+\.\d{9})", output)) for output in (straight, resumed)]
     assert checksums[0] == checksums[1]

@@ -8,20 +8,28 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 
 # Triton's own, from importing it where there is no GPU.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-from kernel_calls import asked, wanted
-from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Write
+from gpu_ready.counting import Alike, by_triton
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm
 from thinwire.kernels.triton import launcher
-from thinwire.kernels.triton.triton_kernels import LOW_RANK
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+from thinwire.tensors import accelerators
+
+__all__ = ["Driver", "driver", "triton"]
 
 
 class Driver:
@@ -59,29 +67,36 @@ class Compiling:
         return launch
 
 
-def low_rank(matrix_rank: int, dtype: torch.dtype, *, aligned: bool, terms: int) -> None:
-    columns = 48 if aligned else 47
-    matrices, errors = (list(torch.ones(2, 40, columns)) for _ in range(2))
-    group = MatrixGroup(["a", "b"], [each.to(dtype) for each in matrices], errors, matrix_rank)
-    right = torch.ones(2, matrix_rank, columns)
-    (left,) = LOW_RANK.products(asked([group], [right], None, add_error=True))
-    (basis,) = LOW_RANK.orthonormal_rows([Rows(left)])
-    (own,) = LOW_RANK.projections(asked([group], [basis], torch.tensor(2.0), add_error=False))
-    found = [Factors(basis, own, own)] * terms
-    flag = torch.tensor(True)
-    LOW_RANK.reconstruct(wanted([group], [errors], [found], None, flag))
-    LOW_RANK.write([Write(torch.ones(50), torch.ones(50), None, flag)])
-    LOW_RANK.all_finite([torch.ones(50)])
+def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **settings: Any) -> None:
+    """Average two steps, of which the first has no residual; nothing is computed."""
+    engine = Engine(algorithm, Alike(), settings=Settings(host_check=False, **settings))
+    specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
+    for _ in range(2):
+        engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))], is_agreed=True)
+    assert engine.counts().compression_ratio > 1
 
 
 def main(architecture: int, ranks: list[int]) -> None:
     original = launcher._function
-    launcher._function = lambda kernel: Compiling(original(kernel), kernel)  # type: ignore[assignment]
     driver.set_active(Driver(architecture))
-    for rank in ranks:
+    scaled: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(2.0)}
+    with (
+        by_triton(),
+        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(launcher, "_function", lambda kernel: Compiling(original(kernel), kernel)),
+    ):
+        with patch.object(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype)):
+            launcher.check()  # on what would be the GPU
+        for rank in ranks:
+            low_rank = PowerSGD(matrix_rank=rank, min_compression_ratio=0)
+            for dtype in (torch.float32, torch.bfloat16):
+                average(low_rank, dtype, **scaled)
+            average(replace(low_rank, power_iterations=3), torch.float32, columns=239)
         for dtype in (torch.float32, torch.bfloat16):
-            low_rank(rank, dtype, aligned=True, terms=1)
-        low_rank(rank, torch.float32, aligned=False, terms=3)
+            for columns in (240, 239):
+                average(TopK(density=1 / 30), dtype, columns=columns, **scaled)
+                average(Quantize(bits=4), dtype, columns=columns)
+            average(Quantize(bits=4, error_feedback=True, rounding="stochastic"), dtype, **scaled)
     print(json.dumps(sorted(Compiling.compiled)))
 
 

@@ -125,6 +125,19 @@ def test_a_matrix_longer_than_a_program_adds_up_is_added_up_in_parts() -> None:
     assert relative(own[0], left[0].double() @ group.matrices[0].double()) < 1e-6
 
 
+def test_a_matrix_is_computed_alike_whatever_else_is_in_its_bucket() -> None:
+    """Beside one of a matrix rank so large that it takes different tiles, and one that is not aligned."""
+    draw = Drawing()
+    shapes = ((20, 32, 2), (17, 32, 17), (10, 7, 2))
+    groups = [MatrixGroup([str(rank)], [draw(rows, columns)], [None], rank) for rows, columns, rank in shapes]
+    rights, lefts = ([draw(1, each[2], each[side]) for each in shapes] for side in (1, 0))
+    for compute, factors in ((TRITON.products, rights), (TRITON.projections, lefts)):
+        (alone,) = compute(asked(groups[:1], factors[:1], None, add_error=False))
+        beside, *_ = compute(asked(groups, factors, None, add_error=False))
+        assert alone.any()
+        assert torch.equal(alone, beside)
+
+
 def test_forgotten_residuals_and_several_terms() -> None:
     draw = Drawing()
     group = MatrixGroup(["matrix"], [draw(18, 20)], [None], 2)

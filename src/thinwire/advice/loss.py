@@ -33,7 +33,7 @@ class LossGap:
         optimizer: With which.
         members: That trained together.
         parameters: Of the model.
-        steps: Of each training; None where a paper counts otherwise.
+        steps: Of each training; None if a paper counts differently.
         seeds: Trainings of each kind, compared seed by seed.
         percent: Mean.
         low_percent: Of the 95 % interval of the mean (Student's t); None of a single seed.
@@ -101,7 +101,7 @@ class ExpectedLoss:
         kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured;
             `gaps` holds a lower and an upper bound. "above": only the lower one. "unknown": nothing was
             measured.
-        percent: To be counted with: the mean, or of what is between the larger one; None where there is no
+        percent: To be counted with: the mean, or of what is between the larger one; None if there is no
             upper bound.
         low_percent: The least that it may be, as far as known.
         high_percent: The most.
@@ -270,7 +270,7 @@ def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap
         members_apart = abs(math.log(training.members / gap.members))
         return members_apart, -(gap.steps or 0), _apart(gap, training), -gap.seeds
 
-    # An LSTM lost several percent where transformers lost nothing: the same kind of model comes first.
+    # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
     of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
     nearest: dict[str, LossGap] = {}
     for gap in sorted(of_kind or rows, key=distance):

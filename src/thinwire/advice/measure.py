@@ -268,7 +268,7 @@ class Forecast:
         """Return how long steps take without averaging, and their quartiles."""
         alone, num_processes = self.bench.alone.timelines, self.link.members * self.link.processes
         seconds = [each.seconds for each in alone]
-        # Of those, too, the slowest of as many processes sets the pace. The spread is that of each.
+        # Without averaging, too, the slowest process sets the pace. The spread is that of each.
         typical, spread = slowest_of(seconds, num_processes)[0], slowest_of(seconds, 1)[1:]
         compute, low, high = mean_over_processes([typical, *spread], self.transport)
         return compute, low, high

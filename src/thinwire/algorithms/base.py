@@ -196,8 +196,8 @@ class BucketPlan(ABC):
         """Return what the next exchange launches depends on, beside shapes; None if it is never the same.
 
         On accelerators the engine records what exchanges of the same variant launch, and launches it again.
-        To be recorded an exchange never waits for the device, copies nothing from the host, and keeps no
-        count of its own.
+        An exchange that is recorded never waits for the device, copies nothing from the host, and keeps no
+        count itself.
 
         Args:
             memory: That of all buckets.

@@ -187,8 +187,8 @@ class TopKPlan(BucketPlan):
         after = before - values
         self._note(memory, before, after)
         wanted[own] = after
-        # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. Of
-        # other types, what rounding to the gradient's own loses is added to the residual before.
+        # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. With
+        # other types, the residual first takes what is lost by rounding to the gradient's type.
         if wanted is bucket.flat:
             self._remember(bucket, memory, wanted)
             self._merge(wanted.zero_(), sent, scale)

@@ -1,4 +1,4 @@
-"""Refusing to go on where members are configured differently, and saying who differs in what."""
+"""Refuses to go on if members are configured differently, and says who differs in what."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     alarm.daemon = True
     alarm.start()
     try:
-        # Gathered, and not averaged: so it is never taken for the average that another member may have sent.
+        # A gather, not an average: it must not be matched with an average that a different member has sent.
         own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
         rows = own.new_empty(transport.size, len(fingerprint))
         transport.all_gather(rows, own, where).wait()

@@ -245,7 +245,7 @@ class InProcessTransport(Transport):
             )
         # A copy: it may be overwritten before the last member has come to read it.
         copied = tensor.clone()
-        # Before the sum: in half precision that would overflow where the mean does not.
+        # Before the sum: in half precision the sum can overflow although the mean does not.
         meeting.brought[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
         return _InProcessWork(meeting, message, self.rank)
 

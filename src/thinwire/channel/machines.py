@@ -133,15 +133,14 @@ def _new_groups(
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
-    names = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
+    names = ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "GROUP_RANK")
     told = {name: int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()}
-    local, world = told.get("LOCAL_WORLD_SIZE", 0), told.get("WORLD_SIZE", 0)
-    # The same on all processes of a launcher. What it does not tell is taken for the simplest case.
-    nodes = told.get("GROUP_WORLD_SIZE") or (world // local if local else 1)
-    if transport.size < 3 or nodes in (0, 1, world):
+    local, world = told.get("LOCAL_WORLD_SIZE", 0), dist.get_world_size()
+    # The same on all processes, on machines of different sizes too.
+    if transport.size < 3 or local in (0, world) or told.get("GROUP_WORLD_SIZE") in (1, world):
         return [list(ranks)]
-    machine = told.get("GROUP_RANK", dist.get_rank() // max(local, 1))
     host = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:6], "big")
+    machine = told.get("GROUP_RANK", host)
     # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
     # and asks for words next.
     everyone = gather_numbers([MAGIC, machine, local, host], transport, PURPOSE)
@@ -165,7 +164,7 @@ def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, float]]) ->
             )
         elif len(here) > local or first_local != local:
             wrong = (
-                f"processes {here} share machine {machine}, and LOCAL_WORLD_SIZE is {first_local} on process "
+                f"processes {here} share a machine, and LOCAL_WORLD_SIZE is {first_local} on process "
                 f"{here[0]} and {local} on process {rank}"
             )
         if wrong:

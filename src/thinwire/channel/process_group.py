@@ -38,7 +38,7 @@ WHY_IN_A_CHANGING_GROUP = (
     "averaging off because one of its messages failed"
 )
 
-# Of more than two members, long messages go by Gloo's ring, which was not slower than directly.
+# Between more than two members, long messages go by Gloo's ring, which was not slower than directly.
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_BYTES = 1 << 22
@@ -193,7 +193,7 @@ class ProcessGroupTransport(GroupTransport):
 
     @property
     def data_device(self) -> torch.device:
-        """As `Transport.data_device`: the gradients', if a backend carries its tensors."""
+        """See `Transport.data_device`: the gradients' device, if a backend carries its tensors."""
         device = self.gradient_device
         return self.control_device if device is None or device.type not in self._backends else device
 
@@ -233,7 +233,7 @@ class ProcessGroupTransport(GroupTransport):
         if self.backend_for(own.device) != "nccl":
             return super()._gather(rows, own)
         # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
-        # name where there is one: there the older one warns.
+        # name if there is one, since the older one warns then.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
 
@@ -255,7 +255,7 @@ class ProcessGroupTransport(GroupTransport):
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """See `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
+        """See `Transport.gather_parts`: NCCL's if parts are of one length, else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
@@ -263,7 +263,7 @@ class ProcessGroupTransport(GroupTransport):
         return self._started(where, lambda: [cast(dist.Work, gather(self.group, async_op=True))])
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
-        """Send a message from one member to another and back, on both; others may leave it out.
+        """Send a message from the first member to the second and back; others need not call this.
 
         Returns:
             Seconds per direction on the first, None on the second.
@@ -313,7 +313,7 @@ def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
 
 
 class _MeanOfRows(NamedTuple):
-    """An exchange under way, and where the mean of what it brings is to lie."""
+    """An exchange under way, and the room for the mean of what it brings."""
 
     work: ProcessGroupWork
     received: torch.Tensor
@@ -367,7 +367,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def processes_of_job(timeout_seconds: float) -> Transport:
-    """Return a new group of all processes of the job, or of this one where it is alone. Collective."""
+    """Return a new group of all processes of the job, or of this one if it is alone. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return InProcessTransport.group(1)[0]
     # With one backend for messages of the host, too.
@@ -414,7 +414,7 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
         return None
     # The join context has asked already; to ask once more would send a message that no one shadows.
     (contributors,) = work.get_future().wait()
-    # Torch counts in its default type, in which 4/3 would be rounded where that is bf16.
+    # Torch counts in its default type, in which 4/3 would be rounded if that is bf16.
     return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
 
 

@@ -112,7 +112,7 @@ def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
     if path is None:
         return
-    # What exists may be written where its folder may not, such as /dev/null.
+    # A file that exists may be writable although its folder is not, such as /dev/null.
     may_write = os.access(path if path.exists() else path.parent, os.W_OK)
     for is_wrong, why in (
         (path.is_dir(), "it is a folder; give a file"),

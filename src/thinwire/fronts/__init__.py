@@ -1,1 +1,1 @@
-"""Fronts: where gradients, or changes of parameters, come from and go back to."""
+"""Fronts take gradients, or changes of parameters, from a model, and write the means back."""

@@ -63,7 +63,7 @@ def attach_ddp(
 
 
 def _transport_of(model: DistributedDataParallel) -> ProcessGroupTransport:
-    # The parameters' device, where gradients are: on CPUs DDP has no device_ids.
+    # Taken from a parameter: gradients are on its device, and on CPUs DDP has no device_ids.
     return ProcessGroupTransport(model.process_group, next(model.parameters()).device)
 
 
@@ -131,8 +131,8 @@ class BucketFront:
             self._look_at_model(bucket)
         if self._static_graph is not None and self._static_graph.leaves_out(bucket, self._open_step):
             return completed_future(flat)
-        # Look at the end of each pass, also of a nested one, whether all buckets have come. -1 is outside of
-        # any pass, where a process without input shadows the others.
+        # Check at the end of each pass, nested ones included, whether all buckets have come. -1 is outside of
+        # any pass: there a process without input shadows the others.
         current = torch._C._current_graph_task_id()
         if current not in (-1, self._watched_pass):
             self._watched_pass = current

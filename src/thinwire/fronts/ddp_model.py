@@ -241,7 +241,7 @@ def not_pickled() -> StateError:
 
 
 class DetachedFront:
-    """Stands, in a copy of an attached model, where the original has its front."""
+    """Takes the place of the front in a copy of an attached model."""
 
 
 # A bucket, and the future that DDP waits for.

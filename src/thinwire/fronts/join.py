@@ -58,7 +58,7 @@ def join(
         >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
         >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD())
         >>> with thinwire.join(ddp_model):
-        ...     for batch in torch.ones(3, 1, 8):  # or more, or fewer, on another process
+        ...     for batch in torch.ones(3, 1, 8):  # other processes may have more, or fewer
         ...         ddp_model(batch).sum().backward()
         >>> sync.stats().steps
         3

@@ -70,7 +70,7 @@ class StepFront(Joinable):
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         """Return the means of the gradients over the group, and whether the step was committed. Collective.
 
-        The means are new tensors in the layout of the parameters, None where no process has a gradient. A
+        The means are new tensors in the layout of the parameters, None if no process has a gradient. A
         gradient that only this process lacks counts as zeros.
         """
         self._check(gradients)
@@ -163,7 +163,7 @@ class StepFront(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where the join context's own messages are."""
+        """The device of the join context's own messages."""
         return self.parameters[0].device
 
     @property

@@ -71,8 +71,8 @@ class PowerSGDState:
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
     Memory is kept by parameter, so compression may start at step 0. The state finds the model on which
-    it is registered at the first step, and with it the names of the parameters. If it can't (it is
-    used inside a hook of your own), they are called by their position from the model's end, which is
+    it is registered at the first step, and with it the names of the parameters. If it can't (because
+    your own hook calls it), they are called by their position from the model's end, which is
     the same in every run only if the hook is registered before the first backward pass.
 
     Args:

@@ -114,7 +114,7 @@ class CodeKernels:
     """The mean of what members have sent of some blocks, coded again: one row."""
 
     decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
-    """Writes the numbers that all blocks stand for to gradients; NaN where a scale is not finite."""
+    """Writes the numbers that all blocks stand for to gradients; NaN if a scale is not finite."""
 
     decode_and_keep: Callable[[Keeping], torch.Tensor]
     """The same, and returns the residual: what this member has not sent, what was lost when it coded a mean,
@@ -135,7 +135,7 @@ class SentEntries(NamedTuple):
 
 
 class EntryLayout(NamedTuple):
-    """Where the chunks of a bucket lie, and what is sent of them lies in a message."""
+    """The places of a bucket's chunks, and of what is sent of them in a message."""
 
     # It has for each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before,
     # entries, elements, entries before, and its number in the order of the bucket.

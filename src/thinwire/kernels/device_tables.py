@@ -20,7 +20,7 @@ Upload: TypeAlias = Callable[[torch.Tensor, torch.device], torch.Tensor]
 
 _kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
 _lock = threading.Lock()
-_threads = threading.local()  # where each thread keeps who records its launches
+_threads = threading.local()  # each thread keeps in it who records its launches
 
 
 @contextmanager

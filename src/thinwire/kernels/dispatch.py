@@ -147,8 +147,8 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
 def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     """Return what a function of `Kernels` computes of items, all of a backend and device in one call."""
 
-    # One launch may serve many shapes. It is on one device, and a model's parameters may lie on several: a
-    # kernel that got an address of another device's memory would fault, or write anywhere.
+    # One launch may serve many shapes, but only on one device, and a model's parameters may lie on several. A
+    # kernel that got an address in a different device's memory would fault, or write anywhere.
     def kind(item: Any) -> tuple[Kernels, torch.device]:
         if isinstance(item, Rows):
             like, matrix_rank = item.rows, item.rows.shape[1]

@@ -104,7 +104,7 @@ class Write(NamedTuple):
 
     target: torch.Tensor  # given away if it is to stay in a healthy step
     healthy: torch.Tensor | None  # what it becomes, in any floating type; None to leave it as it is
-    unhealthy: torch.Tensor | None  # what it becomes in any other step, of its own type; None for NaN
+    unhealthy: torch.Tensor | None  # what it becomes in other steps, of the target's type; None for NaN
     is_healthy: torch.Tensor | None  # as of `Reconstruction`
 
 

@@ -168,7 +168,7 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     """Return the scale of each block, in bf16."""
     tiny = torch.finfo(torch.bfloat16).tiny
     magnitudes = rows.abs()
-    largest = magnitudes.amax(1)  # NaN where a number is, and so is the scale
+    largest = magnitudes.amax(1)  # NaN if a number is, and so is the scale
     if codebook.statistic == "largest":
         wanted = (largest / codebook.levels[-1]).float()
         scales = wanted.bfloat16()

@@ -21,7 +21,7 @@ def add(result: torch.Tensor, entries: SentEntries) -> None:
     """Add what members have sent; in between, count the senders in the result itself if asked to."""
     places, values, sent, _, by_senders = entries
     if by_senders:
-        # Another tensor of the result's length would cost more than all else.
+        # Count in the result: a second tensor of its length would cost more than all else.
         for where, own in zip(places, sent, strict=True):
             result.index_add_(0, where, (own != 0).to(result.dtype))
         values = values / result[places].clamp_min_(1)

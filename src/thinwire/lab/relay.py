@@ -34,7 +34,7 @@ FRAMES_IN_A_ROW = 64  # from one interface, before others have their turn
 
 @dataclass(frozen=True)
 class Delays:
-    """What happens to a frame on its way from one machine to another."""
+    """What happens to a frame between two machines."""
 
     seconds: float = 0.0
     jitter_seconds: float = 0.0  # longer or shorter at most; frames of one machine keep their order

@@ -100,7 +100,7 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         if streaming.delay_steps >= every_steps // streaming.fragments:
             raise ConfigError(
-                "delay_steps must be less than every_steps / fragments where members come and go, got "
+                "delay_steps must be less than every_steps / fragments if members come and go, got "
                 f"{streaming.delay_steps} with {every_steps} / {streaming.fragments}: a change of members "
                 "breaks off what is in flight, so that is one fragment at a time; take a shorter delay"
             )

@@ -101,7 +101,7 @@ class Fragment(Buckets):
         }
 
     def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return by bucket, where the model is, what `named` has returned."""
+        """Return the tensors of `named` as flat buckets, on the model's device."""
         flats = self.empty()
         for each, part in self.parts(flats):
             part.copy_(named[each.name])
@@ -165,7 +165,7 @@ class Fragments(tuple[Fragment, ...]):
 
     @property
     def device(self) -> torch.device:
-        """Where the model is; of one on several devices, its first averaged tensor."""
+        """The model's device; if it is on several, that of its first averaged tensor."""
         return next(iter(self[0])).tensor.device
 
     @property

@@ -282,7 +282,7 @@ class LocalSGD(ModelAverager, Joinable):
 
     @contextmanager
     def _averaging(self, call: str) -> Iterator[None]:
-        """Check the model first; where anything fails inside, forget what is in flight."""
+        """Check the model first; if anything fails inside, forget what is in flight."""
         self._check_inside(call)
         if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
@@ -330,7 +330,7 @@ class LocalSGD(ModelAverager, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """Where a join context's own messages are.
+        """The device of a join context's own messages.
 
         Raises:
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.

@@ -124,7 +124,7 @@ class Member(Averager, Front):
                 self._membership.resume(members["lineage"], members["commits"])
                 self._loaded = None
             self._model.enter(self._model.tensors())
-            # Now, where the user sees it; else the first newcomer would stop all others.
+            # A state that can't be sent fails here, before training; else the first newcomer would stop all.
             plain(self._state())
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is

@@ -44,7 +44,7 @@ class AveragedModel:
     entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
     fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
     outer: torch.optim.Optimizer | None = None  # steps the last averages
-    shows_average: bool = False  # in place of its own values
+    shows_average: bool = False  # in place of its values
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
@@ -116,7 +116,7 @@ class AveragedModel:
         algorithm: Algorithm,
     ) -> None:
         """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
-        device = make.device if isinstance(make, Nesterov) else None  # None: where the model is
+        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
         parts = fragments_of(averaged, schedule.streaming.fragments)
         self.fragments = Fragments(Fragment(part, device) for part in parts)
         if make is not None:
@@ -204,7 +204,7 @@ def replica_of(
 
 
 def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
-    """Refuse settings of gradients where none are averaged, or not by all."""
+    """Refuse settings of gradients if none are averaged, or not by all."""
     on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
     if on_nonfinite != "nan" and not schedule.has_ddp:
         raise ConfigError(

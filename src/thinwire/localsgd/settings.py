@@ -114,8 +114,8 @@ class Nesterov:
             and 0.5 from eight members on.
         momentum: From 0 to below 1; None to choose by `every_steps` (0.9 from 30 on, 0.5 below), or 0.0 with
             an algorithm that sends few entries.
-        device: Where the last averages and the momentum are kept: "cpu" to spare an accelerator's memory.
-            None for where the model is.
+        device: The device that keeps the last averages and the momentum: "cpu" to spare an accelerator's
+            memory. None for the model's device.
 
     Cost: the momentum is one more copy of the parameters.
 

@@ -21,7 +21,7 @@ from thinwire.sync.state import DTYPES
 
 STATE_VERSION = 4
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
-WARMUP_KEY = "warmup"  # where an algorithm of the warm-up still remembers something
+WARMUP_KEY = "warmup"  # there if an algorithm of the warm-up still remembers something
 MEMBERS_KEY = "members"  # of those that come and go
 COUNTS = ("lineage", "commits", "turns")
 MEMBERS_KEYS = {*COUNTS, "not_averaged", "residual_of", "optimizers"}

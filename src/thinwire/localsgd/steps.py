@@ -104,7 +104,7 @@ class Steps(Member):
         self._tell_observers()
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Return the gradients by bucket, flat; zeros where there is none."""
+        """Return the gradients by bucket, flat; zeros for missing ones."""
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
         for each, part in self._parts(flats):

@@ -18,7 +18,7 @@ VERSION = 1
 MAX_FILE_BYTES = 1 << 24
 MAX_TIMINGS, MAX_REPETITIONS, MAX_WIRE_FACTOR = 100, 1000, 1000
 TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")  # besides averagings
-# So many times the median between the quartiles: something else went on while it was measured.
+# If the quartiles are this many medians apart, something else went on during the measurement.
 DOUBTFUL_SPREAD = 5
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
@@ -197,7 +197,7 @@ class Probe:
         return self.average_seconds(on_the_wire / ring_share(self.world_size))
 
     def wire_factor(self, collective: Collective) -> float:
-        """Return by how much a collective's bytes count more than an averaging's; 1 where not measured."""
+        """Return by how much a collective's bytes count more than an averaging's; 1 if not measured."""
         return self.wire_factors.get(collective, 1.0)
 
     def to_json(self) -> str:

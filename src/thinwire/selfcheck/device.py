@@ -135,7 +135,7 @@ def printed_once(
                 page.setting |= {"ended by": ended_by} if ended_by else {}
                 print(rendered(), flush=True)
 
-    # A thread goes on while another waits for a device or a message.
+    # A thread, because it goes on while the main one waits for a device or a message.
     timer = threading.Timer(within_seconds, print_page, [f"its time, {within_seconds:.0f} s, was over"])
     timer.daemon = True
     timer.start()

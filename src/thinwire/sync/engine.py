@@ -108,8 +108,8 @@ class Engine(Lanes):
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step; it blocks while messages of abandoned steps are under way."""
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
-        # all members before anything new; and until then its messages may be written, where the gradients of
-        # the next pass are to lie.
+        # all members before anything new. Until then its messages may be written, to the same memory as the
+        # gradients of the next pass.
         for step in self._steps:
             if not step.is_open:
                 step.drain()
@@ -256,7 +256,7 @@ class Engine(Lanes):
             for tensor in tensors.values()
         )
 
-    # The residual, for those who hand it from one engine to another.
+    # The residual, for callers that move it from one engine to the next.
 
     def take_error(self, name: str) -> torch.Tensor | None:
         """Take the residual of a parameter, flat and unscaled, which is the caller's then; None if none.
@@ -265,7 +265,7 @@ class Engine(Lanes):
         its mean over the machine is the residual.
         """
         self.differing.add(name)
-        # Other local memory belongs to this residual, and would be wrong beside another.
+        # Other local memory belongs to this residual, and would be wrong beside a different one.
         for slot in self.memory.slots:
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
@@ -299,7 +299,7 @@ class Engine(Lanes):
         self._kept_errors = None
 
     def common_state(self) -> dict[str, Any]:
-        """Return the state without what differs between processes, for one that joins. Not collective."""
+        """Return the state without what differs between processes, for one that joins; no message is sent."""
         common = {slot: tensors for slot, tensors in self.memory.slots.items() if not slot.is_local}
         return self._packed(Memory(self.memory.step, common), {})
 

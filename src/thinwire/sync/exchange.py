@@ -76,8 +76,8 @@ class Exchange:
     """Drives the buckets of one step through their rounds."""
 
     # Backends match collectives by nothing but their order: members that disagree in it wait forever, or
-    # take one message for another. So one thread sends all, where the caller's code stands, which is the same
-    # on every member; never when something has happened to arrive, which is not.
+    # mix messages up. So one thread sends all, at points of the caller's code, which are the same on every
+    # member; never when something has happened to arrive, which differs.
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.tasks: list[Task] = []
@@ -279,7 +279,7 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
 class Packed(NamedTuple):
     """Requests of one operation, type and device, as one message."""
 
-    owners: list[tuple[int, int]]  # whose they are: which task of the round, and where in its tuple
+    owners: list[tuple[int, int]]  # the task of the round, and the place in its tuple
     message: channel.Message
     answers: Callable[[], Iterable[torch.Tensor]]
 

@@ -247,7 +247,7 @@ class Places:
             for slot, tensors in elementwise.items()
             for name in moved.keys() & tensors.keys()
         ]
-        # A process may remember something of what another one does not.
+        # A process may remember something of a kind of which the others have nothing.
         everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
         for kind, is_local, name in sorted({tuple(each) for said in everyone for each in json.loads(said)}):
@@ -271,7 +271,7 @@ class Places:
         """Return the state of the whole model from the packed ones of all processes. Collective inside.
 
         To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters. If it is
-        not to be `of_all`, it is of this process alone, with zeros for the parts of others. Not collective.
+        not to be `of_all`, it is of this process alone, with zeros for the parts of others; no message.
         """
         is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
         whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}

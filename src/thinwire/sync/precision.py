@@ -21,7 +21,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     # A backward pass may run under the first two, and autocast refuses to mix 16-bit types. What a product in
     # TF32 rounds off would neither be sent nor stay in the residual.
     inside: frozenset[str] = getattr(_threads, "inside", frozenset())
-    if device.type in inside:  # a step is made of calls that are often made within another
+    if device.type in inside:  # calls of a step are often nested
         yield
         return
     _threads.inside = inside | {device.type}

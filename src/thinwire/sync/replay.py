@@ -70,7 +70,7 @@ class CudaGraph:
             table.copy_(sent_to(table.device, made))
 
     def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """As `Graph.upload`: filled behind the recording, which must contain no copy from the host."""
+        """See `Graph.upload`; filled after the recording, which must contain no copy from the host."""
         # In the graph's memory it could lie on the scratch of the graph's earlier launches.
         with torch.cuda.stream(self._outside):
             self._tables.append((torch.empty_like(made, device=device), made))
@@ -117,9 +117,9 @@ class Tape:
     sections: list[Section] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     found_healthy: torch.Tensor | None = None  # whether the step is, by what was received
-    is_healthy: torch.Tensor | None = None  # and where the commit looks
+    is_healthy: torch.Tensor | None = None  # the copy that the commit reads
     before: dict[Place, torch.Tensor] = field(default_factory=dict)  # memory that the step reads
-    after: dict[Place, torch.Tensor] = field(default_factory=dict)  # and that it leaves, where that differs
+    after: dict[Place, torch.Tensor] = field(default_factory=dict)  # and that it leaves, if that differs
 
     def fits(self, memory: Memory) -> bool:
         """Return whether memory is where the step would read it."""

@@ -52,7 +52,7 @@ def average_local(
         if not (slot.is_local and slot.is_elementwise) or not ordered:
             continue
         tensors, means = memory[slot], list[tuple[ParameterSpec, torch.Tensor]]()
-        # Asked first: a member without one sends zeros where another has some, or the others would wait.
+        # Ask first: if any member has one, those without send zeros, or it would wait for them forever.
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
@@ -62,7 +62,7 @@ def average_local(
                 zero = torch.zeros((), dtype=dtype, device=device)
                 flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in some])
                 transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
-                # Off the device, where a second residual of the whole model may have no room.
+                # Move it off the device, which may have no room for a second residual of the whole model.
                 parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
                 means += zip(some, parts, strict=True)
         # Only when all have come: if one fails, memory is as it was.
@@ -245,7 +245,7 @@ def check_model(
     # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        words = f"the state is of a model with {_some(unknown)} where this one trains {_some(missing)}"
+        words = f"the state is of a model with {_some(unknown)} and this one trains {_some(missing)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, shape in here.items():
         if (saved := loaded.shapes.get(name, shape)) != shape:

@@ -33,8 +33,8 @@ class Stats:
         exposed_seconds: Time from each step's last gradients being ready until all means were there: what
             did not overlap the backward pass. With an accelerator by its own events, without the steps that
             it has not ended yet.
-        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient
-            plus error. Only with error feedback.
+        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step; M is gradient plus
+            error. Only with error feedback.
         error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.
         shortfalls: Why slower kernels than those made for an accelerator have served it, or why processes of
             a machine send by themselves; a sentence each.

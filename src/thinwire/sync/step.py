@@ -60,8 +60,8 @@ class Step:
         self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
-        # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the first
-        # one has no residual, a later one may.
+        # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
+        # has no residual, a later one may.
         has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
         means_unused = has_residual or engine.algorithm.mixes_parameters
         self._finds_unused = engine.settings.may_be_unused and means_unused

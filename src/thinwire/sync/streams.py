@@ -97,7 +97,7 @@ class Streams:
 
     def release(self) -> None:
         """Let those that were noted wait for the current ones."""
-        # What was allocated on a stream goes back to it when it is freed, whoever still reads it.
+        # Freed memory goes back to the stream that allocated it, even if a different stream still reads it.
         for here, noted in self._pairs():
             noted.wait_stream(here)
 

@@ -48,7 +48,10 @@ class Blocks:
     @cached_property
     def share(self) -> int:
         """Blocks that each member averages, those included that only fill up."""
-        # As many for each: the rows of an all-to-all have one length.
+        # As many for each: the rows of an all-to-all have one length. It is not filled up to a multiple of 16
+        # bytes, without which NCCL copies single bytes, of which each thread then has 32 in flight: that is
+        # faster than the networks that few bits are for. Small buckets would send more, and who averages a
+        # block, on which residuals depend, would change.
         return -(-self.total // self.num_members)
 
     @cached_property
@@ -57,7 +60,7 @@ class Blocks:
         return self.are_divided_by(self.block)
 
     def are_divided_by(self, number: int) -> bool:
-        """Return whether all tensors have a multiple of so many elements, and so all blocks begin at one."""
+        """Return whether `number` divides the size of every tensor, and so the start of every block."""
         return self._divisor % number == 0
 
     @cached_property
@@ -89,7 +92,7 @@ class Blocks:
         return self._firsts[device]
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a row for each block, short ones filled up with zeros: a view where none is short."""
+        """Return a row for each block, short ones filled up with zeros: a view if none is short."""
         if self.are_whole:
             return flat.view(self.total, self.block)
         # Zeros behind a short block change neither its largest element nor a sum; a mean goes by `lengths`.
@@ -106,7 +109,7 @@ class Blocks:
         ]
 
     def pieces(self, some: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield where blocks lie in the flat tensors, and where in separate rows; both in elements."""
+        """Yield the place of blocks in the flat tensors, and in separate rows; both in elements."""
         offsets = accumulate(self.numels, initial=0)
         for numel, first, stop, offset in zip(
             self.numels, self.starts[:-1], self.starts[1:], offsets, strict=False
@@ -147,7 +150,7 @@ class Chunks:
         return sum(run.num_chunks for run in self.runs)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the chunks as rows, (count, length): a view where they lie together, else a copy."""
+        """Return the chunks as rows, (count, length): a view if they lie together, else a copy."""
         parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
         together = parts[0] if len(parts) == 1 else torch.cat(parts)
         return together.view(self.count, self.length)

@@ -53,7 +53,7 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawing:
-    """Where the draws of a bucket come from: all of it but a key a parameter is the same in every step."""
+    """The source of a bucket's draws: all of it but one key per parameter is the same in every step."""
 
     blocks: Blocks
     specs: Sequence[ParameterSpec]

@@ -216,7 +216,7 @@ def _suffer(fault: Fault, message: torch.Tensor) -> None:
 
 
 def _stall(seconds: float | None) -> None:
-    """Stop this process; another one wakes it."""
+    """Stop this process; a shell wakes it."""
     # SIGSTOP stops every thread of this process, so none of them could wake it.
     waker = None
     if seconds is not None:
@@ -224,7 +224,7 @@ def _stall(seconds: float | None) -> None:
         wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
         waker = subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)
-    # It runs on until it is killed, and this process's number may one day be another's.
+    # The shell runs until it is killed, and a different process may have this one's number by then.
     if waker is not None:
         waker.kill()
         waker.wait()

@@ -51,7 +51,7 @@ class JSONLWriter:
             raise ConfigError(f"{path} can't be written: there is no folder {path.parent}; make it first")
         if path.is_file() and (size := path.stat().st_size) > 0:
             with path.open("r+b") as file:
-                # Before anything is cut off. Bounded: another program's file may be one line of any length.
+                # Look before anything is cut off. Bounded: a foreign file may be one line of any length.
                 first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
                 if first is None or first["kind"] != "run":
                     raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")

@@ -67,7 +67,7 @@ class LowRank(Algorithm):
     power_iterations: int = 1
 
     def __post_init__(self) -> None:
-        # In Python's own types: members compare settings as text, where a NumPy number would differ.
+        # Stored in Python's own types: members compare settings as text, which NumPy writes differently.
         for name, check in CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.wire_dtype is not None:

@@ -78,8 +78,8 @@ def packed(
 ) -> torch.Tensor:
     """Return a new flat tensor with all factors, and flat gradients behind them."""
     if dtype == torch.float16:
-        # Cut off at its range: what is beyond stays in the residual, where an infinite factor would have the
-        # step skipped. One that was infinite stays so, because then the step should be skipped.
+        # Clamp to fp16's range, or the step would be skipped; the residual keeps what is cut off. A factor
+        # that was infinite before stays infinite, because then the step should be skipped.
         limit = torch.finfo(dtype).max
         factors = [torch.where(each.isinf(), each, each.clamp(-limit, limit)) for each in factors]
     if factors and accelerators.pays_per_launch(factors[0].device):

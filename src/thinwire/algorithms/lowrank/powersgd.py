@@ -311,7 +311,7 @@ class PowerSGDPlan(LowRankPlan):
 
 
 def _rooms(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return where to write the residuals of a group: where they are, or new ones with the same contents."""
+    """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
     known = [each for each in group.errors if each is not None]
     is_whole = len(known) == len(group.errors)
     # On accelerators, as a batch.

@@ -281,7 +281,7 @@ class ShardedFront:
                     raise
 
     def _start(self, bucket: _Bucket) -> None:
-        # Whoever takes a gradient before it is averaged has stepped with that of one replica.
+        # An optimizer that takes a gradient before it is averaged steps with that of one replica.
         for piece in bucket.pieces:
             if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
                 words = f"the gradient of {piece.name} was set to None before it was averaged"
@@ -304,7 +304,7 @@ class ShardedFront:
                 self._open_lanes()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
-                # A replica that lacks a gradient, and only that one, must know whether another one has it.
+                # Only a replica that lacks a gradient must know whether a different replica has it.
                 have = [piece.parameter.grad is not None for piece in self._pieces]
                 # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
                 flags = sent_to(engine.metered.control_device, torch.tensor(have, dtype=torch.uint8))

@@ -92,7 +92,7 @@ class ShardedModel:
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether the user has said that another backward pass of the same step follows."""
+        """Whether the user has said that one more backward pass of the same step follows."""
         # Set by set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
         return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
             state._state_ctx.is_last_backward for state in self._states

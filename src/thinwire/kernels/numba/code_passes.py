@@ -193,8 +193,8 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
     together = max(1, TOGETHER // block) * block
     for begin in range(0, length, together):
         end, at = min(begin + together, length), scales
-        # All scales before the first code: each takes two divisions one after the other, for which the codes
-        # of its own block would have to wait, but not the scale of the next one.
+        # All scales before the first code: a scale takes two divisions, one after the other. The codes of its
+        # block would have to wait for them; the scale of the next block does not.
         for start in range(begin, end, block):
             store_half(at, _scale(numbers + FLOAT_BYTES * start, min(block, end - start), bits, layout.last))
             at += SCALE_BYTES
@@ -277,7 +277,7 @@ def _rounded(number: float, upwards: bool) -> int:
     bits = bits_of(number)
     if bits >= INFINITE << 16:
         return INFINITE if bits == INFINITE << 16 else NOT_A_NUMBER
-    # Half to even, as torch rounds; upwards where the largest of a block must not be cut off.
+    # Half to even, as torch rounds; upwards if the largest of a block must not be cut off.
     rounded = (bits + 0xFFFF) >> 16 if upwards else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded if rounded >= SMALLEST else 0
 

@@ -81,8 +81,8 @@ def magnitudes(builder: Any, numbers: Any) -> Any:
 @operation(vector(vector, vector))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
     """Emit the larger of magnitudes, lane by lane; NaN is larger than all."""
-    # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
-    # comparison of numbers would pass over it.
+    # Compare the bits as integers: without its sign a larger number has larger bits, and NaN the largest. A
+    # comparison of floats would pass over NaN.
     bits = builder.bitcast(so_far, WORDS)
     largest_bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
     return builder.bitcast(largest_bits, NUMBERS)

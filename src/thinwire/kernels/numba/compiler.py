@@ -67,5 +67,5 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
     """Return where tensors lie, to hand over many in one call."""
     # An address tells neither type nor strides: compiled code would read, and write, whatever lies there.
     if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
-        raise AssertionError("a tensor that is not contiguous or not fp32, where compiled code reads memory")
+        raise AssertionError("compiled code got a tensor that is not contiguous or not fp32")
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)

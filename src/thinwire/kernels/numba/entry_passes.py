@@ -83,7 +83,7 @@ def merge(
 @inlined
 def _divide(result: Matrix, places: Integers, values: Matrix, sent: Matrix, first: int, stop: int) -> None:
     """Divide a chunk's entries by the members that have sent something for their place."""
-    # The result itself counts them: another tensor of its length would cost more than all else.
+    # Count in the result itself: a second tensor of its length would cost more than all else.
     for member in range(len(places)):
         for entry in range(first, stop):
             result[places[member, entry]] += np.float32(sent[member, entry] != 0)

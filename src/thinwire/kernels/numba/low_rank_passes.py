@@ -181,7 +181,7 @@ def reconstruct_all(
             p = _by_factor_row(sent_lefts, k, i, 4), own.ctypes.data
             q = _by_factor_row(mean_lefts, k, i, 4), mean.ctypes.data
             # Past the caches: what was there is not read first, and no one reads it before the next step.
-            # Asked out here, where the answer is compiled in, and not for every sixteen numbers.
+            # Decided here, so that the answer is compiled in, not asked for every sixteen numbers.
             if (errors[k] | line) % VECTOR_BYTES == 0:
                 _reconstruct(m, e, line, inverse, p, q, stride, 4, True)
             else:

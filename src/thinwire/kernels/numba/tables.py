@@ -1,7 +1,7 @@
 """What is compiled by Numba: fp32 on the CPU, low rank up to 4 on one thread, codes to the nearest level.
 
-Compiled passes read and write each element once, where PyTorch's operations take several passes. What they
-have no code for, PyTorch's functions do.
+Compiled passes read and write each element once; PyTorch's operations take several passes. What is not
+compiled here, PyTorch's functions do.
 """
 
 from __future__ import annotations

@@ -144,12 +144,12 @@ def gram_again(
     drawn_at = tl.load(row + 1)
     drawn = pointer(drawn_at, "f", False)
     r = tl.arange(0, R)
-    # Every program adds up all chunks: to wait for one that has done it, it would need another launch.
+    # Every program adds up all chunks: waiting for one program's sum would take a second launch.
     grams = _added_up(parts, chunks, R)
     eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(tl.float64)
     dead = (tl.sum(grams * eye, axis=1) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
     if tl.max(dead.to(tl.int32), axis=0) > 0:
-        # Rare, and short where it is not: every program looks at the whole factor.
+        # Rare, and short if it is not: every program looks at the whole factor.
         grams = tl.zeros((R, R), tl.float64)
         for k in range(0, length, COLUMNS):
             grams += _gram(_live(x, drawn, dead, rank, length, k + tl.arange(0, COLUMNS), R), R)

@@ -23,7 +23,7 @@ Parameters, if a kernel has them:
     count, members: Of blocks; of the group.
     STATISTIC, CUBIC, BITS: As of `Codebook`.
     BLOCK: Elements of a block.
-    LIMIT: The largest number of the type of `out`; 0 where that is fp32.
+    LIMIT: The largest number of the type of `out`; 0 if that is fp32.
     ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
 """
 
@@ -62,7 +62,7 @@ def _widened(bits):
 
 @triton.jit
 def _usable(bits):
-    """Return a scale; NaN where it is not finite, or what was infinite could end as a large number."""
+    """Return a scale; NaN if it is not finite, or what was infinite could end as a large number."""
     scale = _widened(bits)
     return tl.where(tl.abs(scale) < float("inf"), scale, float("nan"))
 
@@ -146,8 +146,8 @@ def _level(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.c
         if CUBIC:
             found = _cubic(found, CUBIC)
     else:
-        # They are symmetric, and so few that to choose is faster than to load one for each number. By odd
-        # numbers of both signs.
+        # The levels are symmetric, and so few that choosing is faster than loading one for each number. Odd
+        # numbers of both signs stand for them.
         odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
         found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
         for place in tl.static_range(1, HALF):

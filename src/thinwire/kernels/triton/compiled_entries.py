@@ -10,7 +10,7 @@ Parameters, if a kernel has them:
     table: As `EntryLayout` has it; count: its chunks.
     positions, values: Of the entries that are sent, int32 in their chunks, and fp32; for each member.
     message, received, stride: Bytes; those of members, and bytes from one to the next.
-    first_word, first_scale: Where in a message words and scales begin: the bit, and the byte.
+    first_word, first_scale: The bit and the byte at which words and scales begin in a message.
     less: Takes how much less the squares of each chunk's residual have become, fp64.
     sums, counts: Room for a bucket in fp32 each, with anything in it.
     own, members, entries: This member, all, and the entries of each.
@@ -18,7 +18,7 @@ Parameters, if a kernel has them:
     LENGTH, KEPT, MARKS: Of the longest chunk its elements, entries and marks, or the next power of two.
     ROWS: Chunks of a program.
     BY_SENDERS: Whether sums are divided by those who have sent something.
-    LIMIT: The largest number of the gradients' type; 0 where that is fp32.
+    LIMIT: The largest number of the gradients' type; 0 if that is fp32.
     ALIGNED: Whether all chunks begin at a multiple of 16 bytes, and end at one.
 """
 
@@ -264,7 +264,7 @@ def _entries(positions, values, k, real, length):
 def _clear(room, positions, values, k, real, length, members, entries):
     """Write zeros to the places that members have sent."""
     for _ in range(members):
-        p, _, there = _entries(positions, values, k, real, length)
+        p, _value, there = _entries(positions, values, k, real, length)
         tl.store(room + p, 0.0, there)
         positions += entries
         values += entries
@@ -307,9 +307,9 @@ def _round(
     """Write sums to gradients in 16 bits, and what these can't hold of them to the residual."""
     one = tl.full(k.shape, 1.0, tl.float32)
     for _ in range(members):
-        p, _, there = _entries(positions, values, k, real, length)
+        p, _value, there = _entries(positions, values, k, real, length)
         total = tl.load(sums + p, there, other=0.0)
-        # Zero where a member before has sent the same.
+        # Zero if a member before has sent the same.
         there = there & (total != 0)
         rounded = tl.minimum(tl.maximum(total, -LIMIT), LIMIT).to(flat.dtype.element_ty)
         lost = tl.div_rn(total - rounded.to(tl.float32), one * scale)

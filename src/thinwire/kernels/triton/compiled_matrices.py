@@ -14,10 +14,10 @@ Parameters, if a kernel has them:
     SPLIT: Rows of a matrix that one program adds up; a multiple of ROWS, so that no two have a row in common.
     KEEPS: Whether M is written to the gradient, which has to be of type fp32.
     ALIGNED: Whether all rows begin at a multiple of 16 bytes.
-    DOT: How `tl.dot` multiplies fp32, "tf32x3" or "ieee"; "" where the rows of factors are too few for it.
+    DOT: How `tl.dot` multiplies fp32, "tf32x3" or "ieee"; "" if the rows of factors are too few for it.
     STAGES: Tiles of a loop that are loaded ahead.
     TERMS: Iterations of the step, whose approximations add up.
-    LIMIT: The largest number of type G; 0 where that is fp32.
+    LIMIT: The largest number of type G; 0 if that is fp32.
 """
 
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
@@ -38,7 +38,7 @@ def pointer(address, G: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _scale_at(address):
-    """Return the loss scale; 1 where there is none."""
+    """Return the loss scale; 1 if there is none."""
     # As a block of one, since only blocks are loaded under a mask; address 0 must not be read.
     at = address.to(tl.pointer_type(tl.float32)) + tl.arange(0, 1)
     none = address + tl.zeros((1,), tl.int64) == 0
@@ -108,8 +108,7 @@ def products(
     r = tl.arange(0, R)
     inside = (r < rank)[:, None] & (i < rows)[None, :]
     if DOT == "":
-        # No program adds to another's sums: their order is the tile's, and not that in which a GPU of so many
-        # multiprocessors runs programs.
+        # Each program adds to its own sums: the order is the tile's, whatever the number of multiprocessors.
         # Added up element by element, and over the columns of a tile only at the end.
         sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
         for k in tl.range(0, columns, COLUMNS, num_stages=STAGES):

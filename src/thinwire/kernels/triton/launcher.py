@@ -1,4 +1,4 @@
-"""Launches of kernels by name: so they can be counted where there is nothing to run them on, nor Triton."""
+"""Launches of kernels by name: so they can be counted without a device to run them on, and without Triton."""
 
 from __future__ import annotations
 

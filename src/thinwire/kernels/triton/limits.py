@@ -20,8 +20,8 @@ GRADIENT_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 # Torch 2.6 comes with it. Older ones lack what the kernels are written with. It divides without denormals: of
-# a block whose scale is above 8e37, few bits send zeros. No training comes there, and torch 2.6 without these
-# kernels would make several times the launches.
+# a block whose scale is above 8e37, few bits send zeros, where no training comes. And it puts numbers of some
+# kernels of low rank aside, which takes time; torch 2.6 without them would make several times the launches.
 OLDEST = (3, 2)
 
 # Compute capability of Ampere: the oldest GPUs that the kernels are compiled for in tests.

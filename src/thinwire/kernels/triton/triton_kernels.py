@@ -66,8 +66,9 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
 
 
 def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take two launches for each kind of matrices."""
+    """Take one launch for each kind of matrices, and one for all."""
     results, launches = _results_and_launches("projections", items, side=1)
+    sums: list[tuple[torch.Tensor, int, torch.Tensor]] = []
     for matrices, factors, outs in launches:
         # Parts and a second launch, and no atomic additions: those come in a different order every time.
         splits = [-(-row[3] // SPLIT_ROWS) for row in matrices.rows]
@@ -77,16 +78,16 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
         counts = [count * each for count, each in zip(splits, across, strict=True)]
         constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
         matrices.launch([factors, parts], parts, counts, constants)
-        sums = zip(parts, splits, outs, strict=True)
-        _launch(
-            "compiled_matrices.add_splits",
-            outs[0].device,
-            [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
-            [-(-out.numel() // SUMS) for out in outs],
-            {"COLUMNS": SUMS, **FUSED},
-            parts,
-            outs,
-        )
+        sums += zip(parts, splits, outs, strict=True)
+    _launch(
+        "compiled_matrices.add_splits",
+        results[0].device,
+        [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
+        [-(-out.numel() // SUMS) for *_, out in sums],
+        {"COLUMNS": SUMS, **FUSED},
+        [part for part, *_ in sums],
+        [out for *_, out in sums],
+    )
     return results
 
 
@@ -230,9 +231,9 @@ class Tile(NamedTuple):
     stages: int = 3
 
 
-# Up to how many rows of a factor. Of those tried on an H200, with GPT-2 small in fp32 and Llama's layers in
-# bf16, the fastest that put nothing aside on sm_80 and sm_90: a larger one has too few registers, a smaller
-# one loads too little at a time.
+# For each kernel, by the most rows of a factor: the fastest tile that we tried on an H200, with GPT-2 small
+# in fp32 and Llama's layers in bf16, and that spills no registers on sm_80 and sm_90. Larger tiles spill;
+# smaller ones load too little at a time.
 TILES = {
     "products": {4: Tile(8, 256), 8: Tile(8, 128), 32: Tile(64, 64, stages=1)},
     "projections": {4: Tile(32, 128), 8: Tile(16, 64), 16: Tile(32, 64), 32: Tile(32, 128, stages=1)},
@@ -241,7 +242,7 @@ TILES = {
 
 
 def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = False) -> Tile:
-    """Return the tile of a kernel for factors of so many rows."""
+    """Return the tile of a kernel for factors of `factor_rows` rows."""
     tile = next(tile for most_rows, tile in TILES[kernel].items() if factor_rows <= most_rows)
     # Addresses of single numbers, and of what is written, take registers. Along what is added up, tiles stay
     # the same: a matrix must give the same sums wherever it lies.

@@ -144,7 +144,7 @@ class Front(Protocol):
     def _committed(
         self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        """Take the means of a committed averaging; None where no one had anything to average."""
+        """Take the means of a committed averaging; None if no one had anything to average."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Elastic:
         self.stats = MembershipStats()
         self.is_leaving = False  # to be set: whether to leave after the next averaging
         self.has_left = False
-        # Of the committed averagings that the model comes from, and how many; newcomers start from both.
+        # The committed averagings that the model comes from, a digest and a number; newcomers take both.
         self.lineage = self.commits = 0
         self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = self._drawn()
@@ -420,7 +420,7 @@ class Elastic:
         """Let the other processes of this member have what its first one has: the others, and their state."""
         group, are_new = self._group, [each.is_new for each in present]
         if group.has_parts and all(are_new):
-            # Whoever has sent the first processes its state has gone, and the other parts with it.
+            # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
             group.start_over()
             raise _TryAgainError("no member is left that holds all parts of the model")

@@ -304,8 +304,8 @@ class Fixed:
         """Check consistency inside a subgroup, so that all members raise together. Collective; blocks.
 
         The subgroup is asked first each time, so that members at different steps meet there, and not in
-        different groups. If they disagree, they ask the group at once, where the others, the next time that
-        they ask it, refuse with them.
+        different groups. If they disagree, they ask the group at once; the others refuse with them the next
+        time that they ask it.
         """
         if self._within is None or not self._schedule.meets_in_subgroups:
             return

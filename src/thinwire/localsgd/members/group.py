@@ -33,7 +33,7 @@ class Group(ABC):
 
     Attributes:
         transport: Over the members of the last quorum; always the same object. Before the first, this member
-            is alone. Where each process of a member has a part of the model, over those of the same place.
+            is alone. If each process of a member has a part of the model, over those of the same place.
         control: Carries what members say of themselves; of several processes, the first one's word.
         inside: Joins the processes of this member.
         has_parts: Whether each process of a member has a part of the model, and not all have the whole one.
@@ -78,7 +78,7 @@ class Group(ABC):
 
     @property
     def control(self) -> Transport:
-        """As above: where a member is one process, `transport`."""
+        """See above; `transport` if a member is one process."""
         return self.transport
 
     def decided(self, value: float) -> float:

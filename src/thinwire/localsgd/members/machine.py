@@ -24,7 +24,7 @@ class BrokenMemberError(CommunicationError):
 
 
 class MachineGroup(Group):
-    """One process's end, where a member is several.
+    """One process's end of a member that is several processes.
 
     What members say of themselves, and their verdict on an averaging, is said and heard by the first process
     of each. If all processes of a member hold the whole model (DDP), the first one sends and receives that,
@@ -38,7 +38,7 @@ class MachineGroup(Group):
         self._group, self._is_first = group, self.inside.rank == 0
         self._spoken = _Spoken(group.transport if self._is_first else None, self.inside)
         self.transport = group.transport if has_parts else Wrapped(self._spoken)
-        self._address = ""  # where the processes of one place find each other
+        self._address = ""  # at which the processes of one place find each other
         group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set after this
         group.provide = lambda: self.provide()  # noqa: PLW0108
 

@@ -110,7 +110,7 @@ class TorchftGroup(Group):
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
         _check_launcher()
         self._manager: Any = None
-        self.address = ""  # where the members of the last quorum have found each other in a store
+        self.address = ""  # at which the members of the last quorum have found each other in a store
         if self.inside.rank == 0:
             self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
 
@@ -314,7 +314,7 @@ class _Line:
 class _Client:
     """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
-    It raises `_LighthouseGoneError` where the lighthouse ends meanwhile.
+    It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
 
     A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
@@ -454,7 +454,7 @@ def _check_launcher() -> None:
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     # Its own processes end with it; a program in between need not tell the processes that it has started.
     try:
-        with suppress(PermissionError):  # it is there, as another user's
+        with suppress(PermissionError):  # it runs, and belongs to a different user
             if launcher is not None:
                 os.kill(int(launcher), 0)
     except ProcessLookupError:
