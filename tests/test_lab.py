@@ -350,12 +350,13 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
 
 
 @real
-@pytest.mark.parametrize("options", [[], ["--latency=500ms"]], ids=["bridge", "relay"])
+# With so much jitter the lab does not refuse a computer that is busy.
+@pytest.mark.parametrize("options", [[], ["--latency=200ms", "--jitter=180ms"]], ids=["bridge", "relay"])
 def test_killed_outright_it_leaves_nothing(options: list[str]) -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
     with started_lab("--machines=2", *options, code=code) as (lab, mark):
-        commands = {HOLDER: 3, PYTHON: 4 + len(options)}  # the relay is one
+        commands = {HOLDER: 3, PYTHON: 4 + bool(options)}  # the relay is one
         wait_for_commands(mark, {**commands, b"sleep\x0060\0": 2})
         lab.kill()
         lab.wait()
