@@ -16,7 +16,7 @@ from elastic import job as elastic_job
 from elastic.job import Job
 from thinwire.lab import Link, Network
 
-RATE, EVERY_SECONDS = "100mbit", 5.0
+RATE, EVERY_SECONDS = "100mbit", 10.0
 FAST, SLOW = 0.02, 0.05  # seconds that a step pauses for
 STEPS = 3_000  # of the fastest
 
