@@ -23,11 +23,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
-from thinwire import LocalSGD, Quantize, TopK, Warmup
+from thinwire import AllReduce, LocalSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, Transport, run_members
 from thinwire.demo.model import GPT, GPTConfig, fixed_batches, next_byte_loss, sample_batch
 from thinwire.fronts.tensors import StepFront
-from trainings import EXACT, PER_STEP, command_line, percents, train_all
+from trainings import EXACT, command_line, percents, train_all
 
 RECORDS = RESULTS_FOLDER / "nanogpt.jsonl"
 # config/train_shakespeare_char.py, with what the README changes of it for a CPU.
@@ -35,9 +36,12 @@ STEPS, BATCH, CONTEXT_LENGTH, DROPPED_BIAS = 2_000, 12, 64, "bias"
 PEAK, LOWEST, WARMUP_STEPS, BETAS, WEIGHT_DECAY, MAX_GRADIENT_NORM = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
 TRAINED_SHARE, PUBLISHED = 0.9, 1.88
 MIX = "2 bits for 45% of the steps, then LocalSGD every 5, TopK"
-WARMUP = Warmup(round(0.45 * STEPS), Quantize(bits=2))
-LOCAL = {MIX: partial(LocalSGD, every_steps=5, algorithm=TopK(), warmup=WARMUP)}
-METHODS = (EXACT, "Quantize, 4 bits", "Quantize, 2 bits", MIX)
+AVERAGED_SHARE = {MIX: 0.45}  # of the steps, in which gradients are averaged
+METHODS: dict[str, Algorithm] = {
+    EXACT: AllReduce(),
+    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 2)},
+    MIX: Quantize(bits=2),
+}
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,11 @@ def train_member(
     schedule = LambdaLR(optimizer, share_of_peak)
     draws = torch.Generator().manual_seed(1_000 * run.seed + rank)
 
-    def steps(average: Callable[[], Any]) -> None:
-        for step in range(STEPS):
+    front = StepFront(parameters, METHODS[run.method], transport=transport)
+    averaged_steps = round(AVERAGED_SHARE.get(run.method, 1.0) * STEPS)
+
+    def take(steps: range) -> None:
+        for step in steps:
             if rank == 0:
                 at_step(step)
             batch = sample_batch(
@@ -120,25 +127,22 @@ def train_member(
             )
             optimizer.zero_grad()
             torch.autograd.backward(next_byte_loss(model, *batch))
-            average()
+            if step < averaged_steps:
+                means, _ = front.average([each.grad for each in parameters])
+                for parameter, mean in zip(parameters, means, strict=True):
+                    parameter.grad = mean
             nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
             optimizer.step()
             schedule.step()
 
-    if run.method in LOCAL:
-        with LOCAL[run.method](model, optimizer, replicas=transport) as local:
-            steps(lambda: None)
-        ratio = local.stats().compression_ratio
-    else:
-        front = StepFront(parameters, PER_STEP[run.method], transport=transport)
-
-        def average() -> None:
-            means, _ = front.average([each.grad for each in parameters])
-            for parameter, mean in zip(parameters, means, strict=True):
-                parameter.grad = mean
-
-        steps(average)
-        ratio = front.sync.stats().compression_ratio
+    take(range(averaged_steps))
+    # Bytes of a step, in those of fp32.
+    sent = averaged_steps / front.sync.stats().compression_ratio
+    if averaged_steps < STEPS:
+        with LocalSGD(model, optimizer, every_steps=5, algorithm=TopK(), replicas=transport) as local:
+            take(range(averaged_steps, STEPS))
+        sent += (STEPS - averaged_steps) / local.stats().compression_ratio
+    ratio = STEPS / sent
     assert run.method == EXACT or ratio > 2, "nothing was compressed"
     return (validation_loss(model, validation) if rank == 0 else math.nan), ratio
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -109,6 +110,10 @@ class Kills:
             return
         self.strikes[kind] += 1
         pid = self.job.processes[struck := self.draw.choice(candidates)].pid
+        with suppress(ProcessLookupError):  # it has left since
+            self.let_strike(kind, struck, pid)
+
+    def let_strike(self, kind: str, struck: int, pid: int) -> None:
         if kind == "killed":
             os.kill(pid, signal.SIGKILL)
             self.died_at[struck] = time.time()
