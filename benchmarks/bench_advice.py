@@ -34,7 +34,7 @@ from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
 
 UNTIMED_ROUNDS = 3
-PROBE_SECONDS = 4.0
+PROBE_SECONDS = 20.0  # in a fifth, round trips of 80 ms leave no time for messages that tell the rate
 ADVICE_SECONDS = 8.0
 ACCURATE, CLOSE = 0.15, 0.1
 BYTES = 64
