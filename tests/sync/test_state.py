@@ -218,12 +218,12 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "parameters of another model": (
         meant(parameters=(("enc.weight", (3, 4)),), error=(), factor=()),
-        "enc.weight and this one trains body.weight, conv.weight, empty, head.bias and 3 more",
+        "enc.weight, but this one trains body.weight, conv.weight, empty, head.bias and 3 more",
     ),
-    "a parameter more": (put("parameters", "new.bias", (3,)), "new.bias and this one trains nothing"),
+    "a parameter more": (put("parameters", "new.bias", (3,)), "new.bias, but this one trains nothing"),
     "a parameter less": (
         lambda s: s.update(parameters=[p for p in s["parameters"] if p[0] != "scale"], checksum=None),
-        "nothing and this one trains scale;.*strict=False",
+        "nothing, but this one trains scale;.*strict=False",
     ),
     "parameters that are no pairs": (meant(parameters=["a"]), "parameters must hold pairs.*str"),
     "parameters that are a mapping": (meant(parameters={}), "parameters must be a tuple.*mapping"),

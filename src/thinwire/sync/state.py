@@ -245,7 +245,7 @@ def check_model(
     # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        words = f"the state is of a model with {_some(unknown)} and this one trains {_some(missing)}"
+        words = f"the state is of a model with {_some(unknown)}, but this one trains {_some(missing)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, shape in here.items():
         if (saved := loaded.shapes.get(name, shape)) != shape:
