@@ -60,8 +60,7 @@ class Sharded:
 def shards_of(model: nn.Module) -> Transport:
     """Return what joins the processes of a replica."""
     sharded = ShardedModel(model)
-    mesh = sharded.mesh()
-    sharded.refuse_native()
+    mesh = sharded.mesh_of_shards()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model of replicate, which each process has whole; pass the plain module"

@@ -33,8 +33,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
 
 def _in_shards(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
     sharded = ShardedModel(module)
-    own = sharded.mesh()
-    sharded.refuse_native()
+    own = sharded.mesh_of_shards()
     if sharded.is_replicated:
         raise AttachError(
             "replicate averages this model's gradients in every step; pass the plain module instead, "
@@ -88,14 +87,12 @@ def _in_parts(
                 "different parts of it; expected those that hold the same part, such as "
                 'mesh["replicate"]'
             )
-    made = Replica(replicas, is_sharded=True, saves_parts=True)
-    return replace(
-        made,
-        inside=made.inside
-        if len(inner) == 1
-        else ProcessGroupTransport(group_of(inner), parameters[0].device),
-        show_shards=partial(reshard, module) if is_fsdp2(module) else made.show_shards,
-    )
+    replica = Replica(replicas, is_sharded=True, saves_parts=True)
+    if len(inner) > 1:
+        replica = replace(replica, inside=ProcessGroupTransport(group_of(inner), parameters[0].device))
+    if is_fsdp2(module):
+        replica = replace(replica, show_shards=partial(reshard, module))
+    return replica
 
 
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:

@@ -146,14 +146,16 @@ class ShardedModel:
             )
         return meshes[0]
 
-    def refuse_native(self) -> None:
-        """Refuse native HSDP, for those who average models: PyTorch would average gradients as well."""
+    def mesh_of_shards(self) -> DeviceMesh:
+        """Return the mesh for those who average models; of native HSDP, PyTorch would average gradients."""
+        mesh = self.mesh()
         if self.is_native:
-            names = self.mesh().mesh_dim_names or ("replicas", "shards")
+            names = mesh.mesh_dim_names or ("replicas", "shards")
             raise AttachError(
                 f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
                 f'each step; give it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
             )
+        return mesh
 
     def stop_averaging(self) -> None:
         """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
