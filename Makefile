@@ -119,12 +119,16 @@ bench: .venv/.installed
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
 
-# Real members and a real lighthouse; takes an hour or two. Cutting the link needs root or user namespaces. A soak
-# in build/elastic-soaks.jsonl is not repeated.
+# Real members and a real lighthouse; takes two or three hours. Cutting the link needs root or user namespaces. A
+# soak in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
 	cd tests && ../$(BIN)/python -m elastic.loss_in_turns
 	cd tests && ../$(BIN)/python elastic_faults.py
 	cd tests && ../$(BIN)/python elastic_faults.py --peer
+	cd tests && for inside in ddp fsdp; do ../$(BIN)/python elastic_faults.py --members --inside $$inside || exit 1; done
+	cd tests && ../$(BIN)/python -m elastic.identity_in_turns
+	cd tests && for peer in "" --peer; do ../$(BIN)/python -m elastic.kills $$peer || exit 1; done
+	cd tests && ../$(BIN)/python -m elastic.unequal
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev

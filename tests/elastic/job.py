@@ -198,7 +198,14 @@ class Job:
                 alike.setdefault(line[by], []).append(line)
         for lines in alike.values():
             assert len({line["checksum"] for line in lines}) == 1, "\n".join(map(str, lines))
+        self.check_compressed()
         return sum(len(lines) > 1 for lines in alike.values())
+
+    def check_compressed(self) -> None:
+        """Check that all members have sent few bits. torchft's send fp32."""
+        is_peer = self._learners is not None and self._learners.get("peer", False)
+        ratios = [line["ratio"] for line in self.told(event="averaged") if not is_peer]
+        assert is_peer or min(ratios) > 4
 
     def close(self) -> None:
         for process in self.processes:

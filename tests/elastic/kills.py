@@ -127,6 +127,7 @@ class Kills:
 
     def result(self) -> dict[str, Any]:
         """Return the figures; raises if members of one averaging held unlike models."""
+        self.job.check_compressed()
         lineages: dict[str, list[dict[str, Any]]] = {}
         for line in self.job.told(event="averaged"):
             lineages.setdefault(line["lineage"], []).append(line)

@@ -248,7 +248,8 @@ def thinwire_member(
         local.load_state_dict(checkpoint.load(file))
 
     def stats() -> dict[str, Any]:
-        return vars(local.membership()) | {"lineage": local._membership.lineage, "step": local.steps}
+        told = {"lineage": local._membership.lineage, "step": local.steps}
+        return vars(local.membership()) | told | {"ratio": local.stats().compression_ratio}
 
     def step(pause_seconds: float) -> bool:
         if local.steps >= learner.num_steps:

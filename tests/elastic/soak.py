@@ -171,6 +171,7 @@ class Soak:
 
     def check_equal(self) -> None:
         """Raise if members of one averaging held unlike models, or unlike parts of the same place."""
+        self.job.check_compressed()
         has_parts = self.inside == "fsdp"
         told = self.job.told(event="averaged")
         assert {line["rank"] for line in told} == set(range(self.size))

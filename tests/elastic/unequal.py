@@ -31,6 +31,7 @@ def trained(steps: int, pauses: list[float], seed: int) -> dict[str, Any]:
             for member, pause in enumerate(pauses):
                 job.start(member, step_seconds=pause)
             job.wait(lambda: len(job.told(event="done")) == len(pauses))
+            job.check_compressed()
             done = sorted(job.told(event="done"), key=lambda line: int(line["member"]))
         finally:
             job.close()
