@@ -32,7 +32,7 @@ from trainings import EXACT, command_line, percents, train_all
 
 RECORDS = RESULTS_FOLDER / "nanogpt.jsonl"
 # config/train_shakespeare_char.py, with what the README changes of it for a CPU.
-STEPS, BATCH, CONTEXT_LENGTH, DROPPED_BIAS = 2_000, 12, 64, "bias"
+STEPS, BATCH, CONTEXT_LENGTH = 2_000, 12, 64
 PEAK, LOWEST, WARMUP_STEPS, BETAS, WEIGHT_DECAY, MAX_GRADIENT_NORM = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
 TRAINED_SHARE, PUBLISHED = 0.9, 1.88
 MIX = "2 bits for 45% of the steps, then LocalSGD every 5, TopK"
@@ -75,8 +75,8 @@ def new_model(vocabulary: int) -> GPT:
     """4 layers of width 128 without biases, whose head is the embedding: 0.8 M parameters."""
     model = GPT(GPTConfig(layers=4, heads=4, width=128, context_length=CONTEXT_LENGTH, vocabulary=vocabulary))
     for module in model.modules():
-        if hasattr(module, DROPPED_BIAS):
-            module.register_parameter(DROPPED_BIAS, None)
+        if hasattr(module, "bias"):
+            module.register_parameter("bias", None)
     model.head.weight = model.bytes.weight
     return model
 
