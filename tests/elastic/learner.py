@@ -261,7 +261,8 @@ def thinwire_member(
         time.sleep(pause_seconds)
         seconds.append(time.monotonic() - start)
         nonlocal was_averaged
-        if local.steps % learner.every_steps == 0 and local.steps > was_averaged:
+        is_due = local.steps % learner.every_steps == 0 and learner.every_seconds is None
+        if is_due and local.steps > was_averaged:
             was_averaged = local.steps
             learner.tell_averaged(**stats())
         return True
@@ -276,4 +277,4 @@ def thinwire_member(
     else:
         loss, sent_bytes = heldout_loss(learner.model, learner.text), local.stats().message_bytes
         said = {"loss": loss, "checksum": checksum(learner.model), "sent_bytes": sent_bytes}
-        learner.tell(event="done", step_seconds=seconds, averagings=local.membership().averagings, **said)
+        learner.tell(event="done", step_seconds=seconds, **stats() | said)

@@ -31,11 +31,11 @@ def trained(steps: int, pauses: list[float], seed: int) -> dict[str, Any]:
             for member, pause in enumerate(pauses):
                 job.start(member, step_seconds=pause)
             job.wait(lambda: len(job.told(event="done")) == len(pauses))
-            job.check_compressed()
             done = sorted(job.told(event="done"), key=lambda line: int(line["member"]))
         finally:
             job.close()
     assert len({line["checksum"] for line in done}) == 1, done
+    assert min(line["ratio"] for line in done) > 4
     seconds = done[0]["step_seconds"]
     return {
         "loss": done[0]["loss"],
