@@ -41,7 +41,7 @@ from thinwire import (
 )
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import InProcessTransport
-from thinwire.checkpoint import load, merge, save
+from thinwire.checkpoint import load, load_local, merge, save, save_local
 from thinwire.simulation import Simulation
 from training import flat
 
@@ -455,11 +455,11 @@ def test_what_each_process_saves_for_itself_goes_on_to_the_bit(
     simulation = simulated()
     run(simulation, range(6))
     with patch.object(InProcessTransport, "start", side_effect=AssertionError("a message")):
-        for rank, sync in enumerate(simulation.syncs):
-            save(sync.local_state_dict(), tmp_path / f"{rank}.pt")
+        for sync in simulation.syncs:
+            save_local(sync, tmp_path)
     resumed = simulated()
-    for rank, sync in enumerate(resumed.syncs):
-        sync.load_state_dict(load(tmp_path / f"{rank}.pt"))
+    for sync in resumed.syncs:
+        load_local(sync, tmp_path)
     expected, got = (run(each, range(6, 9)) for each in (simulation, resumed))
     assert all(map(torch.equal, got, expected))
     for state, again in zip(simulation.state_dicts(), resumed.state_dicts(), strict=True):
@@ -468,15 +468,20 @@ def test_what_each_process_saves_for_itself_goes_on_to_the_bit(
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.feedback], ids=str)
 @pytest.mark.parametrize("per_machine", [1, 2])
-def test_merged_they_lose_nothing_on_another_number_of_processes(entry: Entry, per_machine: int) -> None:
+def test_merged_they_lose_nothing_on_a_different_number_of_processes(
+    entry: Entry, per_machine: int, tmp_path: Path
+) -> None:
     sums, means = zeros(), zeros()
     first = Simulation(entry.algorithm, buckets(), num_workers=4, workers_per_machine=per_machine)
     ran(first, range(6), sums, means)
     assert first.syncs[0].stats().compression_ratio > 1.5
-    merged = merge(sync.local_state_dict() for sync in reversed(first.syncs))
+    more = Simulation(entry.algorithm, buckets(), num_workers=5)
+    for sync in (*more.syncs, *reversed(first.syncs)):
+        save_local(sync, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4  # the last of five is removed
     second = Simulation(entry.algorithm, buckets(), num_workers=3)
     for sync in second.syncs:
-        sync.load_state_dict(merged)
+        load_local(sync, tmp_path)
     ran(second, range(6, 9), sums, means)
     final = second.state_dicts()[0]
     exact = entry.tolerance <= 1e-5
@@ -485,7 +490,7 @@ def test_merged_they_lose_nothing_on_another_number_of_processes(entry: Entry, p
         assert gap < (1e-6 if exact else entry.tolerance)
 
 
-def test_local_states_of_other_layouts_runs_and_steps_are_refused() -> None:
+def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path) -> None:
     simulation = Simulation(POWER, buckets(), num_workers=2)
     ran(simulation, range(2), zeros(), zeros())
     states = [sync.local_state_dict() for sync in simulation.syncs]
@@ -498,3 +503,8 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused() -> None:
         merge([states[0], simulation.syncs[1].local_state_dict()])
     with pytest.raises(StateError, match="damaged"):
         simulation.syncs[0].load_state_dict(states[0] | {"members": 3})
+    with pytest.raises(StateError, match="has no file of save_local"):
+        load_local(simulation.syncs[0], tmp_path)
+    save_local(simulation.syncs[0], tmp_path)
+    with pytest.raises(StateError, match=r"the states of all processes, of 2, got 0$"):
+        load_local(simulation.syncs[1], tmp_path)

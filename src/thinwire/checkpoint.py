@@ -1,7 +1,8 @@
 """A state in a file: written whole or not at all, and refused with words if it is damaged.
 
-`torch.save`, `torch.distributed.checkpoint` and every trainer's own checkpoints take a state as well. These
-two functions are for loops that write their own files, and for safetensors.
+`torch.save`, `torch.distributed.checkpoint` and every trainer's own checkpoints take a state as well. `save`
+and `load` are for loops that write their own files, and for safetensors. With `save_local` and `load_local`
+each process has a file, and nothing is sent.
 
 Examples:
     >>> import pathlib, tempfile
@@ -29,19 +30,21 @@ from typing import Any
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
+from thinwire.sync import GradientSync
 from thinwire.sync.checksum import check_readable, check_undamaged
-from thinwire.sync.local_state import checked_local, is_local, merge
+from thinwire.sync.local_state import checked_local, is_local, merge, position_of
 from thinwire.sync.state import checked_state
 
-__all__ = ["load", "merge", "save"]
+__all__ = ["load", "load_local", "merge", "save", "save_local"]
 
 SAFETENSORS = ".safetensors"
+LOCAL_NAME = "thinwire_{}.pt"
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state that `state_dict` returned, on any one process: all have the same.
 
-    What `local_state_dict` returned is of one process: let each write its own, under a name with its number.
+    What `local_state_dict` returned is of one process: see `save_local`.
 
     The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
     last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put
@@ -121,6 +124,53 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         except Exception as error:  # readers raise what they like for what they can't read
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
+
+
+def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
+    """Write what this process remembers into a folder, without a message; to be called on every process.
+
+    Its file is `thinwire_<number of the process>.pt`. Files of more processes than there are now, of an
+    earlier save into the folder, are removed. Cost: `GradientSync.local_state_dict` and `save`.
+
+    Raises:
+        StepError: A step is under way.
+        StateError: See `GradientSync.local_state_dict`.
+        CheckpointError: The file can't be written.
+    """
+    folder, position = Path(folder), sync.position
+    folder.mkdir(parents=True, exist_ok=True)
+    if position.member == 0:
+        kept = {LOCAL_NAME.format(member) for member in range(position.members)}
+        for file in folder.glob(LOCAL_NAME.format("*")):
+            if file.name not in kept:
+                file.unlink(missing_ok=True)
+    save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.member))
+
+
+def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Go on from what `save_local` has written; to be called on every process.
+
+    On as many processes, laid out alike, each reads its own file and goes on to the bit. On any other number
+    each reads the files of all and takes what `merge` returns: the mean residual is kept.
+
+    Args:
+        sync: The handle of the model.
+        folder: What `save_local` was given.
+        strict: See `GradientSync.load_state_dict`.
+
+    Raises:
+        StateError: A file is missing, damaged, or of a different model.
+        StepError: A step is under way.
+    """
+    folder = Path(folder)
+    own = folder / LOCAL_NAME.format(sync.position.member)
+    state = load(own) if own.exists() else None
+    if state is None or not is_local(state) or position_of(state) != sync.position:
+        files = sorted(folder.glob(LOCAL_NAME.format("*")))
+        if not files:
+            raise StateError(f"{folder} has no file of save_local(); load an earlier one")
+        state = merge(map(load, files))
+    sync.load_state_dict(state, strict=strict)
 
 
 def _check(state: object) -> None:

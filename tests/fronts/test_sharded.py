@@ -41,7 +41,7 @@ from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.channel.process_group import GroupTransport
-from thinwire.checkpoint import load, merge, save
+from thinwire.checkpoint import load, load_local, merge, save_local
 from thinwire.fronts.attach import attach
 from training import error_of
 
@@ -314,12 +314,11 @@ def test_each_process_saves_its_shards_without_a_message(tmp_path: Path) -> None
     """On the same layout they go on to the bit; merged, they are the state of the whole model."""
     model, sync = attached(POWER, wide())
     train(model, range(2))
-    file = tmp_path / f"{dist.get_rank()}.pt"
     with patch.object(GroupTransport, "start", side_effect=AssertionError("a message")):
-        save(sync.local_state_dict(), file)
+        save_local(sync, tmp_path)
     again, its = attached(POWER, wide(seed=6))
     again.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
-    its.load_state_dict(load(file))
+    load_local(its, tmp_path)
     dist.barrier()
     merged = merge(map(load, sorted(tmp_path.iterdir())))
     for each in (model, again):

@@ -29,7 +29,7 @@ from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import in_each_process
 from thinwire import elastic
-from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
+from thinwire.integrations.transformers import ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
 
@@ -234,7 +234,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trained", "attached", "message"),
-    [("a", "a", f"has no {STATE_NAME}"), ("b", "c", "checkpoint="), ("b", "a", "checkpoint=")],
+    [("a", "a", r"has no thinwire_\*\.pt"), ("b", "c", "checkpoint="), ("b", "a", "checkpoint=")],
     ids=["without our file", "from a folder not the trainer's", "that has a checkpoint of a different run"],
 )
 @in_each_process(2)
@@ -282,7 +282,7 @@ def test_only_weights_are_saved_when_asked_and_attach_gets_its_settings(tmp_path
     dist.barrier()
     files = os.listdir(tmp_path / "checkpoint-6")
     assert "model.safetensors" in files
-    assert STATE_NAME not in files
+    assert not any("thinwire" in name for name in files)
 
 
 def test_one_process_has_nothing_to_attach(tmp_path: Path) -> None:

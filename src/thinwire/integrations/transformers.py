@@ -23,7 +23,7 @@ import torch
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Layout
-from thinwire.checkpoint import load, save
+from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
@@ -149,7 +149,9 @@ class ThinwireCallback(TrainerCallback):
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
-    training. A checkpoint has one file more, `thinwire.pt`, the same for any number of processes.
+    training. A checkpoint has one more file of each process, `thinwire_0.pt` and so on, since a file of all
+    would cost a message at each save (see `thinwire.checkpoint.save_local`); for averaged models one of all,
+    `thinwire.pt`. Any number of processes resumes from them.
     """
 
     def __init__(
@@ -190,14 +192,14 @@ class ThinwireCallback(TrainerCallback):
         trainer, scaler = self._trainer, self._trainer.accelerator.scaler
         model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
         # The step is the checkpoint's here: the Trainer has resumed.
-        saved = self._saved_state(args, state) if state.global_step > 0 else None
+        folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self.averages_models:
             # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
             if self.local is not None:
                 self.local.__exit__(AttachError, None, None)
             local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
-            if saved is not None:
-                local.load_state_dict(saved)
+            if folder is not None:
+                local.load_state_dict(load(folder / STATE_NAME))
             self.local, self._sync = local, local.sync
             local.__enter__()
             return
@@ -210,8 +212,8 @@ class ThinwireCallback(TrainerCallback):
                 self.auto = self._algorithm(model, optimizer, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
-        if saved is not None:
-            self.sync.load_state_dict(saved, strict=self._strict)
+        if folder is not None:
+            load_local(self.sync, folder, strict=self._strict)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
@@ -232,14 +234,19 @@ class ThinwireCallback(TrainerCallback):
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """See `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
+        """See `TrainerCallback.on_save`: put what is remembered into the checkpoint.
+
+        Collective if models are averaged.
+        """
         # Weights alone are not resumed from.
         if self._sync is None or args.save_only_model:
             return
-        # On all processes, though one writes: the state is collective.
-        remembered, file = (self.local or self._sync).state_dict(), _folder(args, state) / STATE_NAME
+        if self.local is None:
+            save_local(self._sync, _folder(args, state))
+            return
+        remembered = self.local.state_dict()  # on all processes, though one writes: it is collective
         if args.should_save:
-            save(remembered, file)
+            save(remembered, _folder(args, state) / STATE_NAME)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any
@@ -265,20 +272,20 @@ class ThinwireCallback(TrainerCallback):
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
 
-    def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
         # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"
             raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
-        if not (folder / STATE_NAME).exists():
-            why = f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end"
-            other = (
-                "resume from a different one, or start again from its weights: Model.from_pretrained(folder)"
+        files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
+        if not any(folder.glob(files)):
+            raise StateError(
+                f"{folder} has no {files}: it was saved without Thinwire, or not to its end; resume from a "
+                "different one, or start again from its weights: Model.from_pretrained(folder)"
             )
-            raise StateError(f"{why}; {other}")
-        return load(folder / STATE_NAME)
+        return folder
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -18,7 +18,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lanes import Lane, Lanes, Parts
-from thinwire.sync.local_state import is_local, own_state
+from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
@@ -338,7 +338,7 @@ class Engine(Lanes):
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
-        places, transport, common = self.places, self.transport, self.common_state()
+        places, common = self.places, self.common_state()
         if places is not None and any(self.unclaimed.values()):
             raise StateError("what was loaded is not divided before the first step; make a step, then save")
         with full_precision(torch.device("cpu")):
@@ -350,10 +350,8 @@ class Engine(Lanes):
         return with_checksum(
             {
                 "own": own,
-                "member": transport.rank,
-                "members": transport.size,
+                **self.position._asdict(),
                 "place": 0 if places is None else places.inside.rank,
-                "places": 1 if places is None else places.inside.size,
                 "differing": tuple(sorted(self.differing)),
                 "common": common["checksum"],
             }
@@ -376,17 +374,20 @@ class Engine(Lanes):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`."""
-        if not is_local(state):
+        if is_local(state):
+            self.load_local(state, self.position, strict=strict)
+        else:
             self.load(self.check_state_dict(state, strict=strict))
-            return
-        places = 1 if self.places is None else self.places.inside.size
-        self.load_local(state, self.transport.rank, self.transport.size, places, strict=strict)
 
-    def load_local(
-        self, state: Mapping[str, Any], member: int, members: int, places: int, *, strict: bool = True
-    ) -> None:
+    @property
+    def position(self) -> Position:
+        """Which process this is."""
+        places = 1 if self.places is None else self.places.inside.size
+        return Position(self.transport.rank, self.transport.size, places)
+
+    def load_local(self, state: Mapping[str, Any], position: Position, *, strict: bool = True) -> None:
         """Go on from what a process has saved for itself, if it is this one."""
-        own = own_state(state, member, members, places)
+        own = own_state(state, position)
         loaded = self.check_state_dict(own, strict=strict)
         # All members compare what is the same in their files.
         self.load(loaded._replace(checksum=state["common"]))

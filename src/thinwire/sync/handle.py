@@ -9,6 +9,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError, StateError
 from thinwire.plan import Plan
 from thinwire.sync.engine import Engine
+from thinwire.sync.local_state import Position
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -103,9 +104,10 @@ class GradientSync:
     def local_state_dict(self) -> dict[str, Any]:
         """Return what this process remembers, its own residual in it, without a message; for slow links.
 
-        Call it on all processes after the same step, and let each save its own. On as many processes, laid
-        out alike, each loads its own by `load_state_dict`, and goes on to the bit. On any other number, load
-        `thinwire.checkpoint.merge` of all of them on every process: the mean residual is kept.
+        Call it on all processes after the same step, and let each save its own
+        (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
+        `load_state_dict`, and goes on to the bit. On any other number, load `thinwire.checkpoint.merge` of
+        all of them on every process: the mean residual is kept.
 
         Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
 
@@ -117,6 +119,11 @@ class GradientSync:
             StateError: A state was loaded on machines of several processes, and there was no step since.
         """
         return self._engine.local_state_dict()
+
+    @property
+    def position(self) -> Position:
+        """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
+        return self._engine.position
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,22 @@ from thinwire.tensors.layout import shard_of
 KEYS = {"own", "member", "members", "place", "places", "differing", "common", "checksum"}
 CUTS = "cuts"  # of a sharded model: whole shapes, and along which dimension each is cut, by name
 NUMBERS = ("member", "members", "place", "places")
+
+
+class Position(NamedTuple):
+    """Which process of how many this is, and how many there are on each machine, or in each replica."""
+
+    member: int
+    members: int
+    places: int
+
+    def __str__(self) -> str:
+        return f"process {self.member} of {self.members}, {self.places} a machine"
+
+
+def position_of(state: Mapping[str, Any]) -> Position:
+    """Return which process has saved a state for itself."""
+    return Position(state["member"], state["members"], state["places"])
 
 
 def is_local(state: object) -> bool:
@@ -36,15 +52,13 @@ def checked_local(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return own
 
 
-def own_state(state: Mapping[str, Any], member: int, members: int, places: int) -> Mapping[str, Any]:
+def own_state(state: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
     """Return the state of a process; refuse that of a different one."""
     own = checked_local(state)
-    saved, here = (state["member"], state["members"], state["places"]), (member, members, places)
-    if saved != here:
-        of, is_of = (f"process {each[0]} of {each[1]}, {each[2]} a machine" for each in (saved, here))
+    if position_of(state) != position:
         raise StateError(
-            f"the state was saved by {of}, and this is {is_of}; load each process's own file, or on all "
-            "processes thinwire.checkpoint.merge(…) of all files"
+            f"the state was saved by {position_of(state)}, and this is {position}; load each process's own "
+            "file, or on all processes thinwire.checkpoint.merge(…) of all files"
         )
     return own
 

@@ -20,7 +20,7 @@ from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_finite, with_checksum
-from thinwire.sync.local_state import CUTS, is_local, of_shard
+from thinwire.sync.local_state import CUTS, Position, is_local, of_shard
 from thinwire.sync.state import LoadedState, tensors_of_all
 
 
@@ -61,10 +61,8 @@ class ShardedSync(GradientSync):
         return with_checksum(
             {
                 **state,
-                "member": state["member"] * shards.size + shards.rank,
-                "members": state["members"] * shards.size,
+                **self.position._asdict(),
                 "place": shards.rank,
-                "places": shards.size,
                 "common": with_checksum({**common, CUTS: cuts})["checksum"],
                 CUTS: cuts,
             }
@@ -77,12 +75,16 @@ class ShardedSync(GradientSync):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
-        if not is_local(state):
+        if is_local(state):
+            self._engine.load_local(state, self.position, strict=strict)
+        else:
             self._engine.load(self.own_part(state, strict=strict))
-            return
+
+    @property
+    def position(self) -> Position:
+        """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
         replicas, shards = self._engine.transport, self.shards
-        member, members = replicas.rank * shards.size + shards.rank, replicas.size * shards.size
-        self._engine.load_local(state, member, members, shards.size, strict=strict)
+        return Position(replicas.rank * shards.size + shards.rank, replicas.size * shards.size, shards.size)
 
     def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """Check a state of the whole model, and return what it has for this shard."""
