@@ -65,12 +65,6 @@ class Told:
         return sum(len({line["member"] for line in lines}) > 1 for lines in alike.values())
 
 
-OTHERS = {
-    "another width": ({"width": 23}, "parameter 0.weight"),
-    "another layout": ({"inside": "fsdp"}, "processes of a member"),
-}
-
-
 @contextmanager
 def running(folder: Path, *options: str, processes: int = 2, **settings: Any) -> Iterator[Told]:
     told, output = folder / "told", folder / f"output-{processes}"
@@ -104,14 +98,12 @@ def test_a_member_of_two_processes_ends_with_one_of_them_and_comes_back(
         assert told.check_equal(have_parts=inside == "fsdp") > 5
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_member_of_another_shape_is_refused_and_the_others_go_on(tmp_path: Path, other: str) -> None:
-    settings, named = OTHERS[other]
+def test_a_member_of_another_layout_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
     options = ["--min=2", "--max=3", "--max-restarts=0"]
-    with running(tmp_path, *options, starts_last=2, of_member={"2": settings}) as told:
+    with running(tmp_path, *options, starts_last=2, of_member={"2": {"inside": "fsdp"}}) as told:
         refused = told.wait_for(1, event="raised", member=2)
         assert {line["error"] for line in refused} == {"AgreementError"}
-        assert all(named in line["message"] for line in refused)
+        assert all("processes of a member" in line["message"] for line in refused)
         told.wait_for_averagings(0)
         assert told.lines(event="averaged", member=0)[-1]["losses"] == 0
         assert told.check_equal(have_parts=False) > 3

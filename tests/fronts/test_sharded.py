@@ -183,7 +183,7 @@ IN_FP32, IN_BF16 = (MixedPrecisionPolicy(torch.bfloat16, each) for each in (torc
 # Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
 # native HSDP in the reduced one.
 EXACT: dict[str, tuple[int, torch.dtype, str, float, dict[str, Any]]] = {
-    "20 steps": (20, torch.float64, SYNC, 1e-9, {}),
+    "8 steps": (8, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (2, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
     "offload": (1, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "reduced in fp32": (1, torch.float32, LAST, 1e-5, {"mp_policy": IN_FP32}),

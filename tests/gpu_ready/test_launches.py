@@ -137,7 +137,6 @@ BY_FUNCTION: dict[str, Any] = {"loss_scale": loss_scale_of(lambda: 8.0)}
 STEPS = {
     "rank 1": Step(PowerSGD(matrix_rank=1), 416, 8.1),
     "rank 4": Step(RANK_4, 452, 8.3),
-    "rank 8": Step(PowerSGD(matrix_rank=8), 500, 8.5),
     "rank 32": Step(PowerSGD(matrix_rank=32), 788, 9.8),
     "in one bucket": Step(RANK_4, 173, 8.2, in_one_bucket=True),
     "16-bit gradients": Step(RANK_4, 397, 41.4, dtype=BF16),
@@ -153,7 +152,6 @@ STEPS = {
     "batched": Step(BatchedPowerSGD(), 404, 9.1),
     "no host check, batched": Step(BatchedPowerSGD(), 459, 12.1, 0, UNCHECKED),
     "Triton, rank 1": Step(PowerSGD(matrix_rank=1), 39, 7.1, by_triton=True),
-    "Triton, rank 8": Step(PowerSGD(matrix_rank=8), 39, 7.2, by_triton=True),
     "Triton, rank 32": Step(PowerSGD(matrix_rank=32), 39, 7.8, by_triton=True),
     # No more than with one, and no wait.
     "Triton, no host check": Step(RANK_4, 39, 7.1, 0, UNCHECKED, by_triton=True),
