@@ -105,7 +105,8 @@ def wrong_model(given: object) -> str:
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
     elif any(hasattr(each, "to_local") for each in parameters):
-        rest = f" (tensor parallelism), which does not go with Thinwire yet; {remedy}"
+        averages = 'average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
+        rest = f" with DTensors (tensor or expert parallelism); {remedy}, or {averages}"
     return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
 
 
