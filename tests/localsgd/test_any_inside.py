@@ -23,7 +23,7 @@ from thinwire.localsgd import DiLoCo, LocalSGD
 from thinwire.tensors.layout import held_of
 
 BATCH = 16
-HOW = ("local", "stacked", "sharded")  # experts are divided
+HOW = ("local", "stacked", "beside")  # experts are divided
 IN_TENSORS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
@@ -66,8 +66,9 @@ def in_shards_of_tensors(model: nn.Module, mesh: DeviceMesh) -> int:
 
 def in_experts(model: nn.Module, mesh: DeviceMesh, how: str) -> int:
     assert isinstance(model, Mixture)
-    divide(model, mesh["expert"], how=how)
-    return mesh.get_local_rank("expert")
+    inner = mesh["shard", "expert"] if how == "within" else mesh["expert"]
+    divide(model, inner, how=how)
+    return int(inner.mesh.flatten().tolist().index(dist.get_rank()))
 
 
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, Callable[[nn.Module, DeviceMesh], int]]] = {
@@ -76,6 +77,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, Callable[[nn.Module, DeviceMesh],
     "HSDP": (("inner", "shard"), 4, in_shards_of_replicas),
     "FSDP2 and tensor parallel": (("shard", "tensor"), 2, in_shards_of_tensors),
     **{f"{how} experts": (("expert",), 2, partial(in_experts, how=how)) for how in HOW},
+    "experts within shards": (("shard", "expert"), 4, partial(in_experts, how="within")),
 }
 
 
@@ -113,7 +115,9 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
         train(reference, optimizer, replica, slice(None))
     part = lay_out(model, mesh)
     optimizer = optimizer_of(model)
-    local = LocalSGD(model, optimizer, replicas=mesh["replicate"], **settings)  # type: ignore[arg-type]
+    # A group says less than a mesh: who holds a replica is then seen from the model.
+    replicas = mesh["replicate"].get_group() if "within" in layout else mesh["replicate"]
+    local = LocalSGD(model, optimizer, replicas=replicas, **settings)  # type: ignore[arg-type]
     with local:
         train(model, optimizer, replica, slice(part * BATCH // num_parts, (part + 1) * BATCH // num_parts))
     for ours, its, before in zip(model.parameters(), reference.parameters(), start, strict=True):
@@ -148,13 +152,13 @@ def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere
     with DiLoCo(model, optimizer, every_steps=3, replicas=mesh["replicate"]) as local:
         train(model, optimizer, mesh.get_local_rank("replicate"), slice(8 * part, 8 * part + 8))
     assert local.stats().compression_ratio > 12
-    experts = gathered(held_of(model.experts))
+    experts = gathered(held_of(model.experts.weight))
     assert all(map(torch.equal, experts[:2], experts[2:]))
     assert not any(map(torch.equal, experts[0], experts[1]))
     assert are_alike([whole(model.router.weight)])
 
 
-@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel"])
+@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel", "experts within shards"])
 @in_each_process(8)
 def test_replicas_in_parts_of_two_dimensions_are_averaged_as_whole_ones(layout: str) -> None:
     check_as_whole(layout, Streaming())
@@ -208,7 +212,7 @@ def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
 @in_each_process(4)
 def test_gradients_of_divided_experts_are_refused_and_models_recommended() -> None:
     mesh = mesh_of(("expert",))
-    for how, named in ("stacked", "with DTensors (tensor or expert parallelism)"), ("sharded", "experts is trained"):
+    for how, named in ("stacked", "with DTensors (tensor or expert"), ("beside", "experts.weight is trained"):
         model = new_mixture()
         in_experts(model, mesh, how)
         with pytest.raises(AttachError) as refused:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.channel import alone, checked_group
 from thinwire.errors import AttachError
-from thinwire.fronts.ddp_model import plain_name
+from thinwire.fronts.ddp_model import DIVIDED, plain_name
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
 
@@ -37,10 +37,6 @@ def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Te
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-# Where gradients can't be averaged, models can.
-DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
 
 
 class Piece(NamedTuple):
