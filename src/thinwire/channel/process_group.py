@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel.direct import ASKED_AHEAD, Direct, Post, Sum, as_bytes, combining
+from thinwire.channel.direct import ASKED_AHEAD, HEAD_BYTES, Direct, Post, Sum, as_bytes, combining
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
@@ -296,6 +297,22 @@ class ProcessGroupWork(NamedTuple):
         with named_failure(self.where, self.why):
             for each in self.works:
                 each.wait()
+
+
+def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: int) -> tuple[float, int]:
+    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    most, hops, sent_bytes = math.inf, members - 1, (members - 1) * handed_bytes
+    if collective == "all_reduce":
+        most, hops = MAX_DIRECT_SUM_OF_TWO_BYTES if members == 2 else MAX_DIRECT_SUM_BYTES, 2 * hops
+        if members > 2 and sent_bytes > MAX_GATHERED_SUM_BYTES and handed_bytes <= most:
+            return 1.0, 0
+    elif collective == "all_gather" and members > 2:
+        most = MAX_DIRECT_BYTES
+    elif collective == "all_to_all":
+        sent_bytes /= members
+    if members > MAX_DIRECT_MEMBERS or handed_bytes > most:
+        return hops, 0
+    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
