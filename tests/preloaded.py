@@ -1,7 +1,4 @@
-"""What the server of forked processes has before it forks: packages, and the compiled arithmetic.
-
-`make test` runs this before its tests, so that two workers do not compile the same at the same time.
-"""
+"""What the server of forked processes has before it forks: packages, and the compiled arithmetic."""
 
 from __future__ import annotations
 
