@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.learner import Deadly
+from experts import Mixture, divide
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
@@ -28,10 +29,27 @@ from thinwire.tensors.layout import held_of
 EVERY_STEPS = 4
 
 
-def new_model(seed: int, width: int, *, has_buffers: bool) -> nn.Sequential:
+def new_model(seed: int, width: int, *, has_buffers: bool, inside: str) -> nn.Module:
     torch.manual_seed(seed)
+    if "experts" in inside:
+        return Mixture(32, 4)
     norm = nn.BatchNorm1d(width) if has_buffers else nn.Identity()
     return nn.Sequential(nn.Linear(32, width), nn.Tanh(), norm, nn.Linear(width, 4))
+
+
+def wrapped(model: nn.Module, inside: str, dtype: str) -> nn.Module:
+    """Let the processes of a member train a model together."""
+    model.to(getattr(torch, dtype))
+    if inside == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if isinstance(model, Mixture):
+        divide(model, mesh, how="local" if inside == "local experts" else "beside")
+    elif inside == "tensor":
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    else:
+        fully_shard(model, mesh=mesh)
+    return model
 
 
 def main(path: str, settings: dict[str, Any]) -> None:
@@ -84,17 +102,10 @@ def train(
     if dies_at is not None and rank == 0 and '"joined"' not in path.read_text():
         group.transport = Deadly(group.transport, *dies_at)
     # Each process its own at first: DDP takes the first one's.
-    model: nn.Module = new_model(
-        10 * member + rank, width, has_buffers=not averages_gradients and inside != "tensor"
+    has_buffers = not averages_gradients and inside != "tensor"
+    model = wrapped(
+        new_model(10 * member + rank, width, has_buffers=has_buffers, inside=inside), inside, dtype
     )
-    model.to(getattr(torch, dtype))
-    if inside == "ddp":
-        model = DistributedDataParallel(model)
-    elif inside == "tensor":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     algorithm = Quantize(bits=4, block=16, error_feedback=True)
     local: Any

@@ -132,6 +132,10 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
     Its file is `thinwire_<number of the process>.pt`. Files of more processes than there are now, of an
     earlier save into the folder, are removed. Cost: `GradientSync.local_state_dict` and `save`.
 
+    Args:
+        sync: The handle of the model.
+        folder: Is made if it is not there. On a machine with its own disk it gets that machine's files.
+
     Raises:
         StepError: A step is under way.
         StateError: See `GradientSync.local_state_dict`.

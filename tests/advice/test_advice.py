@@ -31,9 +31,9 @@ from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice, measure
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
-from thinwire.advice.measure import _link_of, others_share, processor_seconds
+from thinwire.advice.measure import Link, _link_of, others_share, processor_seconds
 from thinwire.advice.result import Prediction
-from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
+from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline, Transfer
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, priced
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
 from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers, run_members
@@ -60,21 +60,19 @@ PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
 def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
     """A byte takes 2 ms, of a gather 6."""
     prices: dict[Collective, float] = {"all_reduce": 0.002, "all_gather": 0.006}
-    found = Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: prices[kind] * num_bytes)
+    found = Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: Transfer(prices[kind] * num_bytes))
     assert found == pytest.approx(expected)
 
 
 def test_messages_that_wait_for_each_other_are_late_one_after_the_other() -> None:
     def late(*sent: Sent) -> float:
-        return Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: 0.001 * num_bytes, 0.5)
+        return Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: Transfer(0.001 * num_bytes, 0.5))
 
     side_by_side = Sent(0.9, 100, 1.0), Sent(0.9, 100, 1.0)
     in_turn = Sent(0.8, 100, 0.9), Sent(0.95, 100, 1.0)
     assert (Timeline(side_by_side, 1.0).rounds, Timeline(in_turn, 1.0).rounds) == (1, 2)
     assert late(*side_by_side) == pytest.approx(0.9 + 0.2 + 0.5)
     assert late(*in_turn) == pytest.approx(0.8 + 0.1 + 0.5 + 0.05 + 0.1 + 0.5)
-    # Gloo has begun two: the third waits until the first has arrived.
-    assert late(*side_by_side, Sent(0.9, 100, 1.0)) == pytest.approx(0.9 + 0.1 + 0.5 + 0.1 + 0.5)
 
 
 def test_the_slowest_of_so_many_processes() -> None:
@@ -227,20 +225,48 @@ def test_messages_are_priced_by_what_carries_them() -> None:
     """A ring sends 2 (N − 1) / N of it, a gather receives N − 1 of them, an exchange sends (N − 1) / N."""
     found, num_bytes = network(8e6, 0.0, world_size=4), 1 << 20
     kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    seconds = [found.collective_seconds(kind, num_bytes) / (num_bytes / 1e6) for kind in kinds]
+    seconds = [Link(found, 4).transfer(kind, num_bytes).seconds / (num_bytes / 1e6) for kind in kinds]
     assert seconds == pytest.approx([1.5, 3, 0.75, 1], rel=1e-3)
+    slow = replace(found, wire_factors={"all_to_all": 2.0, "all_gather": 1.0})
+    assert Link(slow, 4).transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("members", "collective", "num_bytes", "round_trips"),
+    [
+        (2, "all_reduce", 1 << 18, 0.5),
+        (2, "all_reduce", 1 << 20, 1),  # what is longer than the head of a message is asked for
+        (2, "all_reduce", 1 << 23, 2),  # by Gloo's ring
+        (2, "all_gather", 1 << 23, 1),
+        (4, "all_reduce", 1 << 14, 0.5),  # sent whole
+        (4, "all_reduce", 1 << 19, 1),
+        (4, "all_reduce", 1 << 20, 6),
+        (4, "all_gather", 1 << 16, 0.5),
+        (4, "all_gather", 1 << 21, 3),
+        (4, "all_to_all", 1 << 21, 1),
+        (32, "all_reduce", 1 << 10, 62),
+    ],
+)
+def test_messages_wait_for_round_trips(
+    members: int, collective: Collective, num_bytes: int, round_trips: float
+) -> None:
+    """Besides their bytes, which take next to nothing here."""
+    link = Link(network(8e9, 0.0, members), members)
+    took = link.transfer(collective, num_bytes, round_trip_seconds=0.1)
+    assert took.late_seconds == pytest.approx(0.1 * round_trips, abs=0.002)
 
 
 def test_machines_of_several_processes_send_what_one_each_would() -> None:
     model = nn.Linear(8, 8)
-    several = network(1e8, world_size=8, nodes=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    several = network(1e8, 0.0, world_size=8, nodes=[[0, 1, 2, 3], [4, 5, 6, 7]])
     link = _link_of(model, several, None)
-    alone = _link_of(model, network(1e8), None)
+    alone = _link_of(model, network(1e8, 0.0), None)
     assert (link.members, link.processes) == (2, 4)
     kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
     for kind in kinds:
         assert link.wire_bytes(kind, 1_000_000) == alone.wire_bytes(kind, 1_000_000)
-        assert link.seconds(kind, 1_000_000) == pytest.approx(alone.seconds(kind, 1_000_000), rel=0.01)
+        took, expected = (each.transfer(kind, 1_000_000).seconds for each in (link, alone))
+        assert took == pytest.approx(expected, rel=0.01)
     # By what was timed of pairs inside: a scatter and a gather, each of three quarters. Nothing is known yet.
     assert link.inside_seconds(4_000_000) == 0
     pairs = [PairTiming((0, 1), 1_000_000, 0.001), PairTiming((3, 4), 1_000_000, 0.1)]
@@ -432,11 +458,11 @@ def _alive() -> tuple[int, int, list[list[str]]]:
 def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
     few, plain = predicted("rank 4", 50, 54, 2), predicted("4 bits", 50, 54, 2)
     few = replace(few, residual_bytes=400_000_000)
-    told = list(cost_of_saving(few, network(1e8, 0.001).collective_seconds))
+    told = list(cost_of_saving(few, Link(network(1e8, 0.001), 2).transfer))
     assert told == [
         "Saving (state_dict) averages the residual of rank 4, 400 MB, over the link: about 32 s each time."
     ]
-    assert not list(cost_of_saving(plain, network(1e8, 0.001).collective_seconds))
+    assert not list(cost_of_saving(plain, Link(network(1e8, 0.001), 2).transfer))
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:

@@ -140,7 +140,7 @@ def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results
     for name, (seconds, machine_bytes) in rows.items():
         # The shards of seven modules; of each host's bytes one process has sent half.
         sent = (Sent(compute, int(machine_bytes / 2 / 7), compute),) * 7
-        errors[name] = Timeline(sent, compute).step_seconds(Link(network(rate), 2, 2).seconds) / seconds - 1
+        errors[name] = Timeline(sent, compute).step_seconds(Link(network(rate), 2, 2).transfer) / seconds - 1
     assert len(errors) >= 6
     assert median(map(abs, errors.values())) < 0.15, errors
     assert -0.25 < min(errors.values()) < max(errors.values()) < 0.1, errors

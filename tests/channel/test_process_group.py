@@ -17,6 +17,7 @@ from channel.every_collective import check_every_collective, tensor_of
 from pool import in_each_process
 from thinwire.channel import ProcessGroupTransport, checked_group, direct, process_group
 from thinwire.channel.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
+from thinwire.channel.transport import Operation
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 
@@ -110,6 +111,30 @@ def test_among_four_short_gathers_go_directly() -> None:
             transport.all_gather(rows, torch.ones(1), "a gather").wait()
             check_every_collective(ProcessGroupTransport())
         assert (group.send.call_count, group.allgather.call_count) == calls
+
+
+@pytest.mark.parametrize("operation", ["mean", "max"])
+@in_each_process(3)
+def test_among_three_sums_go_directly(operation: Operation) -> None:
+    """Short ones whole, longer ones in parts, which each member sums: many at once, to the same bits."""
+    transport = ProcessGroupTransport(dist.new_group())
+    check_every_collective(transport)
+    transport.group = group = Mock(wraps=transport.group)
+    for numel, messages in ((1, 1), (8000, 1), (20_000, 2)):
+        group.reset_mock()
+        own = [tensor_of(transport.rank + 3 * each, torch.bfloat16, numel) for each in range(12)]
+        sums = [each.clone() for each in own]
+        for work in [transport.all_reduce(each, "a sum", operation=operation) for each in sums]:
+            work.wait()
+        assert group.send.call_count == 12 * 2 * messages
+        assert not group.allreduce.called
+        for number, each in enumerate(sums):
+            rows = torch.stack([tensor_of(rank + 3 * number, torch.bfloat16, numel) for rank in range(3)])
+            expected = rows.amax(0) if operation == "max" else (rows / 3).float().sum(0).bfloat16()
+            torch.testing.assert_close(each, expected, rtol=0.01, atol=0.01)
+            everyone = torch.empty(3, numel, dtype=each.dtype)
+            transport.all_gather(everyone, each, "a check").wait()
+            assert torch.equal(everyone, each.expand_as(everyone))
 
 
 @in_each_process(4)

@@ -109,8 +109,9 @@ def test_a_member_of_another_layout_is_refused_and_the_others_go_on(tmp_path: Pa
         assert told.check_equal(have_parts=False) > 3
 
 
-def test_a_member_leaves_in_order_when_one_of_its_processes_is_asked_to(tmp_path: Path) -> None:
-    with running(tmp_path, "--min=2", "--max=3", inside="tensor") as told:
+@pytest.mark.parametrize("inside", ["tensor", "experts"])
+def test_a_member_leaves_in_order_when_one_of_its_processes_is_asked_to(tmp_path: Path, inside: str) -> None:
+    with running(tmp_path, "--min=2", "--max=3", inside=inside) as told:
         told.wait_for_averagings(2)
         os.kill(told.lines(event="joined", member=1, rank=1)[0]["pid"], signal.SIGTERM)
         told.wait_for(2, event="left", member=1)
@@ -118,6 +119,15 @@ def test_a_member_leaves_in_order_when_one_of_its_processes_is_asked_to(tmp_path
         told.wait_for_averagings(0)
         assert not told.lines(event="raised")
         assert told.check_equal(have_parts=True) > 3
+        first, second = (told.lines(event="averaged", step=4, member=0, rank=rank)[0] for rank in (0, 1))
+        assert first["checksum"] != second["checksum"]
+
+
+def test_a_member_whose_tensors_do_not_say_that_they_are_parts_is_refused(tmp_path: Path) -> None:
+    with running(tmp_path, "--min=2", "--max-restarts=0", inside="local experts") as told:
+        refused = told.wait_for(1, event="raised")[0]
+    assert refused["error"] == "AttachError"
+    assert "DTensors over them (fully_shard, tensor or expert parallelism)" in refused["message"]
 
 
 @pytest.mark.parametrize(

@@ -626,7 +626,7 @@ def test_what_cant_be_attached_is_told_what_to_do() -> None:
         ("0.weight was set to None before it was averaged", lambda: backward(steps_inside, 0)),
         ("pass a probe", lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
         ("shard the plain module with fully_shard", lambda: to_replicas(old)),
-        ("(tensor parallelism), which does not go with Thinwire", lambda: to_replicas(in_columns)),
+        ("(tensor or expert parallelism); shard the plain module", lambda: to_replicas(in_columns)),
         ("sync.use", lambda: to_replicas(twice)),
         ("process 0 has embed.weight of shape (11, 8)", lambda: to_replicas(unlike)),
         ("for sharded models", lambda: to_replicas(DistributedDataParallel(language()))),

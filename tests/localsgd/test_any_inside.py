@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,18 +14,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pool import in_each_process
-from thinwire import Nesterov, Streaming
+import thinwire
+from experts import Mixture, divide
+from pool import are_alike, gathered, in_each_process
+from thinwire import Nesterov, PowerSGD, Streaming
 from thinwire.errors import AttachError, StepError
-from thinwire.localsgd import LocalSGD
+from thinwire.localsgd import DiLoCo, LocalSGD
+from thinwire.tensors.layout import held_of
 
 BATCH = 16
+HOW = ("local", "stacked", "beside")  # experts are divided
 IN_TENSORS = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
 def whole_model() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3), nn.Tanh()).double()
+
+
+def new_mixture() -> Mixture:
+    torch.manual_seed(5)
+    return Mixture().double()
 
 
 def batch(replica: int, step: int) -> Tensor:
@@ -54,11 +64,20 @@ def in_shards_of_tensors(model: nn.Module, mesh: DeviceMesh) -> int:
     return mesh.get_local_rank("shard")
 
 
+def in_experts(model: nn.Module, mesh: DeviceMesh, how: str) -> int:
+    assert isinstance(model, Mixture)
+    inner = mesh["shard", "expert"] if how == "within" else mesh["expert"]
+    divide(model, inner, how=how)
+    return int(inner.mesh.flatten().tolist().index(dist.get_rank()))
+
+
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, Callable[[nn.Module, DeviceMesh], int]]] = {
     "FSDP2": (("shard",), 2, in_shards),
     "tensor parallel": (("tensor",), 1, in_tensors),
     "HSDP": (("inner", "shard"), 4, in_shards_of_replicas),
     "FSDP2 and tensor parallel": (("shard", "tensor"), 2, in_shards_of_tensors),
+    **{f"{how} experts": (("expert",), 2, partial(in_experts, how=how)) for how in HOW},
+    "experts within shards": (("shard", "expert"), 4, partial(in_experts, how="within")),
 }
 
 
@@ -88,20 +107,27 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
     mesh = mesh_of(dims)
     replica = mesh.get_local_rank("replicate")
     settings = {"every_steps": 3, "outer": Nesterov(lr=0.7, momentum=0.9), "streaming": streaming}
-    reference, model = whole_model(), whole_model()
+    new = new_mixture if "experts" in layout else whole_model
+    reference, model = new(), new()
     start = [each.detach().clone() for each in reference.parameters()]
     optimizer = optimizer_of(reference)
     with LocalSGD(reference, optimizer, replicas=mesh["replicate"].get_group(), **settings):  # type: ignore[arg-type]
         train(reference, optimizer, replica, slice(None))
     part = lay_out(model, mesh)
     optimizer = optimizer_of(model)
-    local = LocalSGD(model, optimizer, replicas=mesh["replicate"], **settings)  # type: ignore[arg-type]
+    # A group says less than a mesh: who holds a replica is then seen from the model.
+    replicas = mesh["replicate"].get_group() if "within" in layout else mesh["replicate"]
+    local = LocalSGD(model, optimizer, replicas=replicas, **settings)  # type: ignore[arg-type]
     with local:
         train(model, optimizer, replica, slice(part * BATCH // num_parts, (part + 1) * BATCH // num_parts))
     for ours, its, before in zip(model.parameters(), reference.parameters(), start, strict=True):
-        assert (whole(ours) - its).abs().max() < 1e-9
+        held = whole(ours)
+        # Of local experts it is a part.
+        assert (held - its[part * len(held) % len(its) :][: len(held)]).abs().max() < 1e-9
         assert (its - before).abs().max() > 1e-3
     assert local.stats().messages > 0
+    if streaming == Streaming():  # each process has sent what it holds, and that alone
+        assert local.stats().message_bytes == 2 * sum(held_of(each).nbytes for each in model.parameters())
 
 
 @pytest.mark.parametrize("streaming", [Streaming(), Streaming(fragments=2, delay_steps=1)], ids=str)
@@ -111,7 +137,28 @@ def test_replicas_in_parts_are_averaged_as_whole_ones(layout: str, streaming: St
     check_as_whole(layout, streaming)
 
 
-@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel"])
+@pytest.mark.parametrize("how", HOW)
+@in_each_process(4)
+def test_replicas_whose_experts_are_divided_are_averaged_as_whole_ones(how: str) -> None:
+    check_as_whole(f"{how} experts", Streaming())
+
+
+@pytest.mark.parametrize("how", HOW)
+@in_each_process(4)
+def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere(how: str) -> None:
+    mesh, model = mesh_of(("expert",)), new_mixture()
+    part = in_experts(model, mesh, how)
+    optimizer = optimizer_of(model)
+    with DiLoCo(model, optimizer, every_steps=3, replicas=mesh["replicate"]) as local:
+        train(model, optimizer, mesh.get_local_rank("replicate"), slice(8 * part, 8 * part + 8))
+    assert local.stats().compression_ratio > 12
+    experts = gathered(held_of(model.experts.weight))
+    assert all(map(torch.equal, experts[:2], experts[2:]))
+    assert not any(map(torch.equal, experts[0], experts[1]))
+    assert are_alike([whole(model.router.weight)])
+
+
+@pytest.mark.parametrize("layout", ["HSDP", "FSDP2 and tensor parallel", "experts within shards"])
 @in_each_process(8)
 def test_replicas_in_parts_of_two_dimensions_are_averaged_as_whole_ones(layout: str) -> None:
     check_as_whole(layout, Streaming())
@@ -160,6 +207,18 @@ def test_each_process_saves_its_part_and_goes_on_from_it() -> None:
                 train(model, optimizer, mesh.get_local_rank("replicate"), slice(None))
         ended.append([whole(each) for each in model.parameters()])
     assert all(map(torch.equal, *ended))
+
+
+@in_each_process(4)
+def test_gradients_of_divided_experts_are_refused_and_models_recommended() -> None:
+    mesh = mesh_of(("expert",))
+    for how, named in ("stacked", "with DTensors (tensor or expert"), ("beside", "experts.weight is trained"):
+        model = new_mixture()
+        in_experts(model, mesh, how)
+        with pytest.raises(AttachError) as refused:
+            thinwire.attach(model, PowerSGD(matrix_rank=2), replicas=mesh["replicate"])
+        assert named in str(refused.value)
+        assert "by DiLoCo or LocalSGD, with replicas=" in str(refused.value)
 
 
 @in_each_process(4)

@@ -209,14 +209,6 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     assert Probe.load(path).backend == "gl?oo"
 
 
-def test_a_slow_collective_counts_as_more_bytes() -> None:
-    """Of two members an all-to-all of 2 000 bytes puts as many on the wire as an averaging of 1 000."""
-    slow = replace(example(), wire_factors={"all_to_all": 2.0, "all_gather": 1.0})
-    assert example().collective_seconds("all_to_all", 2000) == pytest.approx(0.003)
-    assert slow.collective_seconds("all_to_all", 2000) == pytest.approx(0.004)
-    assert slow.collective_seconds("all_gather", 1000) == pytest.approx(0.003)
-
-
 def test_a_collective_is_timed_by_the_process_that_comes_last(pool2: Pool) -> None:
     """Here it takes a second more on the second process than on the first."""
     for rank, (seconds, slept) in enumerate(pool2.run(_timed_with_one_late)):

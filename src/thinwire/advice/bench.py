@@ -141,20 +141,17 @@ class Bench:
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 told = f", {round_seconds:.1f} s each"
 
-    def predictions(self, network: Network, late_seconds: float = 0.0) -> list[Prediction]:
-        """Return what each way of averaging would take, as this process has measured it.
-
-        Messages arrive `late_seconds` later than on the network, while it carries others.
-        """
+    def predictions(self, network: Network) -> list[Prediction]:
+        """Return what each way of averaging would take, as this process has measured it."""
         members, shards = self.training.members, self.subject.shards
         alone = slowest_of([each.seconds for each in self.alone.timelines], members)
         found = []
         for name, local, timed in self.ways:
             if local is None:
-                steps = [each.step_seconds(network, late_seconds) for each in timed.timelines]
+                steps = [each.step_seconds(network) for each in timed.timelines]
                 seconds, every_steps = slowest_of(steps, members), 1
             else:
-                seconds = local_seconds(local, timed, network, alone, late_seconds)
+                seconds = local_seconds(local, timed, network, alone)
                 every_steps = local.every_steps
             # In the first step processes compare settings as well. All of a replica send over one link.
             last = timed.timelines[-1]
@@ -232,17 +229,13 @@ def _kept_bytes(front: LocalSGD) -> int:
     return kept_bytes + sum(held(each).numel() * max(4, each.itemsize) for each in averaged)
 
 
-def local_seconds(
-    local: LocalVariant, timed: Timed, network: Network, alone: Quartiles, late_seconds: float = 0.0
-) -> Quartiles:
+def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Quartiles) -> Quartiles:
     """Return median and quartiles of a step, given those of one without averaging."""
     fragments, step_seconds = local.streaming.fragments, alone[0]
     arithmetic_seconds = median(each.seconds for each in timed.timelines)
     # Each fragment has its own messages: with fewer bytes in each, but as many of them.
     waited_seconds = fragments * median(
-        each.step_seconds(
-            lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)), late_seconds
-        )
+        each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
         - each.seconds
         for each in timed.timelines
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from socket import gethostname
@@ -23,10 +24,17 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, tied
-from thinwire.advice.timeline import Network, Stopwatch
+from thinwire.advice.timeline import Network, Stopwatch, Transfer
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, ProcessGroupTransport, Transport, gather_bytes, wire_bytes
+from thinwire.channel import (
+    Collective,
+    ProcessGroupTransport,
+    Transport,
+    gather_bytes,
+    round_trips_over_gloo,
+    wire_bytes,
+)
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
 
 TIMES = ("step_seconds", "low_seconds", "high_seconds")
 ROUND_TRIPS = (0, 5, 20, 80)
-ROUND_TRIPS_OF_A_MESSAGE = 0.5
 PROC_STAT = Path("/proc/stat")
 SHARDED = "thinwire.advice.sharded"  # it knows of DTensors, which take seconds to import
 
@@ -135,7 +142,7 @@ def advise(
         others_share=others,
         notes=(
             *optimizer_notes(optimizer),
-            *cost_of_saving(best, link.seconds),
+            *cost_of_saving(best, link.transfer),
             *disturbance(others, low_seconds, high_seconds),
             *notes_on(training, link.probe, transport.size, device, link.shards, link.processes),
         ),
@@ -151,25 +158,43 @@ class Link:
     shards: int = 1  # processes of a machine that hold a replica together, and share its one link
     processes: int = 1  # of a machine, that average inside of it first, and send together what one would
 
-    def seconds(self, collective: Collective, handed_bytes: int) -> float:
-        """Return how long a collective takes that all processes of a machine make at once."""
-        if self.shards == self.processes == 1:
-            return self.probe.collective_seconds(collective, handed_bytes)
-        averaged_bytes = self.wire_bytes(collective, handed_bytes) / ring_share(self.probe.world_size)
-        return self.probe.average_seconds(averaged_bytes)
+    def transfer(
+        self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
+    ) -> Transfer:
+        """Return what a collective takes that all processes of a machine make at once.
+
+        Args:
+            collective: What carries the message.
+            handed_bytes: What each process hands over.
+            round_trip_seconds: Of a link that is as fast as the one that was probed, over Gloo.
+        """
+        sent_bytes = self.wire_bytes(collective, handed_bytes)
+        averaged_bytes = sent_bytes / ring_share(self.probe.world_size)
+        seconds = self.probe.average_seconds(averaged_bytes)
+        if self.probe.backend != "gloo":
+            return Transfer(seconds)  # each message follows the one before to its end
+        # An averaging of almost nothing takes half a round trip. So what else a message waits for is known.
+        probed_seconds = 2 * self.probe.latency_seconds
+        if round_trip_seconds is None:
+            round_trip_seconds = probed_seconds
+        seconds -= self._waiting("all_reduce", averaged_bytes, self.probe.world_size, probed_seconds)
+        seconds += self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
+        busy_seconds = sent_bytes / self.probe.known_rate()
+        return Transfer(busy_seconds, max(0.0, seconds - busy_seconds))
+
+    def _waiting(
+        self, collective: Collective, handed_bytes: float, members: int, round_trip_seconds: float
+    ) -> float:
+        """Return how long a message waits besides its bytes."""
+        round_trips, head_bytes = round_trips_over_gloo(collective, handed_bytes, members)
+        # The link is busy with the head while the question for the rest comes.
+        asked_seconds = max(0.0, round_trip_seconds / 2 - head_bytes / self.probe.known_rate())
+        return round_trips * round_trip_seconds + (asked_seconds if head_bytes else 0.0)
 
     @property
     def round_trips(self) -> Sequence[int]:
         """In ms, at which steps are predicted beside the link that was probed."""
         return ROUND_TRIPS if self.probe.backend == "gloo" else ()
-
-    def late_seconds(self, round_trip_ms: int) -> float:
-        """Return what a collective takes beside its bytes, on a link of such a round trip."""
-        return 1e-3 * round_trip_ms * ROUND_TRIPS_OF_A_MESSAGE
-
-    def seconds_without_latency(self, collective: Collective, handed_bytes: int) -> float:
-        """Return what its bytes take alone."""
-        return max(0.0, self.seconds(collective, handed_bytes) - self.probe.latency_seconds)
 
     def inside_seconds(self, gradient_bytes: int) -> float:
         """Return how long gradients take to be averaged inside of a machine, and to come back, on a ring.
@@ -240,9 +265,9 @@ class Forecast:
     link: Link
     transport: Transport
 
-    def on(self, network: Network, late_seconds: float = 0.0) -> list[Prediction]:
+    def on(self, network: Network) -> list[Prediction]:
         """Return what each way of averaging takes: the same on all processes, so that all choose alike."""
-        own = self.bench.predictions(network, late_seconds)
+        own = self.bench.predictions(network)
         parameters = self.bench.subject.module.parameters()
         inside_seconds = self.link.inside_seconds(
             sum(each.nbytes for each in parameters if each.requires_grad)
@@ -256,8 +281,8 @@ class Forecast:
     def ranked(self) -> list[Prediction]:
         """Return what each takes on the link that was probed, and at other round trips; the fastest first."""
         link = self.link
-        ranked = sorted(self.on(link.seconds), key=lambda each: each.step_seconds)
-        at = {ms: self.on(link.seconds_without_latency, link.late_seconds(ms)) for ms in link.round_trips}
+        ranked = sorted(self.on(link.transfer), key=lambda each: each.step_seconds)
+        at = {ms: self.on(partial(link.transfer, round_trip_seconds=ms / 1e3)) for ms in link.round_trips}
         seconds_at = {
             found[0].name: {ms: each.step_seconds for ms, each in zip(at, found, strict=True)}
             for found in zip(*at.values(), strict=True)
@@ -290,11 +315,10 @@ class Forecast:
     def _gain_seconds(self, bits_per_second: float, accepted: Collection[str], least_gain: float) -> float:
         link = self.link
 
-        def network(collective: Collective, handed_bytes: int) -> float:
+        def network(collective: Collective, handed_bytes: int) -> Transfer:
             # A network of that rate alone: its latency is the probed one's.
-            return (
-                link.probe.latency_seconds + 8 * link.wire_bytes(collective, handed_bytes) / bits_per_second
-            )
+            busy_seconds = 8 * link.wire_bytes(collective, handed_bytes) / bits_per_second
+            return Transfer(busy_seconds, link.probe.latency_seconds)
 
         found = self.on(network)
         compressed = [each for each in found if each.compresses]

@@ -13,10 +13,21 @@ from thinwire.channel import Collective, Message, Recording, Transport, Work, me
 from thinwire.sync.streams import marked
 from thinwire.tensors.accelerators import wait_for
 
-# Seconds of a collective, by the bytes that each process hands over.
-Network = Callable[[Collective, int], float]
-# How many collectives a Gloo group with one network interface works on at once.
-AT_ONCE = 2
+
+class Transfer(NamedTuple):
+    """How long a message keeps the link busy, and how much later than that it has arrived."""
+
+    busy_seconds: float
+    late_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What it takes on a link that carries nothing else."""
+        return self.busy_seconds + self.late_seconds
+
+
+# What a collective takes, by the bytes that each process hands over.
+Network = Callable[[Collective, int], Transfer]
 
 
 class Sent(NamedTuple):
@@ -42,11 +53,8 @@ class Timeline(NamedTuple):
         """Return the bytes that leave, and reach, each of this many members."""
         return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
 
-    def step_seconds(self, message_seconds: Network, late_seconds: float = 0.0) -> float:
-        """Return how long it would have taken on a network, one message after the other.
-
-        Each arrives `late_seconds` later than that, while the link carries others.
-        """
+    def step_seconds(self, network: Network) -> float:
+        """Return how long it would have taken on a network, which carries one message after the other."""
         # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
@@ -54,12 +62,9 @@ class Timeline(NamedTuple):
             if is_wait:
                 delay = max(delay, arrivals[index] - seconds)
             else:
-                took = message_seconds(self.sent[index].collective, self.sent[index].handed_bytes)
-                # Gloo and NCCL carry a group's collectives one after the other, and begin none before an
-                # earlier one makes room.
-                room = arrivals[-AT_ONCE] if len(arrivals) >= AT_ONCE else 0.0
-                busy_until = max(busy_until, room, seconds + delay) + took
-                arrivals.append(busy_until + late_seconds)
+                took = network(self.sent[index].collective, self.sent[index].handed_bytes)
+                busy_until = max(busy_until, seconds + delay) + took.busy_seconds
+                arrivals.append(busy_until + took.late_seconds)
         return self.seconds + delay
 
     @property

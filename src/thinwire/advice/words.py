@@ -128,7 +128,7 @@ def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
     """Yield what `state_dict` takes with what is advised, if it keeps a residual."""
     if num_bytes := best.residual_bytes:
         residual = f"the residual of {best.name}, {num_bytes / 1e6:.3g} MB"
-        seconds = f"about {network('all_reduce', num_bytes):.2g} s each time"
+        seconds = f"about {network('all_reduce', num_bytes).seconds:.2g} s each time"
         yield f"Saving (state_dict) averages {residual}, over the link: {seconds}."
 
 

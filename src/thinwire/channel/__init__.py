@@ -18,6 +18,7 @@ from thinwire.channel.process_group import (
     group_of,
     over_connections,
     own_subgroup,
+    round_trips_over_gloo,
 )
 from thinwire.channel.transport import Collective, Message, Transport, Work
 
@@ -51,6 +52,7 @@ __all__ = [
     "over_connections",
     "own_subgroup",
     "ranks_by_machine",
+    "round_trips_over_gloo",
     "run_members",
     "true_for_all",
     "wire_bytes",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial, reduce
 from itertools import count
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from thinwire.channel.transport import Collective
+from thinwire.channel.transport import Operation
 
 # Gloo sends nothing that was not asked for, and its collectives ask when they are called: a round trip for
 # each of 2 (members - 1) hops. A message that was asked for before it is sent takes half of one. So this many
@@ -21,7 +26,7 @@ HEAD_BYTES = 1 << 19  # of all that a member sends at once: 40 ms at 100 Mbit/s
 # Messages of one tag match in the order in which they are sent; no one else's have these tags. Gloo chooses
 # by the tag which of its connections carries a message, if it has several (GLOO_SOCKET_IFNAME=eth0,eth0).
 NUM_TAGS = 8
-TAGS: dict[str, int] = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20}
+TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
 LENGTH_BYTES = 8
 
 
@@ -36,26 +41,27 @@ class Post:
     """What one member of a group sends to, and has asked of, each of the others."""
 
     def __init__(self, rank: int, size: int, ahead: int = 0) -> None:
+        self.rank, self.size = rank, size
         self._others = [(rank + distance) % size for distance in range(1, size)]
         self._head_bytes = HEAD_BYTES // max(1, size - 1)
         self._ahead = ahead
         # Kinds apart: a message never fills the room of one of another kind, and so ends in a timeout.
-        self._asked: dict[Collective, deque[list[Asked]]] = defaultdict(deque)
-        self._asking, self._sending = (defaultdict[Collective, Any](count) for _ in range(2))
+        self._asked: dict[str, deque[list[Asked]]] = defaultdict(deque)
+        self._asking, self._sending = (defaultdict[str, Any](count) for _ in range(2))
 
     def exchange(
         self,
         group: Any,
-        collective: Collective,
+        kind: str,
         received: Sequence[torch.Tensor],
         sent: Sequence[torch.Tensor],
-        finish: Callable[[], object],
+        finish: Callable[[], object] = lambda: None,
     ) -> Direct:
         """Send a row of bytes to each other member, and receive the rows that they send."""
         # The group is not kept: it would never end, since it is known by what belongs to it.
-        while len(self._asked[collective]) <= self._ahead:
-            self._asked[collective].append(self._ask(group, collective))
-        tag = TAGS[collective] + next(self._sending[collective]) % NUM_TAGS
+        while len(self._asked[kind]) <= self._ahead:
+            self._asked[kind].append(self._ask(group, kind))
+        tag = TAGS[kind] + next(self._sending[kind]) % NUM_TAGS
         rests = [received[each][self._head_bytes :] for each in self._others]
         works = [
             group.recv([rest], each, tag + NUM_TAGS)
@@ -68,15 +74,84 @@ class Post:
             works.append(group.send([torch.cat([length, head])], each, tag))
             works += [group.send([rest], each, tag + NUM_TAGS)] if len(rest) else []
         rows = [received[each] for each in self._others]
-        return Direct(self._asked[collective].popleft(), rows, works, finish)
+        return Direct(self._asked[kind].popleft(), rows, works, finish)
 
-    def _ask(self, group: Any, collective: Collective) -> list[Asked]:
+    def _ask(self, group: Any, kind: str) -> list[Asked]:
         """Ask each other member for the head of its next message but those that were asked for."""
-        tag = TAGS[collective] + next(self._asking[collective]) % NUM_TAGS
+        tag = TAGS[kind] + next(self._asking[kind]) % NUM_TAGS
         rooms = [torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8) for _ in self._others]
         return [
             Asked(room, group.recv([room], each, tag)) for each, room in zip(self._others, rooms, strict=True)
         ]
+
+    @cached_property
+    def later(self) -> Later:
+        """Runs what sends the second message of a sum, and nothing else does: their order is that of sums."""
+        later = Later()
+        weakref.finalize(self, later.end)
+        return later
+
+
+class Later:
+    """A thread that makes one call after the other, beside the backward pass."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.call, self.end = self._calls.put, partial(self._calls.put, None)
+        threading.Thread(target=_call_all, args=(self._calls,), daemon=True, name="thinwire sums").start()
+
+
+def _call_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    # What was called is not kept: it knows the group, which would never end.
+    while _called(calls.get()):
+        pass
+
+
+def _called(call: Callable[[], None] | None) -> bool:
+    if call is not None:
+        call()
+    return call is not None
+
+
+class Sum:
+    """A sum among more than two, as one `dist.Work`: each member sums its part, and sends that to the others.
+
+    As many bytes as by a ring, in two messages that follow each other instead of 2 (members - 1).
+    """
+
+    def __init__(self, post: Post, group: Any, tensor: torch.Tensor, operation: Operation) -> None:
+        parts = tensor.view(-1).tensor_split(post.size)
+        own = parts[post.rank]
+        rows = [own if each is own else torch.empty_like(own) for each in parts]
+        received, sent = list(map(as_bytes, rows)), list(map(as_bytes, parts))
+        begun = post.exchange(group, "all_reduce", received, sent, combining(rows, operation, own))
+        self._second: Future[Direct] = Future()
+
+        def go_on() -> None:
+            try:
+                begun.wait()
+                self._second.set_result(post.exchange(group, "sums", sent, [as_bytes(own)] * post.size))
+            except Exception as error:  # whatever a backend raises is for the one who waits
+                self._second.set_exception(error)
+
+        post.later.call(go_on)
+
+    def wait(self) -> None:
+        """As `dist.Work.wait`."""
+        self._second.result().wait()
+
+
+def combining(rows: Sequence[torch.Tensor], operation: Operation, into: torch.Tensor) -> Callable[[], object]:
+    """Return what writes the sum or the maximum of rows: in one order, for the same bits on all members."""
+    function = torch.maximum if operation == "max" else torch.add
+    # 16-bit types round once, and not after each member.
+    wide = torch.promote_types(into.dtype, torch.float32) if into.is_floating_point() else into.dtype
+    return lambda: into.copy_(reduce(function, rows[1:], rows[0].to(wide)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Direct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,13 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel.direct import ASKED_AHEAD, Direct, Post
+from thinwire.channel.direct import ASKED_AHEAD, HEAD_BYTES, Direct, Post, Sum, as_bytes, combining
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
-Works: TypeAlias = "Sequence[dist.Work | Direct]"
+Works: TypeAlias = "Sequence[dist.Work | Direct | Sum]"
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -41,7 +42,9 @@ WHY_IN_A_CHANGING_GROUP = (
 # Between more than two members, long messages go by Gloo's ring, which was not slower than directly.
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
-MAX_DIRECT_SUM_BYTES = 1 << 22
+MAX_DIRECT_SUM_OF_TWO_BYTES, MAX_DIRECT_SUM_BYTES = 1 << 22, 1 << 19
+# What all others are sent whole, so that a sum takes one message: 5 ms at 100 Mbit/s.
+MAX_GATHERED_SUM_BYTES = 1 << 16
 # Belongs to the group, as what Gloo's collectives count by does: members may use several transports of it.
 _POSTS: WeakKeyDictionary[Any, Post] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
@@ -79,7 +82,7 @@ class GroupTransport(Transport):
                 f"{message.purpose}: {what}", partial(self._reduced, tensor, message.operation)
             )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        sent, received = _as_bytes(tensor), _as_bytes(message.output)
+        sent, received = as_bytes(tensor), as_bytes(message.output)
         start: Callable[[], Works]
         if message.collective == "all_gather":
             what, start = f"the gather of {what}", partial(self._gather, received.view(self.size, -1), sent)
@@ -92,11 +95,11 @@ class GroupTransport(Transport):
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
         """Send a tensor to one member, which calls `receive`."""
-        return self._started(purpose, lambda: [self.group.send([_as_bytes(tensor)], to, 0)])
+        return self._started(purpose, lambda: [self.group.send([as_bytes(tensor)], to, 0)])
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """Receive what one member sends."""
-        return self._started(purpose, lambda: [self.group.recv([_as_bytes(tensor)], source, 0)])
+        return self._started(purpose, lambda: [self.group.recv([as_bytes(tensor)], source, 0)])
 
     def _started(self, where: str, start: Callable[[], Works]) -> ProcessGroupWork:
         """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
@@ -134,16 +137,16 @@ class GroupTransport(Transport):
         return [self._post.exchange(self.group, collective, received, sent, finish)]
 
     def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
-        if self.size != 2 or not self._goes_directly(tensor) or tensor.nbytes > MAX_DIRECT_SUM_BYTES:
+        most = MAX_DIRECT_SUM_OF_TWO_BYTES if self.size == 2 else MAX_DIRECT_SUM_BYTES
+        if not self._goes_directly(tensor) or tensor.nbytes > most:
             return self._reduce(tensor, operation)
         if operation == "mean":
-            tensor.div_(2)
-        other = torch.empty_like(tensor)
-        # In one order on both, for the same bits.
-        first, second = (tensor, other) if self.rank == 0 else (other, tensor)
-        function = torch.maximum if operation == "max" else torch.add
-        received, sent = [_as_bytes(other)] * 2, [_as_bytes(tensor)] * 2
-        return self._direct("all_reduce", received, sent, lambda: function(first, second, out=tensor))
+            tensor.div_(self.size)  # before the sum, as above
+        if self.size > 2 and (self.size - 1) * tensor.nbytes > MAX_GATHERED_SUM_BYTES:
+            return [Sum(self._post, self.group, tensor, operation)]
+        rows = [tensor if each == self.rank else torch.empty_like(tensor) for each in range(self.size)]
+        sent, finish = [as_bytes(tensor)] * self.size, combining(rows, operation, tensor)
+        return self._direct("all_reduce", list(map(as_bytes, rows)), sent, finish)
 
     def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
         if not self._goes_directly(own) or (self.size > 2 and own.nbytes > MAX_DIRECT_BYTES):
@@ -250,7 +253,7 @@ class ProcessGroupTransport(GroupTransport):
             return self._started(where, lambda: [cast(dist.Work, scatter(async_op=True))])
         received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
         # As bytes, which Gloo exchanges of every type.
-        to, sent, to_come = _as_bytes(received), _as_bytes(flat), [own.nbytes] * self.size
+        to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
         work = self._started(where, lambda: [self._exchange_parts(to, sent, to_come, to_go)])
         return _MeanOfRows(work, received, own)
 
@@ -296,6 +299,22 @@ class ProcessGroupWork(NamedTuple):
                 each.wait()
 
 
+def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: int) -> tuple[float, int]:
+    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    most, hops, sent_bytes = math.inf, members - 1, (members - 1) * handed_bytes
+    if collective == "all_reduce":
+        most, hops = MAX_DIRECT_SUM_OF_TWO_BYTES if members == 2 else MAX_DIRECT_SUM_BYTES, 2 * hops
+        if members > 2 and sent_bytes > MAX_GATHERED_SUM_BYTES and handed_bytes <= most:
+            return 1.0, 0
+    elif collective == "all_gather" and members > 2:
+        most = MAX_DIRECT_BYTES
+    elif collective == "all_to_all":
+        sent_bytes /= members
+    if members > MAX_DIRECT_MEMBERS or handed_bytes > most:
+        return hops, 0
+    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
+
+
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
     """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
     assert isinstance(work, ProcessGroupWork)
@@ -324,11 +343,6 @@ class _MeanOfRows(NamedTuple):
         # In fp32 at least: a sum in half precision would overflow, and round after each member.
         wide = torch.promote_types(self.mean.dtype, torch.float32)
         self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 @contextmanager

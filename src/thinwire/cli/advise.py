@@ -36,30 +36,36 @@ COLUMNS_LEGEND = (
 def advise(
     *,
     probe: Path = typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote."),
-    model: str = typer.Option(metavar="MODULE:FUNCTION", help="Builds the model; called without arguments."),
+    model: str = typer.Option(
+        metavar="MODULE:FUNCTION", help="A function without arguments that returns the model."
+    ),
     step: str = typer.Option(
-        metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."
+        metavar="MODULE:FUNCTION", help="A function of the model: makes a batch, runs forward and backward."
     ),
     budget_seconds: float = typer.Option(
-        30.0, help="About how long it may take; ten steps with each algorithm in any case."
+        30.0, help="About how long it may take; it makes at least ten steps with each algorithm."
     ),
     budget_loss: str = typer.Option(
-        "1%", metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any."
+        "1%", metavar="SHARE", help="The largest loss gap that is advised, such as 0.5%; any: no limit."
     ),
     optimizer: str | None = typer.Option(
-        None, metavar="NAME", help="What trains the model.", show_default="the worst of all known"
+        None,
+        metavar="NAME",
+        help="What trains the model, such as AdamW.",
+        show_default="the worst of all known",
     ),
     sharded: int | None = typer.Option(
         None,
         metavar="SHARDS",
-        help="Shard it by FSDP2 over this many processes of each machine; they are started here.",
-        show_default="each process holds all of it",
+        help="Shard the model by FSDP2 over this many processes of each machine, which it starts here.",
+        show_default="each process holds the whole model",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:
-    """Predict what each algorithm would make of a step of your model on the network that was probed.
+    """Predict how long a step of your model takes with each algorithm on the network that was probed.
 
-    Runs on one process (with --sharded on SHARDS), on a machine like those that will train.
+    Type it once, without torchrun, on a machine like those that will train. MODULE is found from the current
+    folder: train:build is build() of train.py.
 
     Example: `thinwire advise --probe probe.json --model my_pkg.models:build --step my_pkg.models:one_step`
 

@@ -40,16 +40,16 @@ def check(
     device: str | None = typer.Option(
         None,
         metavar="cpu|cuda",
-        help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
+        help="Also measure this device, on GPT-2 small, and print a page in Markdown and JSON.",
         show_default="only check",
     ),
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
-    It may take a second one on a machine that has never run it: kernels are compiled there once. To be
-    started on every process, as the training is; or with `--processes`, which needs no job. With
-    `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
-    whatever fails or hangs, and says what was not run and why. The exit code is 1 if something does not work.
+    Start it on every process, as you start the training; or, on one machine without a job, with
+    `--processes`. The first time on a machine it may take a minute longer, because kernels are compiled. With
+    `--device` it takes at most five minutes, and needs no job; it prints its page even if something fails or
+    hangs, and says what was not run and why. The exit code is 1 if something does not work.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
 

@@ -33,8 +33,8 @@ from thinwire.launch import (
 # Options of commands that run on the processes of a job.
 PROCESSES = typer.Option(
     None,
-    help="Start this many processes on this machine, joined over its loopback interface only.",
-    show_default="this is one of a job",
+    help="Start this many processes on this machine, over its loopback interface only.",
+    show_default="this is a process of a job",
 )
 BACKEND = typer.Option(
     None, metavar="NAME", help="The backend of torch.distributed.", show_default="nccl with a GPU, else gloo"

@@ -42,7 +42,7 @@ class JobError(ThinwireError, RuntimeError):
 def demo(
     *,
     elastic: bool = typer.Option(
-        False, "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
+        False, "--elastic", help="Show members that come and go, with DiLoCo: one is killed, and one joins."
     ),
     processes: int | None = typer.Option(
         None,
@@ -57,7 +57,7 @@ def demo(
         show_default=USUAL_NAMES,
     ),
     matrix_rank: int = typer.Option(
-        DemoOptions.matrix_rank, help="Rank of the low-rank factors: more bytes, more exact."
+        DemoOptions.matrix_rank, help="Matrix rank of PowerSGD: a higher one sends more bytes, more exactly."
     ),
     model_size: str | None = typer.Option(
         None,

@@ -22,9 +22,7 @@ def lab(
     rate: str | None = typer.Option(
         None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
     ),
-    processes_per_machine: int = typer.Option(
-        1, help="Processes that share a machine's slow link, and its loopback."
-    ),
+    processes_per_machine: int = typer.Option(1, help="Processes of each machine: they share its slow link."),
     latency: str = typer.Option(
         "0ms", metavar="TIME", help="A round trip between two machines, such as 20ms."
     ),
@@ -35,21 +33,21 @@ def lab(
         "0%", metavar="SHARE", help="Share of packets that are lost, each way, such as 0.1%."
     ),
     slow_machine: list[str] | None = typer.Option(
-        None, metavar="M:RATE", help="One machine's rate, such as 2:10mbit; may be repeated."
+        None, metavar="M:RATE", help="The rate of machine M (from 0), such as 2:10mbit; may be repeated."
     ),
     grace_seconds: float = typer.Option(
-        30.0, help="After one process has failed, before the others are asked to end."
+        30.0, help="After one process has failed, how long the others may go on before they are asked to end."
     ),
     report: Path | None = typer.Option(
         None,
         metavar="FILE",
-        help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
+        help="Write the exit code, the seconds of each process and the bytes of each machine, as JSON.",
     ),
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
-    Each machine is a network namespace with its own address, and what it sends is shaped to the rate. With
-    latency, jitter or loss the link is measured first, and refused if it misses them by more than a tenth.
+    Each machine is a network namespace with its own address, and sends at most at the rate. With latency,
+    jitter or loss the link is measured first, and refused if it is more than a tenth from what you asked for.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
 

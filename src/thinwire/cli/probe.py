@@ -30,10 +30,12 @@ def probe(
     all_pairs: bool | None = typer.Option(
         None,
         "--all-pairs/--neighbours",
-        help="Which pairs of processes to time.",
-        show_default="all of up to 8",
+        help="Time all pairs of processes, or neighbours only.",
+        show_default="all pairs of up to 8 processes",
     ),
-    save: Path | None = typer.Option(None, metavar="FILE", help="Write what was found, as JSON."),
+    save: Path | None = typer.Option(
+        None, metavar="FILE", help="Write the result as JSON, for thinwire advise --probe."
+    ),
     plot: Path | None = typer.Option(
         None, metavar="FILE", help="Draw time against message size: .png, .svg, .pdf."
     ),
@@ -43,10 +45,10 @@ def probe(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
+    """Measure how fast the processes of a job average messages of each size, and which are near each other.
 
-    To be started on every process, as the training is; or with `--processes`, to see what this machine alone
-    can do.
+    Start it on every process, as you start the training; or with `--processes`, to see what this machine
+    alone can do. Process 0 prints the result and writes the files.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire probe --save probe.json`
 

@@ -15,12 +15,12 @@ from thinwire.watch.records import printable
 
 def report(
     *,
-    runs: list[Path] = typer.Argument(metavar="RUN.jsonl…", help="Files of a thinwire.Watch."),
+    runs: list[Path] = typer.Argument(metavar="RUN.jsonl…", help="Files that thinwire.Watch wrote."),
     output: Path = typer.Option(Path("report.html"), "--output", "-o", help="The page to write."),
 ) -> None:
-    """Compare runs on one page of HTML that needs nothing else.
+    """Compare runs on one page of HTML, to open in a browser.
 
-    Bytes and times in a table, loss and relative error as curves, and the plans.
+    It has bytes and times in a table, loss and relative error as curves, and the plans.
 
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """

@@ -19,7 +19,7 @@ def run(
     ),
     *,
     minimum: int = typer.Option(
-        1, "--min", metavar="N", help="Members that an averaging needs, wherever they are."
+        1, "--min", metavar="N", help="Members that an averaging needs, on all machines together."
     ),
     maximum: int | None = typer.Option(
         None,
@@ -29,33 +29,35 @@ def run(
         show_default="as --min; with --lighthouse, 1",
     ),
     processes_per_member: int = typer.Option(
-        1, metavar="N", help="Processes of each member: after init_process_group, one DDP or FSDP2 model."
+        1, metavar="N", help="Processes of each member, which train one DDP or FSDP2 model together."
     ),
     lighthouse: str | None = typer.Option(
         None,
         metavar="URL",
-        help="The address at which members meet, such as http://10.0.0.1:29510.",
+        help="The URL of a lighthouse that is running, such as http://10.0.0.1:29510.",
         show_default="start one",
     ),
     host: str | None = typer.Option(
         None,
-        help="This machine's address for members on other machines.",
-        show_default="none can join; with --lighthouse, this machine's name",
+        help="The address at which members on other machines reach this one.",
+        show_default="they can't join; with --lighthouse, this machine's name",
     ),
-    port: int = typer.Option(0, help="Port of the lighthouse that it starts.", show_default="a free one"),
+    port: int = typer.Option(
+        0, help="Port of the lighthouse that this command starts.", show_default="a free one"
+    ),
     max_restarts: int = typer.Option(3, help="How often a member that dies is restarted."),
     grace_seconds: float = typer.Option(
         30.0,
-        help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are too "
-        "few to go on.",
+        help="How long members may take to leave, after Ctrl-C, SIGTERM, or when the others have finished "
+        "and they are too few to go on.",
     ),
 ) -> None:
     """Run members that come and go: a script with `thinwire.elastic`, several times on this machine.
 
-    Without `--lighthouse` one is started, and ends with this command. A member that dies is started again,
-    and takes the model of the others. Ctrl-C and SIGTERM are handed on as SIGTERM, so that members leave
-    in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER, and what it prints
-    begins with that, such as [1].
+    Members find each other at a lighthouse. Without `--lighthouse` this command starts one, and ends it. A
+    member that dies is started again, and takes the model of the others. At Ctrl-C or SIGTERM all members
+    leave in order; a second one kills them. Each member's number on this machine, from 0, is in
+    THINWIRE_MEMBER, and its lines begin with that, such as [1].
 
     With `--processes-per-member 2` each member is two processes, as if torchrun had started them, and their
     lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.

@@ -26,6 +26,9 @@ PYTHON_REDUCER = (
     "set it to True or False before the DDP model is built"
 )
 
+# If gradients can't be averaged because of how a model is divided, models still can.
+DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
+
 
 # Parameters, and the models that they are of.
 
@@ -105,7 +108,7 @@ def wrong_model(given: object) -> str:
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
     elif any(hasattr(each, "to_local") for each in parameters):
-        rest = f" (tensor parallelism), which does not go with Thinwire yet; {remedy}"
+        rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
     return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
 
 

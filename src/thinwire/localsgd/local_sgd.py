@@ -80,9 +80,9 @@ class LocalSGD(ModelAverager, Joinable):
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
 
-    Of a model in parts (FSDP2, tensor parallel, native HSDP, a stage of a pipeline) each process averages its
-    own part, and no weights are gathered. A replica counts as one member. The state is of the whole model if
-    `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
+    Of a model in parts (FSDP2, native HSDP, tensor or expert parallel, a pipeline's stage) each process
+    averages its own part, and no weights are gathered. A replica counts as one member. The state is of the
+    whole model if `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
     `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,

@@ -288,8 +288,9 @@ def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_pro
         raise AttachError(
             f"the model is on {inside} processes, and this member has {num_processes}. Call "
             "init_process_group() for the processes of this member alone, before its group is made, and give "
-            "its DDP model, or one of fully_shard over all of them; or, if each process is a member, call no "
-            "init_process_group, and give the plain module: members find each other through the lighthouse"
+            "its DDP model, or one of DTensors over them (fully_shard, tensor or expert parallelism); or, if "
+            "each process is a member, call no init_process_group, and give the plain module: members find "
+            "each other through the lighthouse"
         )
 
 

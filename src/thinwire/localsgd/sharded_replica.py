@@ -25,7 +25,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
     """Return a replica whose processes hold parts of it, in whatever layout."""
     meshes = _meshes_of(module)
     # FSDP2's own layout over one dimension has a state of the whole model.
-    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1
+    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1 and _holds_all(module)
     if replicas is None or (is_fsdp2(module) and (is_usual or not _lies_outside(replicas, meshes))):
         return _in_shards(module, replicas)
     return _in_parts(module, replicas, meshes)
@@ -95,6 +95,13 @@ def _in_parts(
     return replica
 
 
+def _holds_all(module: nn.Module) -> bool:
+    """Return whether fully_shard holds all that is a DTensor: experts may lie beside it."""
+    reshard(module)
+    held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
+    return all(id(each) in held for each in module.parameters() if hasattr(each, "device_mesh"))
+
+
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
     """Return the meshes over which parameters of a module are laid out, each once."""
     found = [each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh")]
@@ -128,10 +135,13 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
             coordinate = root.get_coordinate()
             assert coordinate is not None, "a process of the mesh has its place in it"
             return list(map(int, root.mesh.select(dim, coordinate[dim]).flatten().tolist()))
-    if len(meshes) > 1:
+    # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
+    places = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
+    widest = max(places, key=len)
+    if not all(set(widest).issuperset(each) for each in places):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
             f"parameters lie on unlike meshes, {shown}, so it is not known which processes hold the replica; "
             'give replicas as a dimension of the mesh that all are parts of, such as mesh["replicate"]'
         )
-    return list(map(int, meshes[0].mesh.flatten().tolist())) if meshes else [dist.get_rank()]
+    return widest

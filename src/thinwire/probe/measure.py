@@ -30,6 +30,7 @@ from thinwire.tensors.accelerators import wait_for
 # Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
 MIN_REPETITIONS, MAX_REPETITIONS = 3, 25
+KEPT_FOR_LARGE = 3  # shares of the time
 COLLECTIVE_REPETITIONS = 4
 PAIR_REPETITIONS, PAIR_SECONDS = 5, 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
@@ -135,7 +136,9 @@ class _Meter:
         """Time one message size after the other, as long as the time lasts."""
         end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
-            share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
+            # Of each size alike, but the largest ones are what tells the rate of a link of long round trips.
+            sizes_left = len(MESSAGE_BYTES) - index + KEPT_FOR_LARGE
+            share_seconds = (end - time.perf_counter()) / sizes_left
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
             # This one does not count: connections are made, pages are touched. It tells what one costs with

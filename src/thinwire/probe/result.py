@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, TypedDict
 
-from thinwire.channel import Collective, wire_bytes
+from thinwire.channel import Collective
 from thinwire.errors import ConfigError
 from thinwire.json_records import MAX_PROCESSES, Count, Seconds, Whole, parsed, read_record
 
@@ -183,18 +183,6 @@ class Probe:
         last = self.timings[-1]
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
         return last.median_seconds + beyond / self.known_rate()
-
-    def collective_seconds(self, collective: Collective, handed_bytes: int) -> float:
-        """Return how long a collective takes: as an averaging of as many bytes on the wire, times its factor.
-
-        Args:
-            collective: What carries the message.
-            handed_bytes: What each process hands over.
-        """
-        if collective == "all_reduce":
-            return self.average_seconds(handed_bytes)
-        on_the_wire = self.wire_factor(collective) * wire_bytes(collective, handed_bytes, self.world_size)
-        return self.average_seconds(on_the_wire / ring_share(self.world_size))
 
     def wire_factor(self, collective: Collective) -> float:
         """Return by how much a collective's bytes count more than an averaging's; 1 if not measured."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.channel import alone, checked_group
 from thinwire.errors import AttachError
-from thinwire.fronts.ddp_model import plain_name
+from thinwire.fronts.ddp_model import DIVIDED, plain_name
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
 
@@ -142,7 +142,7 @@ class ShardedModel:
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
                 f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; give "
-                "all fully_shard calls one mesh, of the shards, or of replicas and shards"
+                f"all fully_shard calls one mesh, of the shards, or of replicas and shards, {DIVIDED}"
             )
         return meshes[0]
 
@@ -204,13 +204,15 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
     if bucket is None:
         remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
+        if isinstance(parameter, DTensor):  # experts, say
+            remedy = f"hand it to fully_shard instead of dividing it by yourself, {DIVIDED}"
         raise AttachError(f"{name} is trained, but no fully_shard holds it; {remedy}")
     if not isinstance(parameter, DTensor):
         words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
         raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
     dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
     if len(parameter.placements) != mesh_dims or len(dims) > 1:
-        words = "expected shards of fully_shard alone; tensor parallelism does not go with Thinwire yet"
+        words = f"expected shards of fully_shard alone; leave out tensor or expert parallelism, {DIVIDED}"
         raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")
     if parameter.is_complex():
         raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
