@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Keep bytecode: compiling the tests takes seconds in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := types docs lint triton tests
+STAGES := types docs lint triton wheel tests
 
 # Tests that need no framework, tool or demo.
 CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
@@ -28,6 +28,7 @@ test: .venv/.installed
 
 try-lint: try-docs
 try-triton: try-types
+try-wheel: try-lint
 
 try-%:
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
@@ -80,12 +81,11 @@ $(OTHER)/.installed: pyproject.toml
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
 	touch $@
 
-# Build the sdist and the wheel, and try them beside nothing but torch, then with the command line. On a different
-# Python, whose packages have other versions: make test-wheel PYTHON=python3.13 CONSTRAINTS=
+# Build the sdist and the wheel, and try them beside nothing but torch.
 CONSTRAINTS := -c constraints.txt
 RELEASE := build/release
-BARE := $(RELEASE)/bare/bin
-test-wheel:
+BARE := nice -n 19 $(RELEASE)/bare/bin
+wheel:
 	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
 	$(PYTHON) -m venv $(RELEASE)/builder
 	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.27'
@@ -95,6 +95,10 @@ test-wheel:
 	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) $(RELEASE)/*.whl
 	$(BARE)/python -I tests/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
 	OMP_NUM_THREADS=1 $(BARE)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 examples/plain_ddp.py
+
+# With the command line, too. On a different Python, whose packages have other versions:
+# make test-wheel PYTHON=python3.13 CONSTRAINTS=
+test-wheel: wheel
 	$(BARE)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) "$$(ls $(RELEASE)/*.whl)[cli]"
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo

@@ -1,4 +1,4 @@
-"""What is released holds what it must, and works beside nothing but torch; `make test-wheel` runs this.
+"""What is released holds what it must, and works beside nothing but torch; `make wheel` runs this.
 
 Arguments: the archive of sources, and the wheel that is installed.
 """
