@@ -164,7 +164,7 @@ def figures(run: Run) -> dict[str, str]:
 
 
 def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
-    """Train with DiLoCo; kill a member after a quarter of the steps; let a new one join when it was missed.
+    """Train with DiLoCo; kill one of all members after a quarter of the steps, and let a new one join.
 
     Returns:
         The records of the members, in the order in which they were started.
@@ -223,7 +223,9 @@ def _scene(options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) ->
                     say(f"step {now['step']}/{options.steps}, {members}: loss {fmean(losses):.3f}")
         return f"{time.monotonic() - start:.1f} s later"
 
-    yield from until(lambda: now["step"] >= options.steps // 4 and job.is_running)
+    yield from until(
+        lambda: now["step"] >= options.steps // 4 and now["members"] == options.processes and job.is_running
+    )
     job.processes[killed].send(signal.SIGKILL)
     say(f"step {now['step']}: member {killed} is killed (SIGKILL)")
     later = yield from until(lambda: now["losses"] > 0 and job.is_running)
