@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Keep bytecode: compiling the tests takes seconds in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := types docs lint triton wheel tests
+STAGES := types compiled docs lint triton wheel tests
 
 # Tests that need no framework, tool or demo.
 CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
@@ -17,18 +17,19 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-# Every stage runs, even if one fails; the last line names the failed ones. The tests begin with what one process
-# imports and compiles for all, and with measurements that mostly wait for slow links. The other stages run beside
-# them, two at a time, and use what is left (`nice`).
+# Every stage runs, even if one fails; the last line names the failed ones. The tests use one core, and the
+# measurements that come first mostly wait for slow links. The other stages run beside them, two at a time, and
+# use what is left (`nice`).
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
-	@$(MAKE) --no-print-directory --jobs 3 $(STAGES:%=try-%)
+	@$(MAKE) --no-print-directory --jobs 4 $(STAGES:%=try-%)
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
 
+try-tests: try-compiled
 try-lint: try-docs
 try-triton: try-types
-try-wheel: try-lint
+try-wheel: try-triton
 
 try-%:
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
@@ -46,9 +47,15 @@ docs: .venv/.installed
 	NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict --quiet
 	@echo "the pages: $(CURDIR)/build/site/index.html"
 
-# Measurements come first: see conftest.py. Three workers keep two cores busy: many tests wait for other processes.
+# Compile once, so that two test workers do not compile the same code.
+compiled: build/.compiled
+build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
+	nice -n 19 $(BIN)/python tests/preloaded.py
+	@mkdir -p build && touch $@
+
+# Measurements come first: see conftest.py.
 tests: .venv/.installed
-	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore tests/triton_ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/triton_ready
 
 # In separate processes: Triton's interpreter stays off once a test has imported Triton without it. With the Triton
 # of the environment, if there is one, and with those that `make test-triton` has put beside it.
@@ -72,6 +79,7 @@ build/triton-%: | .venv/.installed
 
 # The core on a different torch, in a separate environment: make test-torch VERSION=2.6.0 PYTHON=python3.10
 test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python tests/preloaded.py
 	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m 'not alone' $(CORE)
 
 # No constraints: they are for one version of Python.

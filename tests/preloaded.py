@@ -1,4 +1,7 @@
-"""What the server of forked processes has before it forks: packages, and the compiled arithmetic."""
+"""What the server of forked processes has before it forks: packages, and the compiled arithmetic.
+
+`make test` runs this before its tests, so that two workers do not compile the same at the same time.
+"""
 
 from __future__ import annotations
 
