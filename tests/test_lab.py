@@ -24,7 +24,7 @@ import pytest
 
 import thinwire
 from cli.test_cli import exit_code
-from launcher import Running, run_in_network, run_python, started_python
+from launcher import Running, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import CommunicationError, ConfigError
 from thinwire.lab import Link, Network, check_machine, link_check
@@ -197,18 +197,21 @@ def test_links_without_a_rate_and_within_a_machine_are_fast(options: list[str]) 
 
 
 WAYS = """
-import os, socket, time
+import os, socket, sys, time
 rank, count = int(os.environ["RANK"]), 400
 if rank == 0:
     receiver = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     receiver.bind(("", 29500))
+    receiver.settimeout(3)
     got = []
-    while count not in got:
-        data, sender = receiver.recvfrom(64)
-        got.append(int(data))
-        receiver.sendto(data, sender)
-    received = [number for number in got if number < count]
-    print(f"got {len(received)}, in order {got == sorted(got)}", flush=True)
+    try:
+        while len(got) < count:
+            data, sender = receiver.recvfrom(64)
+            got.append(int(data))
+            receiver.sendto(data, sender)
+    except TimeoutError:
+        pass
+    print(f"got {len(got)}, in order {got == sorted(got)}", flush=True)
 else:
     time.sleep(0.3)
     peer = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -225,26 +228,38 @@ else:
                 took.append(time.monotonic() - start)
             except (TimeoutError, ConnectionError):
                 pass
-    for _ in range(20):  # one arrives
-        peer.send(str(count).encode())
-    print(min(took), flush=True)
+    print(f"fastest round trip {min(took)}, sent {count}", flush=True)
 """
 
 
 @real
+@pytest.mark.alone
 @pytest.mark.parametrize(
-    ("link", "seconds", "most"),
-    [(Link(latency="60ms", jitter="10ms"), 0.05, 400), (Link(latency="60ms", loss="10%"), 0.06, 390)],
-    ids=["jitter", "loss"],
+    ("options", "seconds", "most"),
+    [
+        (["--latency=60ms"], 0.06, 400),
+        (["--latency=60ms", "--jitter=10ms"], 0.05, 400),
+        (["--latency=60ms", "--loss=10%"], 0.06, 390),
+    ],
+    ids=["latency", "jitter", "loss"],
 )
-def test_packets_are_late_and_lost_and_keep_their_order(link: Link, seconds: float, most: int) -> None:
-    """Late by what was asked for at least, on a busy machine too."""
-    with Network(2, link) as network:
-        receiver, sender = run_in_network(network, "-u", "-c", WAYS)
-    assert (receiver.returncode, sender.returncode) == (0, 0), receiver.stderr + sender.stderr
-    got = int(re.fullmatch(r"got (\d+), in order True\n", receiver.stdout)[1])  # type: ignore[index]
+def test_packets_are_late_and_lost_and_keep_their_order(
+    options: list[str], seconds: float, most: int
+) -> None:
+    """Late by what was asked for at least, on a busy machine too; the lab itself refuses what is too late."""
+    done = undisturbed(
+        lambda: run_lab("--machines=2", *options, code=WAYS), lambda done: done.returncode == 0
+    )
+    assert done.returncode == 0, done.stderr
+    got = int(re.search(r"got (\d+), in order True", done.stdout)[1])  # type: ignore[index]
+    fastest = float(re.search(r"fastest round trip ([\d.]+)", done.stdout)[1])  # type: ignore[index]
+    assert fastest >= seconds
     assert 160 <= got <= most
-    assert float(sender.stdout) >= seconds
+    measured = re.search(r"a round trip takes ([\d.]+) ms, and a machine sends [\d.]+ Mbit/s", done.stderr)
+    assert measured is not None
+    # What the lab sent to measure its link is not the command's.
+    sent = [float(each) for each in re.findall(r"machine \d sent ([\d.]+) MB", done.stderr)]
+    assert max(sent) < 1
 
 
 @real
@@ -254,23 +269,10 @@ def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
     with network:
         pass  # it can be opened again
     with network:
-        told = network.check_link()
-        assert re.fullmatch(r"a round trip takes [\d.]+ ms, and a machine sends [\d.]+ Mbit/s", told)
-        # What was sent to measure the link is not the command's.
-        assert max(map(network.sent_bytes, range(2))) < 1e5
+        network.check_link()
         network.links[0] = Link("10mbit", latency="90ms")
         with pytest.raises(CommunicationError, match="but 90ms and 10mbit were asked for: this computer is"):
             network.check_link()
-
-
-@real
-def test_what_the_link_is_stands_before_what_was_sent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Network, "check_link", lambda network: f"as {network.links[0].latency}")
-    assert exit_code(monkeypatch, "lab", "--machines=2", "--latency=2ms", "--", "true") == 0
-    told = r"thinwire lab: as 2ms\n(thinwire lab: machine \d sent [\d.]+ MB in [\d.]+ s\n){2}"
-    assert re.fullmatch(told, capsys.readouterr().err)
 
 
 def test_a_connection_that_is_reset_after_the_measurement_is_nothing_to_tell(
