@@ -137,6 +137,24 @@ def test_among_three_sums_go_directly(operation: Operation) -> None:
             assert torch.equal(everyone, each.expand_as(everyone))
 
 
+@in_each_process(3)
+def test_a_sum_whose_second_message_fails_says_so() -> None:
+    """It is sent by a thread; who waits gets the error."""
+    transport, exchange = ProcessGroupTransport(dist.new_group()), direct.Post.exchange
+
+    def failing(post: direct.Post, group: Any, kind: str, *rest: Any) -> direct.Direct:
+        if kind == "sums":
+            raise RuntimeError("no way")
+        return exchange(post, group, kind, *rest)
+
+    with (
+        patch.object(direct.Post, "exchange", failing),
+        pytest.raises(CommunicationError, match=r"a sum: the average of 20000 .* failed: no way"),
+    ):
+        transport.mean(torch.ones(20_000), "a sum").wait()
+    assert transport.size == 3
+
+
 @in_each_process(4)
 def test_ranks_are_those_of_the_group() -> None:
     """Of processes 1 and 3: the source is the group's rank, not the world's."""

@@ -187,9 +187,10 @@ class Link:
     ) -> float:
         """Return how long a message waits besides its bytes."""
         round_trips, head_bytes = round_trips_over_gloo(collective, handed_bytes, members)
-        # The link is busy with the head while the question for the rest comes.
-        asked_seconds = max(0.0, round_trip_seconds / 2 - head_bytes / self.probe.known_rate())
-        return round_trips * round_trip_seconds + (asked_seconds if head_bytes else 0.0)
+        seconds = round_trips * round_trip_seconds
+        if head_bytes:  # the link is busy with the head while the question for the rest comes
+            seconds += max(0.0, round_trip_seconds / 2 - head_bytes / self.probe.known_rate())
+        return seconds
 
     @property
     def round_trips(self) -> Sequence[int]:

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -85,32 +85,18 @@ class Post:
         ]
 
     @cached_property
-    def later(self) -> Later:
-        """Runs what sends the second message of a sum, and nothing else does: their order is that of sums."""
-        later = Later()
-        weakref.finalize(self, later.end)
-        return later
-
-
-class Later:
-    """A thread that makes one call after the other, beside the backward pass."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.call, self.end = self._calls.put, partial(self._calls.put, None)
-        threading.Thread(target=_call_all, args=(self._calls,), daemon=True, name="thinwire sums").start()
+    def later(self) -> SimpleQueue[Callable[[], None] | None]:
+        """What a thread calls, one after the other: the second messages of sums, in the order of the sums."""
+        calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_call_all, args=(calls,), daemon=True, name="thinwire sums").start()
+        weakref.finalize(self, calls.put, None)
+        return calls
 
 
 def _call_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    # What was called is not kept: it knows the group, which would never end.
-    while _called(calls.get()):
-        pass
-
-
-def _called(call: Callable[[], None] | None) -> bool:
-    if call is not None:
+    while (call := calls.get()) is not None:
         call()
-    return call is not None
+        del call  # it knows the group, which would never end
 
 
 class Sum:
@@ -134,7 +120,7 @@ class Sum:
             except Exception as error:  # whatever a backend raises is for the one who waits
                 self._second.set_exception(error)
 
-        post.later.call(go_on)
+        post.later.put(go_on)
 
     def wait(self) -> None:
         """As `dist.Work.wait`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | Direct | Sum]"
+Way: TypeAlias = Literal["directly", "in parts", "backend"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -122,9 +123,11 @@ class GroupTransport(Transport):
         options.rootRank = source
         return [self.group.broadcast([tensor], options)]
 
-    def _goes_directly(self, tensor: torch.Tensor) -> bool:
+    def _way(self, collective: Collective, tensor: torch.Tensor) -> Way:
         is_on_gloo = tensor.device.type == "cpu" and self.backend_for(tensor.device) in GLOO
-        return self.directly and is_on_gloo and 1 < self.size <= MAX_DIRECT_MEMBERS and tensor.numel() > 0
+        if not (self.directly and is_on_gloo and self.size > 1 and tensor.numel() > 0):
+            return "backend"
+        return way_over_gloo(collective, tensor.nbytes, self.size)
 
     def _direct(
         self,
@@ -137,25 +140,25 @@ class GroupTransport(Transport):
         return [self._post.exchange(self.group, collective, received, sent, finish)]
 
     def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
-        most = MAX_DIRECT_SUM_OF_TWO_BYTES if self.size == 2 else MAX_DIRECT_SUM_BYTES
-        if not self._goes_directly(tensor) or tensor.nbytes > most:
+        way = self._way("all_reduce", tensor)
+        if way == "backend":
             return self._reduce(tensor, operation)
         if operation == "mean":
             tensor.div_(self.size)  # before the sum, as above
-        if self.size > 2 and (self.size - 1) * tensor.nbytes > MAX_GATHERED_SUM_BYTES:
+        if way == "in parts":
             return [Sum(self._post, self.group, tensor, operation)]
         rows = [tensor if each == self.rank else torch.empty_like(tensor) for each in range(self.size)]
         sent, finish = [as_bytes(tensor)] * self.size, combining(rows, operation, tensor)
         return self._direct("all_reduce", list(map(as_bytes, rows)), sent, finish)
 
     def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
-        if not self._goes_directly(own) or (self.size > 2 and own.nbytes > MAX_DIRECT_BYTES):
+        if self._way("all_gather", own) == "backend":
             return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
         rows[self.rank].copy_(own)
         return self._direct("all_gather", list(rows), [own] * self.size)
 
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
-        if not self._goes_directly(sent):
+        if self._way("all_to_all", sent) == "backend":
             return [self._exchange_parts(received, sent, [], [])]
         into, rows = received.view(self.size, -1), sent.view(self.size, -1)
         into[self.rank].copy_(rows[self.rank])
@@ -299,19 +302,27 @@ class ProcessGroupWork(NamedTuple):
                 each.wait()
 
 
-def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: int) -> tuple[float, int]:
-    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
-    most, hops, sent_bytes = math.inf, members - 1, (members - 1) * handed_bytes
-    if collective == "all_reduce":
-        most, hops = MAX_DIRECT_SUM_OF_TWO_BYTES if members == 2 else MAX_DIRECT_SUM_BYTES, 2 * hops
-        if members > 2 and sent_bytes > MAX_GATHERED_SUM_BYTES and handed_bytes <= most:
-            return 1.0, 0
+def way_over_gloo(collective: Collective, handed_bytes: float, members: int) -> Way:
+    """Return how a message travels."""
+    most, is_sum = math.inf, collective == "all_reduce"
+    if is_sum:
+        most = MAX_DIRECT_SUM_OF_TWO_BYTES if members == 2 else MAX_DIRECT_SUM_BYTES
     elif collective == "all_gather" and members > 2:
         most = MAX_DIRECT_BYTES
-    elif collective == "all_to_all":
-        sent_bytes /= members
     if members > MAX_DIRECT_MEMBERS or handed_bytes > most:
-        return hops, 0
+        return "backend"
+    is_short = members == 2 or (members - 1) * handed_bytes <= MAX_GATHERED_SUM_BYTES
+    return "directly" if is_short or not is_sum else "in parts"
+
+
+def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: int) -> tuple[float, int]:
+    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    way = way_over_gloo(collective, handed_bytes, members)
+    if way == "backend":
+        return (members - 1) * (2 if collective == "all_reduce" else 1), 0
+    if way == "in parts":
+        return 1.0, 0
+    sent_bytes = (members - 1) * handed_bytes / (members if collective == "all_to_all" else 1)
     return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 

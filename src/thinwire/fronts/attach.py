@@ -51,8 +51,8 @@ def attach(
             warns.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole. Refused with DDP, `replicate` and
-            native HSDP, which have a group for it.
+            `fully_shard`, or that mesh of two named dimensions as a whole. `replicate` and native HSDP have a
+            group for it, and take no other. Refused with DDP.
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
             gradients are averaged exactly inside each machine first; then each process averages a part of
             them by the algorithm, with the processes of its place on the other machines. So everything
