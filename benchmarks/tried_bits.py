@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire import Quantize
-from thinwire.algorithms import Bucket, Memory, Slot, quantize
+from thinwire.algorithms import Bucket, Commit, Memory, Slot, quantize
 from thinwire.algorithms.base import Algorithm, BucketPlan
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.quantize import QuantizePlan
@@ -42,6 +43,8 @@ class Tried(Quantize):
 
     planned: type[QuantizePlan]
     decay: float = 1.0
+    least: float = 0.0
+    first_steps: int = 0
     codebook: Codebook | None = None
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
@@ -107,6 +110,26 @@ class Decaying(QuantizePlan):
         torch._foreach_mul_([memory[ERROR][name] for name in self.names], self.config.decay)
 
 
+SIZES = Slot("sizes", is_saved=False)
+
+
+class Sized(QuantizePlan):
+    """Each element in units of what its means were lately: all members know those (as 1-bit Adam does it)."""
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        assert isinstance(self.config, Tried)
+        assert self.blocks.are_whole
+        flat, decay, block = bucket.flat, self.config.decay, self.blocks.block
+        squares = memory[SIZES].setdefault(self.names[0], torch.zeros_like(flat))
+        # An element is worth at least a share of its block's, however small it was.
+        least = self.config.least * squares.view(-1, block).mean(1, keepdim=True)
+        units = (squares.view(-1, block) + least).sqrt_().clamp_(min=1e-12).view(-1)
+        divided = flat / units
+        yield from super().exchange(Bucket(bucket.specs, divided, bucket.loss_scale, bucket.rank), memory)
+        torch.mul(divided, units, out=flat)
+        squares.mul_(decay).addcmul_(flat, flat, value=1 - decay)
+
+
 NOW = Slot("now", is_saved=False)
 
 
@@ -138,6 +161,32 @@ class Drawn(QuantizePlan):
         return draws._replace(keys=words.int())
 
 
+class MoreFirst(QuantizePlan):
+    """4 bits in the first steps. A graph has no branches: both are exchanged, and one is taken."""
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        assert isinstance(self.config, Tried)
+        count = torch.zeros((), dtype=torch.int64, device=bucket.flat.device)
+        count = memory[NOW].setdefault(self.names[0], count)
+        flat, finer = bucket.flat, bucket.flat.clone()
+        more = QuantizePlan(self.specs, self.routes, Quantize(bits=4), self.blocks)
+        yield from uncommitted(
+            more.exchange(Bucket(bucket.specs, finer, bucket.loss_scale, bucket.rank), memory)
+        )
+        yield from super().exchange(bucket, memory)
+        flat.copy_(torch.where(count < self.config.first_steps, finer, flat))
+        count += 1
+
+
+def uncommitted(exchange: Requests) -> Requests:
+    """Make an exchange as a part of a different one, which commits."""
+    answer = None
+    with suppress(StopIteration):
+        while True:
+            request = exchange.send(answer)
+            answer = None if isinstance(request, Commit) else (yield request)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ByKind(Algorithm):
     """Each kind of parameters by an algorithm of its own."""
@@ -163,6 +212,7 @@ def symmetric(bits: int, *magnitudes: float) -> Codebook:
 
 # Max (1960): of a Laplacian; of a Gaussian, whose largest numbers are so cut off.
 LAPLACIAN = symmetric(2, 0.4196, 1.8340)
+THREE_LEVELS = Codebook(2, (-1.2240, 0.0, 0.0, 1.2240), "root mean square")
 GAUSSIAN = symmetric(4, 0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
 TWO, EIGHT = Quantize(bits=2), Quantize(bits=8)
 ROTATED = Tried(bits=2, planned=Rotated)
@@ -172,6 +222,12 @@ TRIED: dict[str, Algorithm] = {
     "2 bits, rotated": ROTATED,
     "2 bits, matrices rotated, the rest in 8": ByKind(embeddings=EIGHT, vectors=EIGHT, matrices=ROTATED),
     "4 bits, unbiased": Tried(bits=4, rounding="stochastic", planned=Drawn),
+    "2 bits, sized by means": Tried(bits=2, planned=Sized, decay=0.99, least=0.01),
+    "2 bits, sized by late means": Tried(bits=2, planned=Sized, decay=0.9, least=0.1),
+    "4 bits, sized by means": Tried(bits=4, planned=Sized, decay=0.99, least=0.01),
+    "2 bits, 4 bits for 112 steps": Tried(bits=2, planned=MoreFirst, first_steps=112),
+    "2 bits, 4 bits for 450 steps": Tried(bits=2, planned=MoreFirst, first_steps=450),
+    "2 bits, three levels": Tried(bits=2, planned=OfLevels, codebook=THREE_LEVELS),
     "2 bits, levels of a Laplacian": Tried(bits=2, planned=OfLevels, codebook=LAPLACIAN),
     "2 bits, residual × 0.5": Tried(bits=2, error_feedback=True, planned=Decaying, decay=0.5),
     "2 bits, residual × 0.9": Tried(bits=2, error_feedback=True, planned=Decaying, decay=0.9),
