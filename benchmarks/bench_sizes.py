@@ -1,8 +1,9 @@
 """Held-out loss of byte GPTs of 0.7 to 85 M parameters with AdamW: gradients in few bits beside exact ones.
 
-    python benchmarks/bench_sizes.py smoke                 # 25 s: milliseconds a step, alone and side by side
     python benchmarks/bench_sizes.py train --seconds 270   # what the file lacks, the most valuable first
     python benchmarks/bench_sizes.py page
+
+An H100 makes about 100 steps a second with 85 M parameters, of ten trainings side by side together.
 
 Made for one GPU and a few minutes. All members receive the same mean, so they share one model. A whole step
 (each member's pass, the algorithm's arithmetic and messages, AdamW) is captured as a CUDA graph, and several
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
 from captured import (
-    CHUNK,
     CONTEXT_LENGTH,
     DEVICE,
     FIRST_TUNING_SEED,
     HELDOUT_BATCHES,
     HELDOUT_WINDOWS,
+    KINDS,
     MAX_GRADIENT_NORM,
     WARMUP_SHARE,
     Outcome,
@@ -49,19 +49,16 @@ from pages import RESULTS_FOLDER, markdown_table, page, save, spread, with_inter
 from thinwire import AllReduce, Cast, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, GPTConfig
-from trainings import EXACT, percents, text
-from tried_bits import KINDS, TRIED
+from trainings import EXACT, percents
 
 RECORDS = RESULTS_FOLDER / "sizes.jsonl"
 SEEDS = 3
 IDLE_SECONDS = 5e-4
-# The first ones are compared for every size.
-MAIN: dict[str, Algorithm] = {
+METHODS: dict[str, Algorithm] = {
     EXACT: AllReduce(),
     "bf16": Cast("bf16"),
     **{f"{bits} bits": Quantize(bits=bits) for bits in (4, 3, 2)},
 }
-METHODS = {**MAIN, **TRIED}
 
 
 # Models.
@@ -89,14 +86,14 @@ def gpt(layers: int, heads: int, width: int) -> Callable[[], nn.Module]:
 
 
 MODELS = {
-    "0.7 M": Model(gpt(3, 4, 128), 2_000, 800, (2e-3, 4e-3, 8e-3)),
-    "3 M": Model(gpt(4, 4, 256), 2_000, 800, (1e-3, 2e-3, 4e-3)),
-    "10.9 M": Model(partial(GPT, SIZES["medium"]), 1_500, 600, (5e-4, 1e-3, 2e-3)),
-    "25 M": Model(gpt(8, 8, 512), 1_000, 400, (5e-4, 1e-3, 2e-3)),
-    "85 M": Model(gpt(12, 12, 768), 600, 250, (3e-4, 6e-4, 1.2e-3)),
-    "3 M, 16 layers": Model(gpt(16, 2, 128), 2_000, 800, (1e-3, 2e-3, 4e-3)),
-    "3 M, 1 layer": Model(gpt(1, 8, 512), 2_000, 800, (1e-3, 2e-3, 4e-3)),
-    "LSTM, 1.2 M": Model(new_lstm, 2_000, 800, (2e-3, 4e-3, 8e-3)),
+    "0.7 M": Model(gpt(3, 4, 128), 1_500, 600, (2e-3, 4e-3, 8e-3)),
+    "3 M": Model(gpt(4, 4, 256), 1_500, 600, (1e-3, 2e-3, 4e-3)),
+    "10.9 M": Model(partial(GPT, SIZES["medium"]), 1_125, 450, (5e-4, 1e-3, 2e-3)),
+    "25 M": Model(gpt(8, 8, 512), 750, 300, (5e-4, 1e-3, 2e-3)),
+    "85 M": Model(gpt(12, 12, 768), 450, 188, (3e-4, 6e-4, 1.2e-3)),
+    "3 M, 16 layers": Model(gpt(16, 2, 128), 1_500, 600, (1e-3, 2e-3, 4e-3)),
+    "3 M, 1 layer": Model(gpt(1, 8, 512), 1_500, 600, (1e-3, 2e-3, 4e-3)),
+    "LSTM, 1.2 M": Model(new_lstm, 1_500, 600, (2e-3, 4e-3, 8e-3)),
 }
 
 
@@ -198,20 +195,20 @@ def best_rate(found: Sequence[Record], model: str) -> float:
     return min(losses, key=lambda rate: losses[rate], default=0.0)
 
 
-def the_plan(length: float) -> list[Run]:
-    """Return all runs, the most valuable first; of steps times `length`."""
+def the_plan() -> list[Run]:
+    """Return all runs, the most valuable first."""
     first, later = ("85 M", "10.9 M", "3 M"), ("25 M", "0.7 M")
     shapes = ("LSTM, 1.2 M", "3 M, 16 layers", "3 M, 1 layer")
     runs = [
         *tuning(first),
+        # Two bits lose in short runs: are four times as many steps enough?
+        *(replace(run, steps=4 * run.steps) for run in compared(("85 M",), (EXACT, "4 bits", "2 bits"))),
         *compared(first, (EXACT, "bf16", "4 bits", "2 bits")),
         *tuning(later),
         *compared(("10.9 M", "3 M"), ("3 bits",)),
         *compared(later, (EXACT, "bf16", "4 bits", "2 bits", "3 bits")),
     ]
-    for method in TRIED:
-        runs += compared(("10.9 M", "3 M"), (method,))
-    runs += [*tuning(shapes), *compared(shapes, MAIN)]
+    runs += [*tuning(shapes), *compared(shapes, METHODS)]
     # One thing at a time that a gap could depend on.
     three = MODELS["3 M"].steps
     for other in (
@@ -225,8 +222,8 @@ def the_plan(length: float) -> list[Run]:
         {"members": 8},
     ):
         runs += [replace(run, **other) for run in compared(("3 M",), (EXACT, "4 bits", "2 bits"))]
-    runs += compared(("3 M", "10.9 M", "0.7 M"), MAIN, seeds=range(SEEDS, 2 * SEEDS))
-    return [replace(run, steps=max(1, round(length * run.steps))) for run in runs]
+    runs += compared(("3 M", "10.9 M", "0.7 M"), METHODS, seeds=range(SEEDS, 2 * SEEDS))
+    return runs
 
 
 def tuning(models: Sequence[str]) -> Iterator[Run]:
@@ -271,11 +268,7 @@ def records(path: Path) -> list[Record]:
 def train(arguments: argparse.Namespace) -> None:
     """Train what the file lacks, as long as there is time."""
     start, slots = time.monotonic(), arguments.workers * arguments.side_by_side
-    plan = [
-        run
-        for run in the_plan(arguments.length)
-        if run.model in arguments.models and run.method in arguments.methods
-    ]
+    plan = [run for run in the_plan() if run.model in arguments.models and run.method in arguments.methods]
     schedule = Schedule(plan, records(arguments.file))
     tasks, results, workers = started(arguments.workers, arguments.side_by_side, captures=arguments.captures)
     try:
@@ -313,77 +306,6 @@ def started(num_workers: int, side_by_side: int, *, captures: bool) -> tuple[Any
     return tasks, results, workers
 
 
-# How long a step takes, before a plan is made of it.
-
-# Whether captured, and how many side by side.
-ALONE = (
-    ("10.9 M", "2 bits", True, 1),
-    ("10.9 M", "2 bits", True, 6),
-    ("85 M", "4 bits", True, 1),
-    ("85 M", "4 bits", True, 3),
-    ("10.9 M", "2 bits", False, 1),
-    ("3 M", "4 bits", True, 6),
-    ("85 M", EXACT, True, 1),
-    ("25 M", "4 bits", True, 1),
-)
-SMOKE_STEPS = 50
-SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE = 3, 4
-IN_PROCESSES = (
-    *(Run("10.9 M", "2 bits", seed, 2 * SMOKE_STEPS, 1e-3) for seed in range(12)),
-    *(Run("0.7 M", method, 0, CHUNK, 1e-3) for method in METHODS),
-    Run("LSTM, 1.2 M", "2 bits", 0, CHUNK, 1e-3),
-)
-
-
-def smoke(arguments: argparse.Namespace) -> None:
-    """Print how long steps take in one process, then in several; and whether all methods work."""
-    end = time.monotonic() + arguments.seconds
-    # While this process measures, the others start, and then wait.
-    tasks, results, workers = started(SMOKE_WORKERS, SMOKE_SIDE_BY_SIDE, captures=DEVICE.type == "cuda")
-    print(f"text: {len(text().train):,} and {len(text().heldout):,} bytes, of {sys.version}", flush=True)
-    for model, method, captures, side_by_side in ALONE:
-        if time.monotonic() < end - 0.4 * arguments.seconds:
-            run = Run(model, method, 0, SMOKE_STEPS, 1e-3)
-            try:
-                print(timed(run, side_by_side, captures=captures), flush=True)
-            except Exception:
-                print(f"{run}: {traceback.format_exc()}", flush=True)
-    start = time.monotonic()
-    for run in IN_PROCESSES:
-        tasks.put(run)
-    for number in range(len(IN_PROCESSES)):
-        try:
-            run, outcome, error = results.get(timeout=max(0.1, end - time.monotonic()))
-        except Empty:
-            print(f"{number} of {len(IN_PROCESSES)} ended in time")
-            break
-        print(f"{time.monotonic() - start:.1f} s in {SMOKE_WORKERS} processes: {run}: {error or outcome}")
-    for worker in workers:
-        worker.terminate()
-
-
-def timed(run: Run, side_by_side: int, *, captures: bool) -> str:
-    """Train some in this process; return how long it took."""
-    begin = time.monotonic()
-    trainings = [new_training(replace(run, seed=seed), captures=captures) for seed in range(side_by_side)]
-    prepared = time.monotonic()
-    host = 0.0
-    while not all(training.is_over() for training in trainings):
-        before = time.monotonic()
-        has_advanced = [training.advance() for training in trainings]
-        host += time.monotonic() - before if any(has_advanced) else 0.0
-        time.sleep(IDLE_SECONDS)
-    seconds = time.monotonic() - prepared
-    steps = run.steps * side_by_side
-    memory = torch.cuda.max_memory_allocated() / 1e9 if DEVICE.type == "cuda" else 0.0
-    how = f"{side_by_side} side by side, {'' if captures else 'not '}captured"
-    return (
-        f"{run.model}, {run.method}, {how}: {1e3 * seconds / steps:.2f} ms a step, "
-        f"{1e3 * host / steps:.2f} of the host; {(prepared - begin) / side_by_side:.2f} s to prepare each, "
-        f"{memory:.1f} GB"
-    )
-
-
 # The page.
 
 EXPLANATION = (
@@ -400,12 +322,6 @@ EXPLANATION = (
     "are those of the means after the last step, squared, relative to the true means: of embeddings and "
     "head, of vectors (biases, LayerNorms), and of matrices; with error feedback they say nothing. bf16 is "
     "the control: passes on a GPU differ in their last bits, so it differs by chance."
-)
-
-
-IDEAS = (
-    "Gaps to the same bits as they are, seed by seed: less than nothing is a gain. What does not gain two "
-    "standard errors is dropped."
 )
 
 
@@ -427,9 +343,8 @@ def made_page(found: Sequence[Record]) -> str:
     ordered = sorted(parts, key=lambda part: order.index(parts[part][0].run.model))
     sections = [f"## {part}\n\n{table(parts[part])}" for part in ordered]
     summary = f"## Gap to exact averaging\n\n{summed_up({part: parts[part] for part in ordered})}"
-    ideas = f"## What was tried\n\n{IDEAS}\n\n{ideas_table({part: parts[part] for part in ordered})}"
     tuned = f"## Peak rates\n\n{rates_table(found)}"
-    return page("Few bits, by size", f"Trained on {gpus}.", EXPLANATION, summary, ideas, *sections, tuned)
+    return page("Few bits, by size", f"Trained on {gpus}.", EXPLANATION, summary, *sections, tuned)
 
 
 def title(run: Run) -> str:
@@ -488,26 +403,11 @@ def summed_up(parts: Mapping[str, Sequence[Record]]) -> str:
     for name, runs in parts.items():
         methods = by_method(runs)
         exact = methods.get(EXACT, {})
-        cells = [with_interval(gaps(methods.get(method, {}), exact)[0]) for method in MAIN if method != EXACT]
+        cells = [
+            with_interval(gaps(methods.get(method, {}), exact)[0]) for method in METHODS if method != EXACT
+        ]
         rows.append([name, str(len(exact)), *cells])
-    return markdown_table(["model", "seeds", *(method for method in MAIN if method != EXACT)], rows)
-
-
-def ideas_table(parts: Mapping[str, Sequence[Record]]) -> str:
-    """One row an idea and setting: beside the same bits as they are."""
-    rows = []
-    for name, runs in parts.items():
-        methods = by_method(runs)
-        for method in (method for method in methods if method in TRIED):
-            plain = methods.get(method.partition(",")[0], {})
-            gap, _ = gaps(methods[method], plain)
-            if len(gap) < 2:
-                continue
-            first, other = (next(iter(some.values())).outcome for some in (methods[method], plain))
-            size = f"{first.bytes_a_step / other.bytes_a_step:.2f}"
-            errors = fmean(gap) / (stdev(gap) / math.sqrt(len(gap)))
-            rows.append([method, name, size, str(len(gap)), with_interval(gap), f"{errors:+.1f}"])
-    return markdown_table(["idea", "model", "times the bytes", "seeds", "gap", "standard errors"], rows)
+    return markdown_table(["model", "seeds", *(method for method in METHODS if method != EXACT)], rows)
 
 
 def rates_table(found: Sequence[Record]) -> str:
@@ -538,9 +438,6 @@ def main() -> None:
     training.add_argument("--seconds", type=float, default=math.inf, help="after which it ends")
     training.add_argument("--workers", type=int, default=2, help="processes")
     training.add_argument("--side-by-side", type=int, default=6, help="trainings of each process")
-    training.add_argument(
-        "--length", type=float, default=1.0, help="steps of all trainings, times the plan's"
-    )
     training.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     training.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
     training.add_argument(
@@ -549,9 +446,6 @@ def main() -> None:
         default=DEVICE.type == "cuda",
         help="a step as a CUDA graph; if not, better many processes with one training each",
     )
-    trying = commands.add_parser("smoke", help="how long steps take")
-    trying.set_defaults(command=smoke)
-    trying.add_argument("--seconds", type=float, default=25.0, help="after which it ends")
     making = commands.add_parser("page", help="of all that the file holds")
     making.set_defaults(command=make_page)
     making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)

@@ -23,13 +23,12 @@ from torch.optim import AdamW
 from pages import cpu_model
 from thinwire.algorithms import AllGather, AllReduce, AllToAll, Bucket, Commit, Mean, Memory
 from thinwire.algorithms.base import Algorithm
-from thinwire.algorithms.requests import Requests
 from thinwire.demo.model import Text, fixed_batches, next_byte_loss
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from trainings import cosine, text
-from tried_bits import KINDS, kind_of
 
+KINDS = ("embeddings", "vectors", "matrices")
 CONTEXT_LENGTH = 128
 MAX_GRADIENT_NORM = 1.0
 WARMUP_SHARE = 0.05
@@ -84,48 +83,39 @@ class Outcome:
         return f"{self.loss:.4f} in {self.seconds:.1f} s, {self.preparing:.1f} to prepare; errors: {errors}"
 
 
+def kind_of(spec: ParameterSpec) -> str:
+    """Return one of `KINDS`; the head counts as an embedding, biases and LayerNorms as vectors."""
+    if len(spec.shape) < 2:
+        return "vectors"
+    return "embeddings" if spec.name.partition(".")[0] in ("bytes", "positions", "head") else "matrices"
+
+
 class Lockstep:
     """The exchanges of all members, in step, as the engines of a group in this process make them.
 
     Without their threads, clocks and agreements, which a CUDA graph can't hold. `Training` compares both.
+    Algorithms remember nothing.
     """
 
     def __init__(
         self, algorithm: Algorithm, buckets: Sequence[Sequence[ParameterSpec]], members: int
     ) -> None:
         self._plans = [algorithm.prepare(specs, num_members=members) for specs in buckets]
-        self._memories = [Memory() for _ in range(members)]
 
     def average(self, gradients: Tensor) -> None:
         """Turn each row, the gradients of a member, into the mean."""
         sizes = [sum(spec.numel for spec in plan.specs) for plan in self._plans]
         for plan, parts in zip(self._plans, gradients.split_with_sizes(sizes, dim=1), strict=True):
             exchanges = [
-                plan.exchange(Bucket(plan.specs, part, rank=rank), memory)
-                for rank, (part, memory) in enumerate(zip(parts, self._memories, strict=True))
+                plan.exchange(Bucket(plan.specs, part, rank=rank), Memory())
+                for rank, part in enumerate(parts)
             ]
             requests = [next(each) for each in exchanges]
             while not isinstance(requests[0], Commit):
                 answers = answered(requests)
                 requests = [each.send(answer) for each, answer in zip(exchanges, answers, strict=True)]
-            for exchange, memory in zip(exchanges, self._memories, strict=True):
-                self._commit(exchange, memory)
-
-    def _commit(self, exchange: Requests, memory: Memory) -> None:
-        """Let memory be written where it was: a graph reads it there in the next step."""
-        before = {slot: dict(tensors) for slot, tensors in memory.slots.items()}
-        next(exchange, None)
-        for slot, tensors in memory.slots.items():
-            for label, old in before.get(slot, {}).items():
-                if tensors[label] is not old:
-                    tensors[label] = old.copy_(tensors[label])
-
-    def forget(self) -> None:
-        """Begin again, in the same memory."""
-        for memory in self._memories:
-            for tensors in memory.slots.values():
-                for tensor in tensors.values():
-                    tensor.zero_()
+            for exchange in exchanges:
+                next(exchange, None)
 
 
 def answered(requests: Sequence[Any]) -> list[Tensor]:
@@ -245,7 +235,6 @@ class Training:
             torch.cuda.default_stream().synchronize()
         self._exchange.average(self._gradients)
         assert torch.equal(self._gradients, torch.stack([torch.cat(row) for row in rows])), "not an engine's"
-        self._exchange.forget()
         stats = simulation.syncs[0].stats()
         self._bytes_a_step, self._times_fewer = stats.message_bytes, stats.compression_ratio / 2
         is_exact = isinstance(self._algorithm, AllReduce)
@@ -282,7 +271,6 @@ class Training:
     def _begin_again(self, start: Tensor) -> None:
         self._values.copy_(start)
         self._now.zero_()
-        self._exchange.forget()
         for tensor in self._optimizer.state[self._values].values():
             tensor.zero_()
 

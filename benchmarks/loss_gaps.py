@@ -141,10 +141,10 @@ def of_sizes() -> Iterator[LossGap]:
             parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
         where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
         where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
-        for method in losses.keys() & bench_sizes.MAIN.keys() - {EXACT}:
+        for method in losses.keys() & bench_sizes.METHODS.keys() - {EXACT}:
             gaps = percents(losses[method], losses.get(EXACT, {}))
             if len(gaps) >= MIN_SEEDS:
-                yield from measured(str(bench_sizes.MAIN[method]), gaps, where)
+                yield from measured(str(bench_sizes.METHODS[method]), gaps, where)
 
 
 def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:

@@ -30,19 +30,19 @@ benchmarks/results_page.py` from the files in [benchmarks/results](../benchmarks
 to exact averaging are taken seed by seed, on the same batches. Compare within a table only: they are of
 different machines, and steps over slow links were timed on hosts that share two cores. Rows of "whole
 matrices" are of an option that is gone. What they mean for your run: [choosing](choosing.md), [AdamW over
-a slow link](adamw.md), [speed](speed.md)."""
+a slow link](optimizers.md), [speed](speed.md)."""
 
 NOT_MEASURED = """## Not measured
 
-- **Several GPUs, and NCCL between them.** One GPU was there for 14 minutes. All times over links are of
-  processors and Gloo.
+- **Several GPUs, and NCCL between them.** One GPU at a time was there, for a quarter of an hour each.
+  All times over links are of processors and Gloo.
 - **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
   of packets, no other traffic.
 - **Links of 10 Gbit/s that are full.** Two cores do not fill them: in rows of `10gbit` and `unshaped`,
   hosts of one machine passed on what their processors could.
-- **Large models.** The largest that is timed over a link is a GPT of 10.9 M parameters. Losses of several
-  seeds are of models up to 3 M, and of 85 M in a short run. ResNets have their arithmetic timed, not their
-  accuracy.
+- **Large models.** The largest that is timed over a link is a GPT of 10.9 M parameters. Losses of three
+  seeds are of models up to 3 M, and of 85 M in runs of 450 steps. ResNets have their arithmetic timed, not
+  their accuracy.
 - **Long runs.** 2 000 steps are the most.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
   rest."""
@@ -153,8 +153,8 @@ def known() -> Iterator[str]:
 
 def advice() -> Iterator[str]:
     """Yield how right the advice was, without its long table of every prediction."""
-    for page in latest("advice"):
-        yield f"## Predicted and measured steps\n\n{page.origin()}"
+    for page in latest("advice*"):
+        yield f"## {page.title} (`{page.name}`)\n\n{page.origin()}"
         summary, table, *_, picture = page.body().split("\n\n")
         yield "\n\n".join([summary, table, picture])
 
@@ -165,11 +165,11 @@ def text() -> str:
         INTRODUCTION,
         *adamw(),
         *known(),
-        *section("Few bits by the size of the model", "sizes"),
+        *section("Few bits by the size of the model", "sizes", "tried-bits"),
         *section("Loss by matrix rank", "quality"),
         *section("Time to the same loss", "time-to-loss", "steps-to-loss-adamw"),
         *section("Whole steps over a slow link", "network-*"),
-        *section("On a GPU", "gpu", "triton"),
+        *section("On a GPU", "gpu*", "triton"),
         *section("Models averaged beside torchft", "torchft"),
         *section("Sharded models over a slow link", "sharded-*"),
         *section("The arithmetic of a step", "codec*"),

@@ -358,7 +358,7 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
             "with thinwire.LocalSGD(model, optimizer, every_steps=10):",
         )
         assert slow.break_even_bits_per_second > 1e7  # the slow network's
-        assert "Loss gaps are the largest of AdamW and SGD" in slow.notes[0]
+        assert "Loss gaps are the largest of AdamW, Lion, Muon, SGD" in slow.notes[0]
         assert not fast.best.is_lossy
         # Even where it is the fastest: large gradients leave its range, and bf16 sends the same.
         assert fast.predictions[0].name == OVERFLOWING
@@ -520,7 +520,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ob
 
 
 def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model=mine:build", "--step=mine:step", "--json", "--optimizer=Lion", "--budget-loss=3%"]
+    options = ["--model=mine:build", "--step=mine:step", "--json", "--optimizer=Sophia", "--budget-loss=3%"]
     assert command(*options) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["best"]["is_lossy"] is True
@@ -530,7 +530,7 @@ def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixtu
     assert told["budget_loss"] == 0.03
     assert told["frontier"][0] in told["predictions"]
     assert told["best"]["code"] in told["lines"]["DDP"]
-    assert "No loss gap was measured with Lion, only with AdamW and SGD" in told["notes"][0]
+    assert "No loss gap was measured with Sophia, only with AdamW, Lion, Muon, SGD" in told["notes"][0]
     assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
 
 

@@ -1,4 +1,4 @@
-"""Trainings of `bench_sizes.py`: a small one by each idea that is on trial, and which run is next."""
+"""Trainings of `bench_sizes.py`: a small one by each method, and which run is next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ended(training: Any) -> Any:
     return training.outcome()
 
 
-def test_all_that_is_tried_trains_on_means_of_engines(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_methods_train_on_means_of_engines(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each training compares itself with Thinwire's engines, and its gradients with a plain pass."""
     captured = importlib.import_module("captured")
     monkeypatch.setattr(captured, "HELDOUT_BATCHES", 1)
@@ -38,23 +38,11 @@ def test_all_that_is_tried_trains_on_means_of_engines(sizes: Any, monkeypatch: p
     errors = {}
     for name, algorithm in sizes.METHODS.items():
         training = captured.Training(replace(run, method=name), new_model, algorithm, captures=False)
-        memories = training._exchange._memories
-        places = [
-            tensor.data_ptr() for each in memories for slot in each.slots.values() for tensor in slot.values()
-        ]
         outcome = ended(training)
-        # A graph would go on reading what is remembered where it was first.
-        assert places == [
-            tensor.data_ptr() for each in memories for slot in each.slots.values() for tensor in slot.values()
-        ]
         assert outcome.curve[-1] < outcome.curve[0] < 1.1 * math.log(256), name
         errors[name] = outcome.errors["matrices"]
     assert errors["exact"] == 0
     assert errors["bf16"] < 1e-4 < errors["4 bits"] < errors["3 bits"] < errors["2 bits"] < 0.3
-    # Other levels, or a basis of chance, are other codes; these two are still in their first steps.
-    early = {name for name in errors if ", 4 bits for " in name}
-    assert {errors[name] for name in early} == {errors["4 bits"]}
-    assert len({round(error, 6) for error in errors.values()}) == len(errors) - len(early)
 
 
 def test_runs_wait_for_their_rate_and_what_is_done_is_not_done_again(sizes: Any) -> None:

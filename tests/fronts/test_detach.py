@@ -18,6 +18,7 @@ from fronts.test_sharded import (
     mesh_of,
     needs_replicate,
     replicated,
+    runs_on_cpus,
     sharded,
     whole,
     wide,
@@ -89,6 +90,7 @@ def test_a_hook_that_was_registered_by_hand_stays() -> None:
     assert "nothing to take off" in error_of(state.sync.detach)
 
 
+@runs_on_cpus
 @in_each_process(4)
 def test_a_detached_sharded_model_is_attached_again() -> None:
     model = sharded(wide(), mesh_of()["shard"])

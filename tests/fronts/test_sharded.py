@@ -524,7 +524,10 @@ def test_compiled_blocks_and_checkpointed_activations() -> None:
         model.blocks[place] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
         block.compile(backend="eager")
     ours, sync = attached(AllReduce(), model)
-    train(ours, range(2), micro_steps=1)
+    with warnings.catch_warnings():
+        # Torch 2.14 looks at gradients while it compiles.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        train(ours, range(2), micro_steps=1)
     assert (flat(ours) - flat(native)).abs().max().item() <= 1e-9
     assert sync.steps == 2
     assert agreed(ours)

@@ -15,7 +15,7 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 
-# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md): less counts as nothing.
+# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/optimizers.md).
 NOISE_PERCENT = 0.5
 # All of the project's trainings with SGD had it.
 SGD_MOMENTUM = 0.9
@@ -191,7 +191,7 @@ def optimizer_name(optimizer: object) -> str:
 
 def optimizer_notes(optimizer: object) -> list[str]:
     """Return how what the user trains with differs from what gaps were measured with, in words."""
-    known = " and ".join(known_optimizers())
+    known = ", ".join(known_optimizers())
     if optimizer is None:
         return [f"Loss gaps are the largest of {known}; name your optimizer for its own."]
     name, given, notes = optimizer_name(optimizer), unwrapped_optimizer(optimizer), []
@@ -246,14 +246,15 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
     if found is None:
         return ()
-    # Large models were trained once each, so no one knows how much of their gaps is chance. They are told if
-    # the user's model is nearer to them in size, and count only if they have lost more for sure.
-    nearer = [each for each in rows if each.is_single and _apart(each, training) < _apart(found, training)]
-    single = _worst_of_optimizers(nearer, training)
-    if single is None:
+    # Gaps grow with members, so those come first. But two bits lost at 85 M parameters what they did not lose
+    # in small models: a row of a model nearer in size counts if it has lost more for sure.
+    nearer = [each for each in rows if _apart(each, training) < _apart(found, training)]
+    nearest = _worst_of_optimizers(nearer, training, by_size=True)
+    if nearest is None:
         return (found,)
+    low_percent = nearest.percent - NOISE_PERCENT if nearest.low_percent is None else nearest.low_percent
     high_percent = found.percent + NOISE_PERCENT if found.high_percent is None else found.high_percent
-    return (single, found) if single.percent - NOISE_PERCENT > high_percent else (found, single)
+    return (nearest, found) if low_percent > high_percent else (found, nearest)
 
 
 def _apart(gap: LossGap, training: Training) -> float:
@@ -261,13 +262,17 @@ def _apart(gap: LossGap, training: Training) -> float:
     return abs(math.log(max(1, training.parameters) / gap.parameters))
 
 
-def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
+def _worst_of_optimizers(
+    rows: Sequence[LossGap], training: Training, *, by_size: bool = False
+) -> LossGap | None:
     """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
         # Gaps grow with members. Long trainings come before models of the same size, which few of the
         # project's own are; published ones have no steps, so there the size decides.
         members_apart = abs(math.log(training.members / gap.members))
+        if by_size:
+            return _apart(gap, training), -(gap.steps or 0), members_apart, -gap.seeds
         return members_apart, -(gap.steps or 0), _apart(gap, training), -gap.seeds
 
     # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.

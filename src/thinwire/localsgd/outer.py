@@ -34,7 +34,7 @@ OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 # Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
 # With few entries, one that a single member has sent moves by its whole change, so with more members
-# more of them add up. Measured: `docs/adamw.md`.
+# more of them add up. Measured: `docs/optimizers.md`.
 LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
 
 # For at least this many steps between averagings. 0.9 as there; at shorter distances it hurts (arXiv
