@@ -52,7 +52,10 @@ from thinwire.demo.model import GPT, SIZES, GPTConfig
 from trainings import EXACT, percents
 
 RECORDS = RESULTS_FOLDER / "sizes.jsonl"
-SEEDS = 3
+SEEDS, MORE_SEEDS = 3, 10
+SHORT_STEPS = 375
+# Of models that differ from 3 M in their depth only.
+SHAPES = ("3 M, 16 layers", "3 M, 1 layer")
 IDLE_SECONDS = 5e-4
 METHODS: dict[str, Algorithm] = {
     EXACT: AllReduce(),
@@ -197,36 +200,35 @@ def best_rate(found: Sequence[Record], model: str) -> float:
 
 def the_plan() -> list[Run]:
     """Return all runs, the most valuable first."""
-    first, later = ("85 M", "10.9 M", "3 M"), ("25 M", "0.7 M")
-    shapes = ("LSTM, 1.2 M", "3 M, 16 layers", "3 M, 1 layer")
+    few = (EXACT, "4 bits", "2 bits")
+    small = ("0.7 M", "3 M", "10.9 M", "25 M")
     runs = [
-        *tuning(first),
+        *tuning(MODELS),
         # Two bits lose in short runs: are four times as many steps enough?
-        *(replace(run, steps=4 * run.steps) for run in compared(("85 M",), (EXACT, "4 bits", "2 bits"))),
-        *compared(first, (EXACT, "bf16", "4 bits", "2 bits")),
-        *tuning(later),
-        *compared(("10.9 M", "3 M"), ("3 bits",)),
-        *compared(later, (EXACT, "bf16", "4 bits", "2 bits", "3 bits")),
+        *(replace(run, steps=4 * run.steps) for run in compared(("85 M",), few)),
+        *compared(small, (EXACT, "bf16", "4 bits", "2 bits")),
+        *compared(("LSTM, 1.2 M", *SHAPES), few),
     ]
-    runs += [*tuning(shapes), *compared(shapes, METHODS)]
     # One thing at a time that a gap could depend on.
-    three = MODELS["3 M"].steps
     for other in (
-        {"windows": 8},
-        {"windows": 128},
-        {"steps": three // 4},
-        {"steps": 3 * three},
         {"times_rate": 0.5},
         {"times_rate": 2.0},
-        {"members": 4},
-        {"members": 8},
+        {"steps": SHORT_STEPS},
+        {"steps": SHORT_STEPS, "times_rate": 0.5},
+        {"steps": SHORT_STEPS, "times_rate": 2.0},
     ):
-        runs += [replace(run, **other) for run in compared(("3 M",), (EXACT, "4 bits", "2 bits"))]
-    runs += compared(("3 M", "10.9 M", "0.7 M"), METHODS, seeds=range(SEEDS, 2 * SEEDS))
+        runs += [replace(run, **other) for run in compared(("3 M",), few)]
+    for windows in (Run.windows, 8, 128):
+        of_small = compared(("0.7 M",), (EXACT, "2 bits"))
+        runs += [replace(run, steps=SHORT_STEPS, windows=windows) for run in of_small]
+    runs += compared(("85 M",), (EXACT, "bf16", "4 bits", "2 bits"))
+    for seed in range(SEEDS, MORE_SEEDS):
+        runs += compared(("85 M", "10.9 M", "LSTM, 1.2 M"), few, seeds=(seed,))
+    runs += compared(("10.9 M", "3 M"), ("3 bits",))
     return runs
 
 
-def tuning(models: Sequence[str]) -> Iterator[Run]:
+def tuning(models: Iterable[str]) -> Iterator[Run]:
     for name in models:
         for rate in MODELS[name].rates:
             yield Run(name, EXACT, FIRST_TUNING_SEED, MODELS[name].tuning_steps, rate)

@@ -23,6 +23,7 @@ import bench_quality
 import bench_sizes
 from bench_adamw import METHODS, Averaging, WarmedUp
 from bench_known import GPT2Small, InProcess, LSTMBytes
+from captured import Run
 from pages import RESULTS_FOLDER, STUDENT_T
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
@@ -37,7 +38,7 @@ QUALITY_PAGES = (
 )
 # Of two seeds the interval is so wide that nothing should be advised by their mean.
 MIN_SEEDS = 3
-# Of such models there are single trainings only, and advice takes them for a warning.
+# A single training of such a model is a warning to `advise`, until there are several.
 LARGE_PARAMETERS = 5_000_000
 SHIPPED = Path(loss.__file__).with_name("loss_gaps.json")
 
@@ -69,10 +70,17 @@ MULOCO_SIXTEEN_MEMBERS = {
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
     found = [*of_adamw(), *of_quality_pages(), *of_known(), *of_sizes(), *published()]
+    of_seeds = [gap for gap in found if gap.seeds >= MIN_SEEDS]
     return sorted(
-        found,
+        (gap for gap in found if not (gap.is_single and any(covers(other, gap) for other in of_seeds))),
         key=lambda gap: (gap.is_published, gap.optimizer, gap.name, gap.members, gap.parameters, gap.source),
     )
+
+
+def covers(gap: LossGap, single: LossGap) -> bool:
+    """Whether several seeds tell what a single training did: of the same, and of no smaller a model."""
+    is_as_large = 2 * gap.parameters > single.parameters
+    return is_as_large and (gap.name, gap.optimizer) == (single.name, single.optimizer)
 
 
 def text() -> str:
@@ -133,7 +141,8 @@ def of_sizes() -> Iterator[LossGap]:
     by_seed: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
     for record in bench_sizes.records(bench_sizes.RECORDS):
         run = record.run
-        if not run.is_tuning and run.times_rate == 1:
+        is_usual = run.times_rate == 1 and run.windows == Run.windows and run.model not in bench_sizes.SHAPES
+        if is_usual and not run.is_tuning:
             of_setting = by_seed.setdefault((run.model, run.steps, run.members), {})
             of_setting.setdefault(run.method, {})[run.seed] = record.outcome.loss
     for (model, steps, members), losses in by_seed.items():
@@ -141,6 +150,7 @@ def of_sizes() -> Iterator[LossGap]:
             parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
         where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
         where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
+        where["is_recurrent"] = model.startswith("LSTM")
         for method in losses.keys() & bench_sizes.METHODS.keys() - {EXACT}:
             gaps = percents(losses[method], losses.get(EXACT, {}))
             if len(gaps) >= MIN_SEEDS:

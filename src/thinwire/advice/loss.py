@@ -247,14 +247,15 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     if found is None:
         return ()
     # Gaps grow with members, so those come first. But two bits lost at 85 M parameters what they did not lose
-    # in small models: a row of a model nearer in size counts if it has lost more for sure.
-    nearer = [each for each in rows if _apart(each, training) < _apart(found, training)]
+    # in small models: a row of a model nearer in size counts if it has lost more; one seed, if for sure.
+    alike = [each for each in rows if each.is_recurrent == found.is_recurrent]
+    nearer = [each for each in alike if _apart(each, training) < _apart(found, training)]
     nearest = _worst_of_optimizers(nearer, training, by_size=True)
     if nearest is None:
         return (found,)
-    low_percent = nearest.percent - NOISE_PERCENT if nearest.low_percent is None else nearest.low_percent
     high_percent = found.percent + NOISE_PERCENT if found.high_percent is None else found.high_percent
-    return (nearest, found) if low_percent > high_percent else (found, nearest)
+    most_percent = high_percent if nearest.is_single else found.percent
+    return (nearest, found) if nearest.percent - NOISE_PERCENT > most_percent else (found, nearest)
 
 
 def _apart(gap: LossGap, training: Training) -> float:
@@ -268,12 +269,10 @@ def _worst_of_optimizers(
     """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
-        # Gaps grow with members. Long trainings come before models of the same size, which few of the
-        # project's own are; published ones have no steps, so there the size decides.
+        # Gaps grow with members, and shrink with the length of a training.
         members_apart = abs(math.log(training.members / gap.members))
-        if by_size:
-            return _apart(gap, training), -(gap.steps or 0), members_apart, -gap.seeds
-        return members_apart, -(gap.steps or 0), _apart(gap, training), -gap.seeds
+        apart = (_apart(gap, training), members_apart) if by_size else (members_apart, _apart(gap, training))
+        return *apart, -(gap.steps or 0), -gap.seeds
 
     # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
     of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
