@@ -54,7 +54,7 @@ from trainings import EXACT, percents
 RECORDS = RESULTS_FOLDER / "sizes.jsonl"
 SEEDS, MORE_SEEDS = 3, 10
 SHORT_STEPS = 375
-# Of models that differ from 3 M in their depth only.
+# They have about as many parameters as 3 M, in more or fewer layers.
 SHAPES = ("3 M, 16 layers", "3 M, 1 layer")
 IDLE_SECONDS = 5e-4
 METHODS: dict[str, Algorithm] = {

@@ -40,9 +40,8 @@ NOT_MEASURED = """## Not measured
   of packets, no other traffic.
 - **Links of 10 Gbit/s that are full.** Two cores do not fill them: in rows of `10gbit` and `unshaped`,
   hosts of one machine passed on what their processors could.
-- **Large models.** The largest that is timed over a link is a GPT of 10.9 M parameters, and the largest
-  whose losses are compared, of three to five seeds, has 85 M. ResNets have their arithmetic timed, not their
-  accuracy.
+- **Large models.** The largest model timed over a link has 10.9 M parameters. The largest whose loss was
+  compared has 85 M. ResNets have their arithmetic timed, not their accuracy.
 - **Long runs.** 2 000 steps are the most.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
   rest."""

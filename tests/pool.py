@@ -29,8 +29,8 @@ import torch.distributed as dist
 import forked
 
 STARTUP_SECONDS = 60.0
-# Groups that tests have made stay, since torch's caches know their names. With a thousand of their threads a
-# test takes ten times as long, and some hang.
+# Tests' groups are not ended, since torch's caches know their names. With a thousand of their threads a test
+# takes ten times as long, and some hang.
 MAX_THREADS = 200
 
 

@@ -246,8 +246,9 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
     if found is None:
         return ()
-    # Gaps grow with members, so those come first. But two bits lost at 85 M parameters what they did not lose
-    # in small models: a row of a model nearer in size counts if it has lost more; one seed, if for sure.
+    # Gaps grow with members, so those come first. But two bits lost nothing in small models, and lost at 85 M
+    # parameters. So a model nearer in size counts if its mean is half a percent higher. A single seed must be
+    # above the interval.
     alike = [each for each in rows if each.is_recurrent == found.is_recurrent]
     nearer = [each for each in alike if _apart(each, training) < _apart(found, training)]
     nearest = _worst_of_optimizers(nearer, training, by_size=True)
@@ -269,7 +270,7 @@ def _worst_of_optimizers(
     """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
-        # Gaps grow with members, and shrink with the length of a training.
+        # Gaps grow with members. Of one size, the longest training is the most like a user's.
         members_apart = abs(math.log(training.members / gap.members))
         apart = (_apart(gap, training), members_apart) if by_size else (members_apart, _apart(gap, training))
         return *apart, -(gap.steps or 0), -gap.seeds
