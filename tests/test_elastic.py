@@ -74,7 +74,8 @@ def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
             agent(store, other_log, still, address="127.0.0.2", last_call_seconds=100)
         )
         # Who comes first decides how long the second is waited for; who comes second completes the job.
-        wait_until(lambda: b"torch.rendezvous.job" in store.read_bytes(), other_log)
+        # An agent writes the key when it starts, and again when it has come.
+        wait_until(lambda: store.read_bytes().count(b"torch.rendezvous.job") > 1, other_log)
         staying = opened.enter_context(
             agent(store, log, [*stand_in, *script], address="127.0.0.1", last_call_seconds=1)
         )
