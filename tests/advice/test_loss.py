@@ -186,6 +186,8 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     assert recurrent == Training("AdamW", 4, parameters=576, is_recurrent=True)
     assert expected_loss("Quantize(bits=2)", recurrent).short == "+4.8"
     assert expected_loss("Quantize(bits=4)", recurrent).order == 0
+    # An LSTM of as many parameters lost more, and tells a transformer nothing.
+    assert gap("Quantize(bits=3)", "AdamW", 4, 6 * 10**5).short == "-0.3"
     # Of transformers, for want of its own.
     assert expected_loss("PowerSGD(matrix_rank=2)", recurrent).short == "+7.5"
     assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
@@ -206,7 +208,9 @@ class Adan(torch.optim.Optimizer):
 
 
 TRAINED = [torch.ones(2, 2)]
-NOT_MEASURED = "No loss gap was measured with {}, only with AdamW, Lion, Muon, SGD: the largest of them "
+NOT_MEASURED = (
+    "No loss gap was measured with {}, only with AdamW, Lion, Muon, SGD: the largest of them counts."
+)
 
 
 @pytest.mark.parametrize(
