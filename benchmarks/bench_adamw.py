@@ -35,6 +35,7 @@ RECORDS = RESULTS_FOLDER / "adamw.jsonl"
 MODELS = {
     "0.14 M": GPTConfig(layers=2, heads=2, width=64, context_length=64),
     "0.7 M": GPTConfig(layers=3, heads=4, width=128, context_length=64),
+    "3 M": GPTConfig(layers=4, heads=4, width=256, context_length=64),
     "10.9 M": replace(SIZES["medium"], context_length=64),
 }
 # Of all members together: so exact averaging is the same run however many share them.
@@ -44,6 +45,7 @@ WARMUP_SHARE = 0.05
 LION_BETAS, LION_WEIGHT_DECAY = (0.9, 0.99), 0.1
 HELDOUT_BATCHES = 64
 FIRST_TUNING_SEED = 1_000
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -346,7 +348,7 @@ def train(
     start_seconds = time.process_time()
     config = MODELS[setting.model]
     seeds, rates = [lane.seed for lane in lanes], [lane.rate for lane in lanes]
-    stacked = StackedGPT(config, seeds, setting.members)
+    stacked = StackedGPT(config, seeds, setting.members, DEVICE)
     training = method(stacked, setting, rates)
     for step in range(setting.steps):
         at_step(step)
@@ -359,8 +361,9 @@ def train(
                 group["lr"] = group["peak"] * cosine(step, setting.steps, warmup_share=WARMUP_SHARE)
         training.step()
     times_fewer = training.finish() / 2
+    heldout = text().heldout.to(DEVICE)
     losses = [
-        heldout_loss(model, text().heldout, batches=HELDOUT_BATCHES)
+        heldout_loss(model, heldout, batches=HELDOUT_BATCHES)
         for model in stacked.models[0].children()
         if isinstance(model, GPT)
     ]
@@ -372,7 +375,7 @@ def batches(seeds: Sequence[int], step: int, setting: Setting, length: int) -> t
     """Return inputs and targets, `(members, lanes, batch, length)`."""
     drawn = [windows(text().train, WINDOWS, length, seed=seed, step=step) for seed in seeds]
     inputs, targets = (
-        torch.stack(each).view(len(seeds), setting.members, -1, length).transpose(0, 1)
+        torch.stack(each).to(DEVICE).view(len(seeds), setting.members, -1, length).transpose(0, 1)
         for each in zip(*drawn, strict=True)
     )
     return inputs, targets
@@ -466,8 +469,8 @@ def made_page(file: Path) -> str:
 
 EXPLANATION = (
     "A byte GPT (2 layers, width 64: 0.14 M parameters; 3 layers, width 128: 0.7 M; 6 layers, width 384: "
-    f"10.9 M; context 64) on the standard library of this Python. A step takes {WINDOWS} windows "
-    "of all members together, so exact "
+    "10.9 M; 4 layers, width 256: 3 M; context 64) on the standard library of this Python. A step takes "
+    f"{WINDOWS} windows of all members together, so exact "
     "averaging is the same training however many share them. AdamW as torch has it (weight decay 0.01, "
     f"betas 0.9 and 0.999), Lion with weight decay {LION_WEIGHT_DECAY:g} and betas 0.9 and 0.99; the "
     f"gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "

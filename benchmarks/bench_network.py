@@ -32,10 +32,10 @@ from in_lab import UNSHAPED
 from pages import page, save, save_json
 from progress import Kept
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES, next_byte_loss
+from thinwire.demo.model import GPT
 from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, fragments, torchft_diloco
 from turns import UNTIMED_STEPS
-from whole_steps import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting
+from whole_steps import ALL_SIZES, BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting, loss_of
 
 EXACT = "PyTorch exact"
 BASELINE = "PyTorch fp16 hook"
@@ -46,14 +46,14 @@ RATES = ("100mbit", "1gbit", UNSHAPED)
 MIX = 0.5
 KEPT = Kept("network")
 
-NewTrainer: TypeAlias = Callable[[str], whole_steps.Trainer]
+NewTrainer: TypeAlias = Callable[[GPT], whole_steps.Trainer]
 Averaging: TypeAlias = Callable[[GPT, Optimizer], AbstractContextManager[object]]
 
 
 def new_network(size: str) -> GPT:
     """The same at the start for all."""
     torch.manual_seed(0)
-    return GPT(SIZES[size])
+    return GPT(ALL_SIZES[size])
 
 
 class Synced(whole_steps.Trainer):
@@ -61,9 +61,9 @@ class Synced(whole_steps.Trainer):
 
     bucket_cap_mb = 25
 
-    def __init__(self, size: str) -> None:
+    def __init__(self, network: GPT) -> None:
         self.model: DistributedDataParallel = DistributedDataParallel(
-            new_network(size), bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
+            network, bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
         )
         self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.attach()
@@ -77,7 +77,7 @@ class Alone(Synced):
 
     def step(self, batch: Batch) -> None:
         with self.model.no_sync():
-            torch.autograd.backward(next_byte_loss(self.model, *batch))
+            torch.autograd.backward(loss_of(self.model, batch))
         self.update()
 
 
@@ -126,8 +126,8 @@ class Local(whole_steps.Trainer):
 
     period_steps = EVERY_STEPS
 
-    def __init__(self, size: str, averaging: Averaging) -> None:
-        self.model: GPT = new_network(size)
+    def __init__(self, network: GPT, averaging: Averaging) -> None:
+        self.model: GPT = network
         self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         # Kept: a generator's context that nobody holds is closed, and then nothing is averaged.
         self.context = averaging(self.model, self.optimizer)
@@ -146,7 +146,7 @@ def ours(
 
 
 def local(averaging: Averaging) -> NewTrainer:
-    return lambda size: Local(size, averaging)
+    return lambda network: Local(network, averaging)
 
 
 def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -> NewTrainer:
@@ -225,7 +225,10 @@ WHOLE = (EXACT, BASELINE, f"{BASELINE}, small buckets", "AllReduce()", 'Cast("bf
 def work(arguments: argparse.Namespace) -> NoReturn:
     """On each host: time contenders."""
     whole_steps.start_work()
-    trainers = {name: CONTENDERS[name](arguments.size) for name in arguments.contenders}
+    trainers = {
+        name: CONTENDERS[name](new_network(arguments.size).to(arguments.device))
+        for name in arguments.contenders
+    }
     whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
 
 
@@ -234,6 +237,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
     parser.add_argument("--processes-per-machine", type=int, default=1)
     parser.add_argument("--latency", default="0ms", help="a round trip between hosts, such as 20ms")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="all hosts share one GPU")
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
@@ -246,7 +250,10 @@ def main() -> None:
         names = [name for name in names if packages or name != EPFML]
         processes = arguments.processes_per_machine
         by_hosts = {
-            hosts: [Setting(hosts, rate, processes, arguments.latency) for rate in arguments.rates]
+            hosts: [
+                Setting(hosts, rate, processes, arguments.latency, arguments.device)
+                for rate in arguments.rates
+            ]
             for hosts in arguments.hosts
         }
         every = [setting for settings in by_hosts.values() for setting in settings]
@@ -255,7 +262,8 @@ def main() -> None:
             for hosts, settings in by_hosts.items():
                 several = f"-of-{processes}" if processes > 1 else ""
                 late = "" if arguments.latency == "0ms" else f"-{arguments.latency}"
-                compare(runs, settings, f"{hosts}-hosts{several}{late}")
+                gpu = "" if arguments.device == "cpu" else "-gpu"
+                compare(runs, settings, f"{hosts}-hosts{several}{late}{gpu}")
     KEPT.finish()
 
 
@@ -268,6 +276,8 @@ def compare(runs: Runs, settings: list[Setting], name: str) -> None:
         f"small ones of {SMALL_BUCKET_MB}, unless their size is named. MB are those of host 0's interface. "
         "The hosts share one machine's processors."
     )
+    if settings[0].device == "cuda":
+        explanation += f" And they share one {torch.cuda.get_device_name()}, with bf16 autocast."
     sections, by_rate = runs.compared(settings, BASELINE, "fp16")
     raw = [
         asdict(setting) | {"algorithm": algorithm} | asdict(result)

@@ -24,7 +24,9 @@ class StackedGPT:
     `(members, lanes, elements)`, and `gradients` has the same shape.
     """
 
-    def __init__(self, config: GPTConfig, seeds: Sequence[int], num_members: int) -> None:
+    def __init__(
+        self, config: GPTConfig, seeds: Sequence[int], num_members: int, device: torch.device
+    ) -> None:
         self.config = config
         flats = []
         for seed in seeds:
@@ -36,7 +38,7 @@ class StackedGPT:
             tuple(spec._replace(name=f"{lane}.{name}") for name, spec in specs.items())
             for lane in range(len(seeds))
         ]
-        self.parameters = torch.stack(flats).repeat(num_members, 1, 1)
+        self.parameters = torch.stack(flats).to(device).repeat(num_members, 1, 1)
         self.gradients = torch.zeros_like(self.parameters)
         self._num_models = num_members * len(seeds)
         self._stacks = dict(zip(specs, self._parts(self.parameters), strict=True))
@@ -47,7 +49,8 @@ class StackedGPT:
         for stack in self._stacks.values():
             stack.requires_grad_()
         # Each model looks into its own table of a byte's vector.
-        self._table_offsets = config.vocabulary * torch.arange(self._num_models).view(-1, 1, 1)
+        places = torch.arange(self._num_models, device=device)
+        self._table_offsets = config.vocabulary * places.view(-1, 1, 1)
 
     def _parts(self, flats: Tensor) -> list[Tensor]:
         specs = self.buckets[0]

@@ -17,10 +17,14 @@ from torch.optim import Optimizer
 from in_lab import leave_job, run_in_lab
 from pages import markdown_table
 from progress import Kept, Progress
-from thinwire.demo.model import GPT, SIZES, next_byte_loss, sample_batch
+from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss, sample_batch
 from trainings import text
 from turns import Contender, Measured, take_turns, turns_done
 
+# For a GPU: GPT-2 small's blocks, with fewer words, since its head is not tied to its embedding.
+ALL_SIZES = SIZES | {
+    "gpt2": GPTConfig(layers=12, heads=12, width=768, context_length=1024, vocabulary=25_000)
+}
 BATCH = 4
 COMPUTE_ONLY = "compute only"
 IN_STEP = "compute only, in step"
@@ -42,12 +46,20 @@ class Trainer:
     optimizer: Optimizer
 
     def step(self, batch: Batch) -> None:
-        torch.autograd.backward(next_byte_loss(self.model, *batch))
+        torch.autograd.backward(loss_of(self.model, batch))
         self.update()
 
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss; on a GPU by bf16 autocast."""
+    device = next(model.parameters()).device
+    inputs, targets = (part.to(device) for part in batch)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return next_byte_loss(model, inputs, targets)
 
 
 @dataclass(frozen=True)
@@ -58,11 +70,13 @@ class Setting:
     rate: str
     processes: int = 1
     latency: str = "0ms"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         several = f" of {self.processes} processes" if self.processes > 1 else ""
         late = "" if self.latency == "0ms" else f", round trips of {self.latency}"
-        return f"{self.hosts} hosts{several}, {self.rate}{late}"
+        shared = "" if self.device == "cpu" else " on one GPU"
+        return f"{self.hosts} hosts{several}{shared}, {self.rate}{late}"
 
 
 def parser_of(
@@ -72,7 +86,7 @@ def parser_of(
     parser.add_argument("--rates", nargs="+", default=list(rates))
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--size", choices=sorted(SIZES), default="medium")
+    parser.add_argument("--size", choices=sorted(ALL_SIZES), default="medium")
     parser.add_argument("--contenders", choices=tuple(contenders), nargs="+", help="some instead of all")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
@@ -90,7 +104,7 @@ def take_part(
 ) -> NoReturn:
     """On each host: time contenders in turns; the first process tells what was found."""
     draws = torch.Generator().manual_seed(dist.get_rank())
-    length = SIZES[arguments.size].context_length
+    length = ALL_SIZES[arguments.size].context_length
     found = take_turns(
         {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
         lambda: sample_batch(text().train, batch_size=BATCH, context_length=length, generator=draws),
@@ -131,7 +145,7 @@ class Runs:
         self._before = self._turns_done()
         turns = len(settings) * len(names) * arguments.rounds
         self.progress = Progress(turns - self._before, kept=kept.path)
-        self.num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
+        self.num_parameters = sum(p.numel() for p in GPT(ALL_SIZES[arguments.size]).parameters())
 
     def _key(self, setting: Setting) -> str:
         """Return what tells turns from those of other settings."""
@@ -145,6 +159,8 @@ class Runs:
         """Run all contenders; check that each sends about what it should."""
         script = [self._script, f"--rounds={self.arguments.rounds}", f"--steps={self.arguments.steps}"]
         script += [f"--size={self.arguments.size}", f"--setting={self._key(setting)}"]
+        if setting.device != "cpu":
+            script.append(f"--device={setting.device}")
         found = run_in_lab(
             setting.hosts,
             setting.rate,

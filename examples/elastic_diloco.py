@@ -38,15 +38,16 @@ class ByteModel(nn.Module):
 
 
 def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     text = training_text()
-    model = ByteModel()  # a member that joins takes the weights of the others
+    model = ByteModel().to(device)  # a member that joins takes the weights of the others
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     draws = torch.Generator()
     draws.seed()  # draws differ between members
     with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:
         while local.steps < STEPS:  # counted by the members that have been here longest
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
-            window = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+            window = text[starts[:, None] + torch.arange(CONTEXT + 1)].to(device)
             loss = nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()

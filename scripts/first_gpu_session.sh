@@ -71,4 +71,16 @@ beside "the host: all buckets started" bench "$step 13 " 4 1.85
 beside "the host: the step finished" bench "$step 13 " 5 0.54
 beside "the GPU" bench "$step 13 " 6 1.80
 
+stage compiled 120 "$PYTHON" benchmarks/bench_compiled.py
+grep '^|' "$OUT/compiled.log"
+
+# Two hosts share the GPU, each with a slow link of its own.
+stage network 180 "$PYTHON" benchmarks/bench_network.py --device cuda --size gpt2 --rates 1gbit --rounds 2 --steps 2 \
+  --contenders 'Cast("bf16")' 'Quantize(bits=4)' 'Quantize(bits=2)' 'PowerSGD(matrix_rank=4)' \
+  'PyTorch PowerSGD 4, one bucket' 'DiLoCo, 4 bits'
+grep '^|' "$OUT/network.log"
+
+stage elastic 60 "$PYTHON" -m thinwire run --min 2 --max 2 examples/elastic_diloco.py
+tail -n 2 "$OUT/elastic.log"
+
 [ ${#failed[@]} = 0 ] || { printf '\nFAILED: %s\n' "${failed[*]}"; exit 1; }

@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
-    forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
+    forked.modules += sorted({each.module.__name__ for each in functions if each.path.parent.name != "gpu"})
     measurements = sum(item.get_closest_marker("alone") is not None for item in session.items)
     if measurements and hasattr(session.config, "workerinput"):
         ended = Path(session.config.workerinput["ended"])
