@@ -16,8 +16,7 @@ from thinwire import TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.topk import TopKPlan, end_levels
 from thinwire.algorithms.topk_message import Message
-from thinwire.kernels import dispatch
-from thinwire.kernels.base import SentEntries
+from thinwire.kernels.torch_entries import largest
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import Chunks, Run
@@ -133,58 +132,27 @@ def test_levels_by_whole_numbers_are_those_by_floats(
     torch.testing.assert_close(by_whole_numbers, by_floats, rtol=1e-5, atol=1e-44)
 
 
-@pytest.mark.parametrize("backend", [dispatch.TORCH, dispatch.NUMBA], ids=lambda backend: backend.name)
 @pytest.mark.parametrize(("length", "kept"), [(1, 1), (7, 7), (100, 1), (4096, 64), (4096, 128), (1000, 33)])
-def test_the_largest_are_found_and_their_places_packed(
-    length: int, kept: int, backend: dispatch.Backend
-) -> None:
-    tables = backend.load() or pytest.fail(f"{backend.name} can't be loaded")
-    kernels = tables.entries
+def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -> None:
     chunks = Chunks(length, kept, (Run(0, 0, 5),))
     rows = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
-    found, values = kernels.largest(rows.view(-1), chunks)
+    found, values = largest(rows.view(-1), chunks)
     assert torch.equal(found, rows.abs().topk(kept).indices.sort(1).values)
     assert torch.equal(values, rows.gather(1, found))
     # Of equal ones any may be taken; NaN before infinity, and that before all else.
     equal = torch.randint(-2, 3, (5, length), generator=torch.Generator().manual_seed(1)).float()
     equal[0, length // 2], equal[1, length - 1] = math.nan, -math.inf
-    positions, values = kernels.largest(equal.view(-1), chunks)
+    positions, values = largest(equal.view(-1), chunks)
     assert (positions.diff() > 0).all()
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
     message = Message((chunks,), kept / length, bits=16)
     plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
-    for flat, positions in ((rows, found), (last, kernels.largest(last.view(-1), chunks)[0])):
+    for flat, positions in ((rows, found), (last, largest(last.view(-1), chunks)[0])):
         packed = plan._largest(flat.view(-1), chunk)
         assert len(packed) == message.num_bytes
         entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
         assert torch.equal(entries.places, expected.expand(3, -1))
         assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())
-
-
-@pytest.mark.parametrize("by_senders", [False, True])
-def test_compiled_sums_of_entries_are_pytorchs_to_the_bit(by_senders: bool) -> None:
-    """Members of one group may have other kernels."""
-    draws = torch.Generator().manual_seed(0)
-    # Of two chunks, 50 and 150.
-    places = torch.stack(
-        [
-            torch.cat(
-                [
-                    torch.randperm(end, generator=draws)[: end // 2].sort().values + start
-                    for start, end in ((0, 100), (100, 300))
-                ]
-            )
-            for _ in range(3)
-        ]
-    )
-    kept = torch.tensor([50, 150])
-    sent = torch.randn(3, 200, generator=draws) * torch.randint(0, 2, (3, 200), generator=draws)
-    results = [torch.zeros(400) for _ in range(2)]
-    for backend, result in zip((dispatch.NUMBA, dispatch.TORCH), results, strict=True):
-        tables = backend.load() or pytest.fail(f"{backend.name} can't be loaded")
-        tables.entries.add(result, SentEntries(places, 3 * sent, sent, kept, by_senders))
-    assert torch.equal(*results)
-    assert results[0].count_nonzero() > 100

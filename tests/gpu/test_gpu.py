@@ -31,7 +31,7 @@ from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (
     code_kernels_for,
-    entry_kernels_for,
+    entry_passes_for,
     kernels_for,
     orthonormal_rows,
     products,
@@ -361,7 +361,7 @@ def test_triton_serves_where_it_can() -> None:
     if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
         assert kernels_for(like, 4) is kernels_for(like.bfloat16(), 32) is triton_kernels.LOW_RANK
         assert code_kernels_for(like) is triton_codes.CODES
-        assert entry_kernels_for(like.bfloat16()) is triton_entries.ENTRIES
+        assert entry_passes_for(like.bfloat16()) is triton_entries.ENTRIES
         assert shortfalls(like.device) == ()
     else:
         assert kernels_for(like, 4) is LOW_RANK

@@ -149,7 +149,7 @@ def test_of_equal_entries_the_first_are_sent() -> None:
     algorithm = TopK(density=1 / 16, bits=16, chunk=64)
     with by_triton():
         packed = message(algorithm, flat, torch.zeros(64))
-        passes = dispatch.entry_kernels_for(flat).passes
+        passes = dispatch.entry_passes_for(flat)
     assert passes is not None
     positions, values = passes.decoded(packed.unsqueeze(0), layout_of(algorithm, flat))
     assert positions.tolist() == [[5, 10, 15, 20]]

@@ -15,8 +15,9 @@ from thinwire.algorithms.topk_message import SCALE_DTYPE, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, SentEntries, Wanted
-from thinwire.kernels.dispatch import all_finite, entry_kernels_for
+from thinwire.kernels.dispatch import all_finite, entry_passes_for
 from thinwire.kernels.matrices import round_into
+from thinwire.kernels.torch_entries import add, largest
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import chunks_of
@@ -156,7 +157,7 @@ class TopKPlan(BucketPlan):
         """See `BucketPlan.variant`: nothing, once all is in memory, and kernels serve that read it."""
         known = memory[ERROR].keys() & memory[REDUCTION].keys()
         is_settled = all(spec.name in known for spec in self.specs if spec.numel)
-        passes = entry_kernels_for(torch.empty(0, dtype=self.specs[0].dtype, device=device)).passes
+        passes = entry_passes_for(torch.empty(0, dtype=self.specs[0].dtype, device=device))
         serves = passes is not None and passes.serves(self.message.layout_on(device))
         return 0 if is_settled and serves else None
 
@@ -166,7 +167,7 @@ class TopKPlan(BucketPlan):
             yield Commit(all_finite, writes=False)
             return
         layout = self.message.layout_on(bucket.flat.device)
-        passes = entry_kernels_for(bucket.flat).passes
+        passes = entry_passes_for(bucket.flat)
         if passes is not None and passes.serves(layout):
             yield from self._in_passes(bucket, memory, passes, layout)
             return
@@ -215,9 +216,9 @@ class TopKPlan(BucketPlan):
 
     def _largest(self, wanted: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of each chunk as a message."""
-        bits, kernels = self.config.bits, entry_kernels_for(wanted)
+        bits = self.config.bits
         # Chunks of one length at a time.
-        found = [kernels.largest(wanted, chunks) for chunks in self.message.parts]
+        found = [largest(wanted, chunks) for chunks in self.message.parts]
         positions, values = (torch.cat([each.view(-1) for each in side]) for side in zip(*found, strict=True))
         if bits == 16:
             return self.message.packed(positions, values, on_the_wire(values), chunk)
@@ -238,9 +239,7 @@ class TopKPlan(BucketPlan):
         by_senders = self.config.merge == "senders"
         if not by_senders:
             values = values / values.new_full((), len(sent.places))  # as in `_steps`
-        kept = self.message.layout_on(result.device).table[2]
-        entries = SentEntries(sent.places, values, sent.values, kept, by_senders)
-        entry_kernels_for(result).add(result, entries)
+        add(result, SentEntries(sent.places, values, sent.values, by_senders))
         return result
 
     def _note(self, memory: Memory, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
-from thinwire.tensors.blocks import Blocks, Chunks
+from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
 from thinwire.tensors.rounding import Draws
 
@@ -130,7 +130,6 @@ class SentEntries(NamedTuple):
     places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
     values: torch.Tensor  # of the entries, to be added
     sent: torch.Tensor  # as they were sent: a member that has sent zero has sent nothing
-    kept: torch.Tensor  # entries of each chunk, int64, in the order of the entries
     by_senders: bool  # whether each sum is divided by the members that have sent something
 
 
@@ -188,26 +187,9 @@ class EntryPasses:
 
 
 @dataclass(frozen=True, eq=False)
-class EntryKernels:
-    """The arithmetic of averaging few entries, of flat tensors in fp32 or fp64; sums are equal to the bit."""
-
-    largest: Callable[[torch.Tensor, Chunks], tuple[torch.Tensor, torch.Tensor]]
-    """The entries of largest magnitude of each chunk: positions in it, ascending, int64, and values.
-
-    Both (chunks, kept). NaN counts as the largest, then infinity. Any of equal ones may be taken.
-    """
-
-    add: Callable[[torch.Tensor, SentEntries], None]
-    """Adds what members have sent to zeros, the bucket's, member after member."""
-
-    passes: EntryPasses | None = None
-    """What does all of it, for gradients of any type that the backend serves."""
-
-
-@dataclass(frozen=True, eq=False)
 class Tables:
     """All that a backend computes; what it has no code for, PyTorch's functions do."""
 
     low_rank: Kernels
     codes: CodeKernels
-    entries: EntryKernels
+    entries: EntryPasses | None = None

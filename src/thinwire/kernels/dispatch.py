@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import torch
 
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryPasses, Kernels, Tables
 from thinwire.kernels.batching import alike, batched
 from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
 from thinwire.kernels.torch_codes import CODES
-from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.tensors import accelerators
@@ -78,7 +77,7 @@ def _load_triton() -> Tables:
 
 
 # One for the process: groups are put together by the kernels that serve them.
-TORCH_TABLES = Tables(LOW_RANK, CODES, ENTRIES)
+TORCH_TABLES = Tables(LOW_RANK, CODES)
 
 NUMBA = Backend("Numba", _load_numba, lambda: str(import_module("numba").__version__), _numba_serves)
 TRITON = Backend(
@@ -129,8 +128,8 @@ def code_kernels_for(like: torch.Tensor) -> CodeKernels:
     return _serving(like, None)[1].codes
 
 
-def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
-    """Return the kernels that serve averaging of few entries of a tensor like this one."""
+def entry_passes_for(like: torch.Tensor) -> EntryPasses | None:
+    """Return the passes that serve averaging of few entries of a tensor like this one, if there are some."""
     return _serving(like, None)[1].entries
 
 

@@ -6,20 +6,23 @@ import math
 
 import torch
 
-from thinwire.kernels.base import EntryKernels, SentEntries
+from thinwire.kernels.base import SentEntries
 from thinwire.tensors.blocks import Chunks
 
 
 def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take a row for each chunk."""
+    """Return the entries of largest magnitude of each chunk: positions in it, ascending, int64, and values.
+
+    Both (chunks, kept). NaN counts as the largest, then infinity. Any of equal ones may be taken.
+    """
     rows = chunks.rows(flat)
     positions = _largest(rows, chunks.kept)
     return positions, rows.gather(1, positions)
 
 
 def add(result: torch.Tensor, entries: SentEntries) -> None:
-    """Add what members have sent; in between, count the senders in the result itself if asked to."""
-    places, values, sent, _, by_senders = entries
+    """Add what members have sent to zeros, the bucket's, member after member: sums are equal to the bit."""
+    places, values, sent, by_senders = entries
     if by_senders:
         # Count in the result: a second tensor of its length would cost more than all else.
         for where, own in zip(places, sent, strict=True):
@@ -47,6 +50,3 @@ def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
     best = candidates.topk(kept, sorted=False).indices
     return (best // kept * num_groups + groups.gather(1, best % kept)).sort(1).values
-
-
-ENTRIES = EntryKernels(largest, add)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, Averaging, CodeKernels, EntryKernels, SentEntries, Tables
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, Averaging, CodeKernels, Tables
 from thinwire.kernels.matrices import Asked, Reconstruction, Rows, replaced
-from thinwire.kernels.numba import code_passes, entry_passes, low_rank_passes
+from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import FactorBatch, addresses
-from thinwire.tensors.blocks import Blocks, Chunks
+from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import Draws
 
@@ -146,28 +146,6 @@ def _blocks(blocks: Blocks, codebook: Codebook) -> tuple[NDArray[np.int64], code
     return np.array(blocks.numels, np.int64), layout
 
 
-def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Look at most entries once; of equal ones take the first."""
-    positions = torch.empty(chunks.count, chunks.kept, dtype=torch.int64)
-    values = torch.empty(chunks.count, chunks.kept, dtype=torch.float32)
-    flat, runs = flat.contiguous(), np.array([(run.first, run.num_chunks) for run in chunks.runs], np.int64)
-    entry_passes.select(flat.data_ptr(), runs, chunks.length, chunks.kept, positions.numpy(), values.numpy())
-    return positions, values
-
-
-def add(result: torch.Tensor, entries: SentEntries) -> None:
-    """Add chunk by chunk, of all members."""
-    places, values, sent, kept, by_senders = entries
-    if places.numel():
-        lowest, highest = torch.aminmax(places)
-        # Compiled code writes wherever it is sent, and places come from other members.
-        if lowest < 0 or highest >= len(result):
-            raise IndexError(f"a member has sent an entry of place {int(highest)} of {len(result)}")
-    entry_passes.merge(
-        result.numpy(), places.numpy(), values.clone().numpy(), sent.numpy(), kept.numpy(), by_senders
-    )
-
-
 TABLES = Tables(
     replace(
         torch_kernels.LOW_RANK,
@@ -178,5 +156,4 @@ TABLES = Tables(
         orthonormal_rows=orthonormal_rows,
     ),
     CodeKernels(encoded, averaged, torch_codes.rounding(decode), torch_codes.keeping(remainder, decode)),
-    EntryKernels(largest, add),
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels import torch_entries
-from thinwire.kernels.base import EntryKernels, EntryLayout, EntryPasses, Merging, Wanted
+from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, Wanted
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.kernels.triton.limits import tell
@@ -132,4 +131,4 @@ def _of_words(layout: EntryLayout) -> dict[str, object]:
     return {"LOW": layout.low_bits, "CODE": layout.code_bits, **OPTIONS}
 
 
-ENTRIES = EntryKernels(torch_entries.largest, torch_entries.add, EntryPasses(serves, encoded, decoded, merge))
+ENTRIES = EntryPasses(serves, encoded, decoded, merge)
