@@ -15,7 +15,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-DATA = ("advice/loss_gaps.json", "watch/report.html.j2", "py.typed")
+DATA = ("advice/loss_gaps.json", "py.typed")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src/thinwire/py.typed", "tests/released.py")
 # Besides the package and its metadata, of these an installation would have no use.
 STRANGERS = ("tests", "benchmarks", "examples", "docs")

@@ -32,7 +32,7 @@ from thinwire.cli.common import alone
 from thinwire.cli.probe import _counts, show, told_streams
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import Link, Network
-from thinwire.probe import PairTiming, Probe, Timing, measure, probe, result
+from thinwire.probe import PairTiming, Probe, Timing, measure, probe
 from thinwire.probe.measure import _Meter, compare_streams
 from thinwire.probe.result import nodes_of
 
@@ -204,9 +204,6 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     for saved in (example(), later):
         saved.save(path)
         assert Probe.load(path) == saved
-    # Text that is none can be printed.
-    path.write_text(json.dumps(json.loads(example().to_json()) | {"backend": "gl\ud800oo"}))
-    assert Probe.load(path).backend == "gl?oo"
 
 
 def test_a_collective_is_timed_by_the_process_that_comes_last(pool2: Pool) -> None:
@@ -261,16 +258,13 @@ def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatc
 NO_PROBE = r"probe\.json is not what `thinwire probe --save` writes"
 
 
-def test_what_is_no_probe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_probe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.json can't be read: No such file .*; expected a file that"):
         Probe.load(tmp_path / "none.json")
     whole = example().to_json()
-    monkeypatch.setattr(result, "MAX_FILE_BYTES", 300_000)
     for text, told in (
         *((text, "") for text in ("", "{}", "[]", "null", '{"version": 1}')),
         (whole[: len(whole) // 2], "measure again"),
-        (200_000 * "[", "it is nested too deeply"),
-        (whole + 300_000 * " ", "it is longer than 300,000 bytes"),
         (json.dumps(json.loads(whole) | {"version": 2}), "version 2, expected 1"),
     ):
         (tmp_path / "probe.json").write_text(text)
@@ -278,50 +272,30 @@ def test_what_is_no_probe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
             Probe.load(tmp_path / "probe.json")
 
 
-def pair(*processes: int) -> dict[str, object]:
-    return {"pairs": [{"processes": processes, "message_bytes": 4, "seconds": 1.0}]}
-
-
-def timings(message_bytes: int = 4, seconds: object = (1.0,), times: int = 2) -> dict[str, object]:
-    return {"timings": times * [{"message_bytes": message_bytes, "seconds": seconds}]}
-
-
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"world_size": -1}, "world_size must be a whole number from 2 to 1048576, got -1"),
-        ({"world_size": 10**400}, "world_size must be a whole number from 2 to 1048576, got 1000"),
-        ({"world_size": "2"}, "world_size must be a whole number from 2 to 1048576, got '2'"),
-        ({"version": True}, "version must be a whole number"),
-        ({"backend": 5}, "backend must be text"),
-        ({"timings": []}, "timings must be a list of 2 to 100"),
-        (timings(times=200), "timings must be a list of 2 to 100"),
-        (timings(), "timings must be of ascending"),
-        (timings(seconds=[]), "seconds must be a list of 1 to 1000"),
-        (timings(seconds=2000 * [1]), "seconds must be a list of 1 to 1000"),
-        (timings(seconds=[-1.0]), "seconds must be a number from 0 to"),
-        (timings(seconds=[math.nan]), "it has NaN, expected finite"),
-        (timings(seconds=[math.inf]), "it has Infinity, expected"),
-        (timings(message_bytes=0), "message_bytes must be a whole number"),
-        ({"timings": [[], []]}, "there is no message_bytes"),
-        (pair(), "processes must be a list of 2 to 2, got one of 0"),
-        (pair(1, 1), "must be two, got one twice"),
-        (pair(0, 2), "from 0 to 1, got 2"),
-        ({"nodes": [[0, 2]]}, "processes must be from 0 to 1, got 2"),
-        ({"nodes": [[0, "1"]]}, "nodes must be a whole number from 0 to"),
-        ({"hosts": ["one", 2]}, "hosts must be text"),
-        ({"wire_factors": {"all_gather": 0.5}}, "'all_gather' must be a number from 1"),
-        ({"wire_factors": {"scatter": 2.0}}, "a name in wire_factors must be one of all_reduce, all_gather"),
-        ({"wire_factors": 7}, "wire_factors must be an object, got 7"),
+        ({"world_size": 1}, "world_size must be a whole number of at least 2, got 1"),
+        ({"world_size": "2"}, "world_size must be a whole number of at least 2, got '2'"),
+        ({"timings": []}, "timings must be two or more"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be .* of ascending"),
+        ({"timings": [{"message_bytes": 4}]}, "a field is missing or of a wrong type: .*'seconds'"),
+        ({"timings": [{"message_bytes": 4, "seconds": []}]}, "none without seconds"),
+        ({"timings": [{"message_bytes": 0, "seconds": [1.0]}]}, "message_bytes must be a whole number"),
+        ({"timings": [{"message_bytes": 4, "seconds": [math.nan]}]}, "seconds must be a number .*, got nan"),
+        ({"pairs": [{"processes": [0, 1], "message_bytes": 4, "seconds": -1.0}]}, "seconds must be a number"),
+        ({"nodes": [[0, "1"]]}, "a process must be a whole number"),
+        ({"wire_factors": {"all_gather": 0.5}}, "wire_factors must be a number of at least 1"),
+        ({"wire_factors": 7}, "a field is missing or of a wrong type"),
     ],
 )
-def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
+def test_a_probe_that_can_not_be_computed_with_is_refused(
+    changed: dict[str, object], told: str, tmp_path: Path
+) -> None:
     path = tmp_path / "probe.json"
     path.write_text(json.dumps(json.loads(example().to_json()) | changed))
-    with pytest.raises(ConfigError, match=NO_PROBE) as caught:
+    with pytest.raises(ConfigError, match=f"{NO_PROBE}.*{told}"):
         Probe.load(path)
-    assert told in str(caught.value)
-    assert len(str(caught.value).removeprefix(str(path))) < 250
 
 
 def test_nodes() -> None:

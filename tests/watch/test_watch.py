@@ -222,18 +222,12 @@ DAMAGE = {
     "cut off": (r"(?s).{5}\Z", "", 12, "it is cut off"),
     "zeros": (r"\Z", "\x00\x00\n", 13, "Expecting value"),
     "no object": (r"\Z", "[]\n", 13, "kind must be one of run, plan, step, norms, log"),
-    "nested": (r"\Z", 200_000 * "[" + "\n", 13, "it is nested too deeply"),
-    "no steps": ('"steps": 1', '"steps": 0', 2, "steps must be a whole number from 1"),
-    "text": ('"loss": 1.0', '"loss": "low"', 3, "'loss' must be a number"),
+    "missing": ('"steps": 1, ', "", 2, "there is no steps"),
+    "steps": ('"steps": 1', '"steps": "1"', 2, "steps must be int, got '1'"),
+    "text": ('"loss": 1.0', '"loss": "low"', 3, "loss must be a number"),
     "route": (r'"routes": \[', '"routes": [5, ', 1, "there is no label"),
-    "detail": ('"detail": "', '"detail": 7, "x": "', 1, "detail must be text of at most 10000 characters"),
-    "flag": ('"is_compressed": true', '"is_compressed": 1', 1, "is_compressed must be true or false, got 1"),
-    "negative": ('"waiting_seconds": ', '"waiting_seconds": -', 2, "waiting_seconds must be a number from 0"),
+    "detail": ('"detail": "', '"detail": 7, "x": "', 1, "detail must be str, got 7"),
     "nan": ('"step_seconds": [^,]*', '"step_seconds": NaN', 2, "it has NaN, expected finite numbers"),
-    "infinite": ('"step_seconds": [^,]*', '"step_seconds": 1e999', 2, "a number from 0 to 1e+10, got inf"),
-    "larger": ('"loss": 1.0', f'"loss": {10**400}', 3, "must be a number from -1e+100 to 1e+100, got 1000"),
-    "digits": ('"messages": ', f'"messages": {5000 * "1"}', 2, "Exceeds the limit"),
-    "name": ('"loss"', f'"{20_000 * "x"}"', 3, "a name in log must be text of at most 10000 characters"),
 }
 
 
@@ -266,11 +260,7 @@ NO_RUN = "line 1 ends the reading: .*; give one that a Watch has written"
         (b"loss,step\n1,2\n", NO_RUN),
         (b"\xff\xfe\x00", NO_RUN),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', NO_RUN),
-        (
-            b'{"kind": "run", "step": 0, "format": 4, "name": null, "thinwire": "1", "unix_seconds": 1, '
-            b'"processes": true, "machines": 1, "process_rank": 0}\n',
-            "processes must be a whole number from 1 to 1048576, got True",
-        ),
+        (b'{"kind": "run", "step": 0, "format": 4, "name": null}\n', "there is no thinwire"),
     ],
 )
 def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Path) -> None:
@@ -278,22 +268,6 @@ def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Pa
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=told):
         read_run(path)
-
-
-def test_a_long_line_and_a_long_file_are_not_read_to_the_end(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched(path)
-    text = path.read_text()
-    monkeypatch.setattr(records, "MAX_BYTES", len(text) - 1)
-    run = read_run(path)
-    assert run.damage is not None
-    assert run.damage.endswith("bytes: give Watch a larger every_steps")
-    assert len(run.steps) == STEPS - 1
-    monkeypatch.undo()
-    monkeypatch.setattr(records, "MAX_LINE_BYTES", 20_000)
-    path.write_text(text.replace('"kind": "step"', f'"kind": "step", "more": "{20_000 * "x"}"'))
-    assert read_run(path).damage == "line 3 ends the reading: it is longer than 20,000 bytes"
 
 
 def test_lines_are_there_at_once_and_what_no_report_takes_is_null(path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build_app", "main"]
 
-CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+CLI_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
 COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
 
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Annotated, TypedDict
 
 from thinwire.channel import Collective
+from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
-from thinwire.json_records import MAX_PROCESSES, Count, Seconds, Whole, parsed, read_record
 
 VERSION = 1
-MAX_FILE_BYTES = 1 << 24
-MAX_TIMINGS, MAX_REPETITIONS, MAX_WIRE_FACTOR = 100, 1000, 1000
 TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")  # besides averagings
 # If the quartiles are this many medians apart, something else went on during the measurement.
 DOUBTFUL_SPREAD = 5
@@ -35,8 +32,8 @@ class Timing:
         seconds: Of each repetition, mean over the processes.
     """
 
-    message_bytes: Count
-    seconds: Annotated[list[Seconds], 1, MAX_REPETITIONS]
+    message_bytes: int
+    seconds: list[float]
 
     @property
     def median_seconds(self) -> float:
@@ -73,9 +70,9 @@ class PairTiming:
         seconds: One direction, the fastest of several.
     """
 
-    processes: tuple[Whole, Whole]
-    message_bytes: Count
-    seconds: Seconds
+    processes: tuple[int, int]
+    message_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -94,13 +91,13 @@ class Probe:
         hosts: Name of each process's machine, by rank; empty if not known.
     """
 
-    world_size: Annotated[int, 2, MAX_PROCESSES]
+    world_size: int
     backend: str
     device: str
-    timings: Annotated[list[Timing], 2, MAX_TIMINGS]
+    timings: list[Timing]
     pairs: list[PairTiming]
-    nodes: list[list[Whole]]
-    wire_factors: dict[Collective, Annotated[float, 1, MAX_WIRE_FACTOR]] = field(default_factory=dict)
+    nodes: list[list[int]]
+    wire_factors: dict[Collective, float] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
 
     @property
@@ -205,12 +202,7 @@ class Probe:
         """
         writes = "`thinwire probe --save`"
         try:
-            # Bounded: the path may be any file's, of any length.
-            with path.open("rb") as file:
-                read = file.read(MAX_FILE_BYTES + 1)
-            if len(read) > MAX_FILE_BYTES:
-                raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
-            return cls.from_json(read.decode())
+            return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             told = f"{path} can't be read: {error.strerror}; expected a file that {writes} has written"
             raise ConfigError(told) from error
@@ -224,24 +216,37 @@ class Probe:
         Raises:
             ValueError: It is none, or of a different version.
         """
-        plain = parsed(text)
-        version = read_record(_Versioned, plain)["version"]
-        if version != VERSION:
-            raise ValueError(f"version {version}, expected {VERSION}")
-        read = read_record(cls, plain)
-        # `average_seconds` divides by the difference of neighbours.
-        if any(small.message_bytes >= large.message_bytes for small, large in pairwise(read.timings)):
-            raise ValueError("timings must be of ascending message_bytes")
-        if any(one == other for one, other in (pair.processes for pair in read.pairs)):
-            raise ValueError("processes of a pair must be two, got one twice")
-        ranks = [rank for group in (*read.nodes, *(pair.processes for pair in read.pairs)) for rank in group]
-        if max(ranks, default=0) >= read.world_size:
-            raise ValueError(f"processes must be from 0 to {read.world_size - 1}, got {max(ranks)}")
+        plain = json.loads(text)
+        try:
+            if plain["version"] != VERSION:
+                raise ValueError(f"version {plain['version']}, expected {VERSION}")
+            plain["timings"] = [Timing(**timing) for timing in plain["timings"]]
+            plain["pairs"] = [
+                PairTiming(**pair | {"processes": tuple(pair["processes"])}) for pair in plain["pairs"]
+            ]
+            read = cls(**{known.name: plain[known.name] for known in fields(cls)})
+            read._check()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"a field is missing or of a wrong type: {error}") from error
         return read
 
-
-class _Versioned(TypedDict):
-    version: Whole
+    def _check(self) -> None:
+        """Refuse numbers that the properties can't compute with."""
+        whole_number("world_size", self.world_size, minimum=2)
+        for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
+            whole_number("a process", rank, minimum=0)
+        for message in (*self.timings, *self.pairs):
+            whole_number("message_bytes", message.message_bytes, minimum=1)
+        for seconds in chain(
+            *(timing.seconds for timing in self.timings), (pair.seconds for pair in self.pairs)
+        ):
+            number("seconds", seconds, minimum=0)
+        for factor in self.wire_factors.values():
+            number("wire_factors", factor, minimum=1)
+        # `average_seconds` divides by the difference of neighbours.
+        sizes = [timing.message_bytes for timing in self.timings if timing.seconds]
+        if len(sizes) < max(2, len(self.timings)) or sizes != sorted(set(sizes)):
+            raise ValueError("timings must be two or more, of ascending message_bytes, none without seconds")
 
 
 def ring_share(world_size: int) -> float:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import json
 import os
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from types import UnionType
+from typing import Any, NamedTuple, TypedDict, cast, get_args, get_origin, get_type_hints
 
 from thinwire.errors import ConfigError
-from thinwire.json_records import Amount, Count, Processes, Seconds, Whole, parsed, read_record, value_of
 
 FORMAT = 4  # of files; a reader refuses all others
-# Both bound what a reader holds in memory of a file that may come from anywhere.
-MAX_LINE_BYTES, MAX_BYTES = 1 << 24, 1 << 28
+# A foreign file may be one line of any length.
+MAX_LINE_BYTES = 1 << 24
 # A number that is logged may not have one of these names.
 RESERVED = ("kind", "step", "seconds")
 
@@ -29,29 +30,29 @@ class RouteRecord(TypedDict):
     label: str
     detail: str
     is_compressed: bool
-    gradient_bytes: Whole
-    message_bytes: Whole
+    gradient_bytes: int
+    message_bytes: int
 
 
 class RunRecord(TypedDict):
     """The start of training: what trains, and how many."""
 
-    kind: Literal["run"]
-    step: Whole
-    format: Count
+    kind: str
+    step: int
+    format: int
     name: str | None
     thinwire: str
     unix_seconds: float
-    processes: Processes
-    machines: Processes
-    process_rank: Whole
+    processes: int
+    machines: int
+    process_rank: int
 
 
 class PlanRecord(TypedDict):
     """How gradients travel from here on."""
 
-    kind: Literal["plan"]
-    step: Whole
+    kind: str
+    step: int
     algorithm: str
     routes: list[RouteRecord]
 
@@ -59,32 +60,32 @@ class PlanRecord(TypedDict):
 class Counted(TypedDict):
     """What `Stats` counts, as differences."""
 
-    messages: Amount
-    message_bytes: Amount
-    inside_bytes: Amount
-    gradient_bytes: Amount
-    arithmetic_seconds: Seconds
-    waiting_seconds: Seconds
-    exposed_seconds: Seconds
+    messages: float
+    message_bytes: float
+    inside_bytes: float
+    gradient_bytes: float
+    arithmetic_seconds: float
+    waiting_seconds: float
+    exposed_seconds: float
 
 
 class StepRecord(Counted):
     """What steps did together."""
 
-    kind: Literal["step"]
-    step: Whole
-    seconds: Seconds
-    step_seconds: Seconds
-    steps: Count
-    nonfinite_steps: Whole | None
-    compression_ratio: Amount
+    kind: str
+    step: int
+    seconds: float
+    step_seconds: float
+    steps: int
+    nonfinite_steps: int | None
+    compression_ratio: float
 
 
 class NormsRecord(TypedDict):
     """Errors and their norms, by route."""
 
-    kind: Literal["norms"]
-    step: Whole
+    kind: str
+    step: int
     relative_error: Numbers
     error_norm: Numbers
 
@@ -92,12 +93,30 @@ class NormsRecord(TypedDict):
 class LogRecord(TypedDict):
     """Numbers that the user logged; those come beside, under their names."""
 
-    kind: Literal["log"]
-    step: Whole
-    seconds: Seconds
+    kind: str
+    step: int
+    seconds: float
 
 
-KINDS = {"run": RunRecord, "plan": PlanRecord, "step": StepRecord, "norms": NormsRecord, "log": LogRecord}
+def _types_of(record: type) -> dict[str, tuple[type, ...]]:
+    """Return of what types each field of a record may be."""
+
+    def types(hint: Any) -> tuple[type, ...]:
+        if hint is float:
+            return int, float
+        return get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
+
+    return {name: types(hint) for name, hint in get_type_hints(record).items()}
+
+
+KINDS = {
+    "run": _types_of(RunRecord),
+    "plan": _types_of(PlanRecord),
+    "step": _types_of(StepRecord),
+    "norms": _types_of(NormsRecord),
+    "log": _types_of(LogRecord),
+}
+ROUTE = _types_of(RouteRecord)
 
 
 class Point(NamedTuple):
@@ -149,27 +168,23 @@ class Run:
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the file of a `Watch`, up to the first line that is damaged, or to 256 MiB.
-
-    Memory: about three times the file.
+    """Read the file of a `Watch`, up to the first line that is damaged.
 
     Raises:
         ConfigError: It can't be read, or its first line is not a `Watch`'s, or it has a different format.
     """
     path = Path(path)
-    run, shown = Run(path, printable(path.stem)), printable(path)
+    run = Run(path, path.stem)
     try:
         records = list(_undamaged(path, run))
     except OSError as error:
-        raise ConfigError(f"{shown} can't be read: {error.strerror}") from error
+        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
     if not records:
         why = run.damage or "it is empty"
-        raise ConfigError(f"{shown} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
-    # Every start is listed: training may have been resumed with a different version.
-    for version in (each["format"] for each in records if each["kind"] == "run"):
-        if version != FORMAT:
-            found = f"{shown} has format {version}, this Thinwire reads format {FORMAT}"
-            raise ConfigError(f"{found}; read it with the Thinwire that wrote it")
+        raise ConfigError(f"{path} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
+    if (version := records[0]["format"]) != FORMAT:
+        found = f"{path} has format {version}, this Thinwire reads format {FORMAT}"
+        raise ConfigError(f"{found}; read it with the Thinwire that wrote it")
     before_seconds = 0.0
     lists: dict[str, list[Any]] = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in without_undone(records):
@@ -199,53 +214,61 @@ def follow(path: Path) -> Iterator[list[Record]]:
                 # What follows the last newline is still being written; it is read once it is complete.
                 complete, newline, _ = file.read().rpartition(b"\n")
             position += len(complete) + len(newline)
-        records = map(record_of, complete.decode("utf-8", "replace").splitlines())
-        yield [record for record in records if record is not None]
+        yield list(map(checked_record, complete.splitlines()))
 
 
-def checked_record(line: str) -> Record:
-    """Return a line's record, with the fields that its kind has and no others."""
-    read = parsed(line)
-    kind = read.get("kind") if type(read) is dict else None
-    if type(kind) is not str or kind not in KINDS:
+def checked_record(line: bytes) -> Record:
+    """Return a line's record, if it has what its kind has, each of its type."""
+    record: Any = json.loads(line, parse_constant=_refuse)
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}")
-    record: Record = read_record(KINDS[kind], read)
-    if kind == "log":
-        record |= value_of(Numbers, kind, {key: read[key] for key in read if key not in RESERVED})
-    return record
+    _check(record, KINDS[kind])
+    if kind == "plan":
+        for route in record["routes"]:
+            _check(route, ROUTE)
+    elif kind == "norms":
+        _check_numbers(record["relative_error"])
+        _check_numbers(record["error_norm"])
+    elif kind == "log":
+        _check_numbers(record)
+    return cast(Record, record)
 
 
-def record_of(line: str) -> Record | None:
-    """Return a line's record; None if it is not one."""
-    try:
-        return checked_record(line)
-    except ValueError:
-        return None
+def _check(record: object, types: Mapping[str, tuple[type, ...]]) -> None:
+    for name, expected in types.items():
+        if not isinstance(record, dict) or name not in record:
+            raise ValueError(f"there is no {name}")
+        if not isinstance(record[name], expected):
+            names = " or ".join(each.__name__ for each in expected)
+            raise ValueError(f"{name} must be {names}, got {reprlib.repr(record[name])}")
 
 
-def printable(path: str | os.PathLike[str]) -> str:
-    """Return a file's name, whose bytes may be no text."""
-    return os.fspath(path).encode("utf-8", "replace").decode()
+def _check_numbers(values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if name != "kind" and not isinstance(value, int | float | None):
+            raise ValueError(f"{name} must be a number, got {reprlib.repr(value)}")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it has {constant}, expected finite numbers")
 
 
 def _undamaged(path: Path, run: Run) -> Iterator[Record]:
     """Yield the records of a file up to the first damage, and note that."""
-    process_rank, read_bytes = None, 0
+    process_rank = None
     with path.open("rb") as file:
         for number in count(start=1):
-            # Bounded: a file that is no watch's may be one line of any length.
             line = file.readline(MAX_LINE_BYTES)
-            read_bytes += len(line)
             if not line:
                 return
             try:
-                if read_bytes > MAX_BYTES:
-                    raise ValueError(f"it is beyond {MAX_BYTES:,} bytes: give Watch a larger every_steps")
-                if len(line) == MAX_LINE_BYTES:
-                    raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes")
                 if not line.endswith(b"\n"):
-                    raise ValueError("it is cut off")
-                record = checked_record(line.decode("utf-8", "replace"))
+                    is_long = len(line) == MAX_LINE_BYTES
+                    raise ValueError(
+                        f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_long else "it is cut off"
+                    )
+                record = checked_record(line)
                 if number == 1 and record["kind"] != "run":
                     raise ValueError("the first line must be of kind run")
                 own_rank = record.get("process_rank", process_rank)
@@ -262,31 +285,29 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
 
 def without_undone(records: list[Record]) -> list[Record]:
     """Return the records, less those of steps that training went back before and made again."""
-    # The places in the file at which training went back, and the steps that it went back to.
-    returns: list[tuple[int, int]] = []
-    start, last_step = None, math.inf
-    for index, record in enumerate(records):
+    kept: list[Record] = []
+    plan: list[Record] = []  # is written just before its step, which may be one that was made again
+    start: int | None = None  # where the records of a new start begin, until its first step
+    last_step = -1
+    for record in records:
+        if record["kind"] == "plan":
+            plan.append(record)
+            continue
         if record["kind"] == "run":
-            start = index
+            start, plan = len(kept), []
         elif record["kind"] == "step":
             # A new start may go on from a state that was saved before the last steps; and a training loop may
-            # load an earlier state. The plan of a step is written just before it.
+            # load an earlier state.
             if start is not None or record["step"] <= last_step:
-                has_plan = records[index - 1]["kind"] == "plan"
-                returns.append(
-                    (index - has_plan if start is None else start, record["step"] - record["steps"])
-                )
+                start = len(kept) if start is None else start
+                back_to = record["step"] - record["steps"]
+                before = [old for old in kept[:start] if old["kind"] == "run" or old["step"] <= back_to]
+                kept = before + kept[start:]
             start, last_step = None, record["step"]
-    kept: list[Record] = []
-    lowest = math.inf
-    for index in reversed(range(len(records))):
-        # A record goes if training went back before its step at any time after it was written. Seen from the
-        # end, those returns are the ones met so far, and the furthest of them decides.
-        while returns and returns[-1][0] > index:
-            lowest = min(lowest, returns.pop()[1])
-        if records[index]["kind"] == "run" or records[index]["step"] <= lowest:
-            kept.append(records[index])
-    return kept[::-1]
+            kept.extend(plan)
+            plan = []
+        kept.append(record)
+    return kept + plan
 
 
 def _add_plan(plans: list[PlanRecord], plan: PlanRecord) -> None:

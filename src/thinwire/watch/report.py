@@ -1,215 +1,159 @@
-"""Runs on one page of HTML: a summary, curves in the page's colours, and plans, filled into a template."""
+"""Runs on one page of HTML that needs nothing else: a table, curves and plans."""
 
 from __future__ import annotations
 
 import io
-import re
-import reprlib
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from importlib.resources import files
-from itertools import accumulate
+from html import escape
 from statistics import fmean, median
 from typing import Any
 
-import jinja2
 import matplotlib
+import numpy
 from matplotlib.figure import Figure
 
 from thinwire.errors import ConfigError
 from thinwire.plan import compression_ratio
 from thinwire.version import __version__
-from thinwire.watch.records import RESERVED, PlanRecord, Run, printable
+from thinwire.watch.records import PlanRecord, Run
 
 # A page is to be read, and drawing takes time.
-MAX_NAMES, MAX_PLANS = 12, 20
-HALF_NAME_LENGTH = 18
-WIDTH_INCHES, ROW_INCHES = 9.0, 2.9
-SMOOTHED_PARTS = 40
-# Matplotlib writes these; the page's style sheet says what they are, in light and dark.
-INK, RULE = "#010203", "#040506"
-COLORS = [f"#07{number:02x}09" for number in range(8)]
-VARIABLES = {INK: "--ink", RULE: "--rule"}
-VARIABLES |= {color: f"--series-{number}" for number, color in enumerate(COLORS)}
-STYLE: dict[Any, Any] = {
-    # Letters stay letters: the page's font draws them, and they can be found and selected.
-    "svg.fonttype": "none",
-    "font.size": 10,
-    # Names are the user's; two dollars in one are no formula.
-    "text.parse_math": False,
-    "axes.facecolor": "none",
-    "figure.facecolor": "none",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
-    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), RULE),
-}
-
-Line = Sequence[tuple[float, float]]
+MAX_NAMES, MAX_PLANS, MAX_POINTS = 12, 20, 200
+STYLE = """
+body { max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; font: 15px/1.5 sans-serif; color: #222; }
+section { overflow-x: auto; }
+svg { width: 100%; height: auto; min-width: 36rem; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .5rem; text-align: right; vertical-align: top; border-bottom: 1px solid #ddd; }
+:is(th, td):nth-child(-n+2) { min-width: 9rem; text-align: left; overflow-wrap: anywhere; }
+"""
 
 
 def report_page(runs: Sequence[Run]) -> str:
-    """Return one page of HTML that needs nothing else: no script, no network."""
+    """Return one page of HTML about runs: no script, no network."""
     if not runs:
         raise ConfigError("there are no runs to report on; give at least one file of a thinwire.Watch")
     for run in runs:
         if not run.steps:
-            damage = f": {run.damage}" if run.damage else ""
-            raise ConfigError(f"{printable(run.path)} has no step{damage}")
-    given = [run.name for run in runs]
-    runs = [
-        replace(run, name=f"{run.name} ({printable(run.path)})") if given.count(run.name) > 1 else run
-        for run in runs
+            raise ConfigError(f"{run.path} has no step" + (f": {run.damage}" if run.damage else ""))
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=f"{run.name} ({run.path})") for run in runs]
+    names = list(dict.fromkeys(name for run in runs for name in run.logged if run.points(name)))
+    notes, plans = [], []
+    if len(names) > MAX_NAMES:
+        notes.append(f"of {len(names)} names that were logged, the first {MAX_NAMES} are shown")
+    for run in runs:
+        notes += [f"{run.name}: {run.damage}"] if run.damage else []
+        if run.resumed:
+            notes.append(f"{run.name}: resumed {run.resumed}×; steps made twice are shown once")
+        for plan in run.plans[-MAX_PLANS:]:
+            title = escape(f"{run.name}, from step {plan['step']}: {plan['algorithm']}")
+            plans.append(f"<details><summary>{title}</summary>{_table(_routes(run, plan))}</details>")
+    parts = [
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        f"<title>Thinwire: {escape(', '.join(run.name for run in runs))}</title><style>{STYLE}</style>",
+        f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
+        *(f"<p>{escape(note)}.</p>" for note in notes),
+        _table([_summary(run, names[:MAX_NAMES]) for run in runs]),
+        _curves(runs, names[:MAX_NAMES]),
+        f"<h2>Plans</h2><p>The last {MAX_PLANS} of each run, with the errors that were last read.</p>",
+        *plans,
+        f"<p>Made by Thinwire {__version__}.</p></html>\n",
     ]
-    names = _logged_names(runs)[:MAX_NAMES]
-    template = files("thinwire.watch").joinpath("report.html.j2").read_text(encoding="utf-8")
-    # Escaped: names come from files, and a file may come from anywhere. Strict: what is missing is an error,
-    # not a blank.
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return environment.from_string(template).render(
-        runs=[_summary(run, number % len(COLORS), names) for number, run in enumerate(runs)],
-        names=names,
-        left_out=left_out(runs),
-        curves=_curves(runs, names),
-        # The last ones, by which the run ended.
-        plans=[
-            (run.name, plan["step"], plan["algorithm"], _routes(run, plan))
-            for run in runs
-            for plan in run.plans[-MAX_PLANS:]
-        ],
-        series=len(COLORS),
-        version=__version__,
-    )
+    return "\n".join(parts)
 
 
-def left_out(runs: Sequence[Run]) -> list[str]:
-    """Return what the page of these runs does not show, in words."""
-    sentences, num_names = [], len(_logged_names(runs))
-    if num_names > MAX_NAMES:
-        sentences.append(f"of {num_names} names that were logged, the first {MAX_NAMES} are shown")
-    for run in (each for each in runs if len(each.plans) > MAX_PLANS):
-        plans = f"{len(run.plans)} plans of {reprlib.repr(run.name)}"
-        sentences.append(f"of {plans}, the last {MAX_PLANS} are shown")
-    return sentences
+def _table(rows: Sequence[dict[str, str]]) -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row.values()) for row in rows]
+    filled = "".join(f"\n<tr>{line}</tr>" for line in [heads, *lines])
+    return f"<section><table>{filled}\n</table></section>"
 
 
-def _logged_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names with a number, in the order in which they were first logged."""
-    found = (name for run in runs for each in run.logs for name, value in each.items() if value is not None)
-    return [name for name in dict.fromkeys(found) if name not in RESERVED]
-
-
-def _summary(run: Run, color: int, names: Sequence[str]) -> dict[str, Any]:
+def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     steps, sent, inside, uncompressed = (
-        sum(each[name] for each in run.steps)
+        sum(record[name] for record in run.steps)
         for name in ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
     )
-    logged = {name: [point.value for point in run.points(name)] for name in names}
+    # A record may stand for several steps.
+    exposed, waiting, arithmetic = (
+        1e3 * median(record[name] / record["steps"] for record in run.steps)
+        for name in ("exposed_seconds", "waiting_seconds", "arithmetic_seconds")
+    )
     # With `host_check=False` the host does not learn of them; a sum of some would pass for all.
-    known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
+    known = [count for record in run.steps if (count := record["nonfinite_steps"]) is not None]
+    # The mean of the last twentieth.
+    values = {name: [point.value for point in run.points(name)] for name in names}
+    last = {
+        name: f"{fmean(found[-max(1, len(found) // 20) :]):.4g}" for name, found in values.items() if found
+    }
     machines = f" on {run.machines} machines" if run.machines < run.processes else ""
+    kept_inside = f", inside {inside / steps / 1e6:.3g}" if inside else ""
     return {
-        "color": color,
-        "name": run.name,
+        "run": run.name,
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
         "processes": f"{run.processes}{machines}",
-        "steps": run.steps[-1]["step"],
-        "nonfinite": sum(known) if len(known) == len(run.steps) else "not known",
-        "resumed": run.resumed,
-        "damage": run.damage,
-        "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
-        # A record may stand for several steps.
-        "parts_ms": [
-            1e3 * median(each[name] / each["steps"] for each in run.steps)
-            for name in ("exposed_seconds", "waiting_seconds", "arithmetic_seconds")
-        ],
-        "step_megabytes": sent / steps / 1e6,
-        "inside_megabytes": inside / steps / 1e6,
-        "compression_ratio": compression_ratio(uncompressed, sent),
-        # The mean of the last twentieth.
-        "last": {name: fmean(each[-max(1, len(each) // 20) :]) for name, each in logged.items() if each},
+        "steps": f"{run.steps[-1]['step']}",
+        "not finite": f"{sum(known)}" if len(known) == len(run.steps) else "not known",
+        **{name.replace("_", " "): last.get(name, "") for name in names},
+        "ms per step": f"{1e3 * median(record['step_seconds'] for record in run.steps):.1f}",
+        "ms exposed / waiting / arithmetic": f"{exposed:.1f} / {waiting:.1f} / {arithmetic:.1f}",
+        "MB per step": f"{sent / steps / 1e6:.3g}{kept_inside}",
+        "compression ratio": f"{compression_ratio(uncompressed, sent):.1f}",
     }
 
 
-def _routes(run: Run, plan: PlanRecord) -> list[dict[str, Any]]:
+def _routes(run: Run, plan: PlanRecord) -> list[dict[str, str]]:
     """Return a plan's lines, and as the last one their sum, as where a plan is printed."""
-    errors = run.norms[-1]["relative_error"] if run.norms else {}
-    total: dict[str, Any] = {"label": "total", "detail": "", "error": None}
+    read = run.norms[-1]["relative_error"].items() if run.norms else ()
+    errors = {label: f"{error:.3f}" for label, error in read if error is not None}
+    total: Any = {"label": "total", "detail": ""}
     for name in ("gradient_bytes", "message_bytes"):
-        total[name] = sum(each[name] for each in plan["routes"])
-    return [*({**each, "error": errors.get(each["label"])} for each in plan["routes"]), total]
+        total[name] = sum(route[name] for route in plan["routes"])
+    return [
+        {
+            "parameter": route["label"],
+            "travels as": route["detail"],
+            "bytes before": f"{route['gradient_bytes']:,}",
+            "bytes after": f"{route['message_bytes']:,}",
+            "relative error": errors.get(route["label"], ""),
+        }
+        for route in [*plan["routes"], total]
+    ]
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> str | None:
-    """Return what was logged under each name, and the relative error, as one SVG; None of nothing."""
-    panels = list(_panels(runs, names))
-    if not panels:
-        return None
-    rows = (len(panels) + 1) // 2
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
-        # pyplot would keep it, and look for a display.
-        figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * rows), layout="constrained")
-        for place, (name, across, lines) in enumerate(panels, start=1):
-            axes = figure.add_subplot(rows, 2, place)
-            for number, line in enumerate(lines):
-                at, values = [point[0] for point in line], [point[1] for point in line]
-                color = COLORS[number % len(COLORS)]
-                if len(line) > 2 * SMOOTHED_PARTS:
-                    # Smoothed lines hide how much single steps differ: these are faint.
-                    axes.plot(at, values, color=color, alpha=0.2, linewidth=0.8)
-                    axes.plot(at, _smoothed(values), color=color, linewidth=1.8)
-                else:
-                    axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
-            label = name.replace("_", " ")
-            if len(label) > 2 * HALF_NAME_LENGTH:
-                label = f"{label[:HALF_NAME_LENGTH]}…{label[-HALF_NAME_LENGTH:]}"
-            axes.set(xlabel=across, ylabel=label)
-        text = io.StringIO()
-        # Without the date: the same runs make the same page.
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    return _for_a_page(text.getvalue())
-
-
-def _panels(runs: Sequence[Run], names: Sequence[str]) -> Iterator[tuple[str, str, list[Line]]]:
-    """Yield the name of each panel, what it is drawn against, and the points of each run."""
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return what was logged under each name, and the relative error, as one SVG; "" of nothing."""
+    panels: list[tuple[str, str, list[Any]]] = []  # with the points of each run
     for name in names:
         points = [run.points(name) for run in runs]
         # A single number is in the table; a curve needs two.
         if any(len(line) > 1 for line in points):
-            yield name, "steps", [[(point.step, point.value) for point in line] for line in points]
-            yield name, "seconds", [[(point.seconds, point.value) for point in line] for line in points]
-    errors: list[Line] = []
-    for run in runs:
-        by_step = ((each["step"], each["relative_error"].values()) for each in run.norms)
-        known = ((step, [error for error in found if error is not None]) for step, found in by_step)
-        errors.append([(step, fmean(found)) for step, found in known if found])
-    if any(errors):
-        yield "relative error, mean of all layers", "steps", errors
-
-
-def _for_a_page(svg: str) -> str:
-    """Return an SVG without its own size and names, in the page's colours and letters."""
-    # Within HTML there is no XML declaration, and names must be the page's only ones.
-    svg = svg[svg.index("<svg") :]
-    for size in ("width", "height"):
-        svg = re.sub(rf'(<svg[^>]*?) {size}="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    # Matplotlib has measured with that font; the reader's machine may lack it.
-    svg = svg.replace("'DejaVu Sans', ", "")
-    for color, variable in VARIABLES.items():
-        svg = svg.replace(color, f"var({variable})")
-    return svg
-
-
-def _smoothed(values: Sequence[float]) -> list[float]:
-    """Return means over the last values."""
-    width = max(1, len(values) // SMOOTHED_PARTS)
-    # Running sums: one pass, however many points are averaged.
-    sums = [0.0, *accumulate(values)]
-    starts = [max(0, end - width) for end in range(1, len(sums))]
-    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
+            panels.append((name, "steps", [[(point.step, point.value) for point in line] for line in points]))
+            panels.append((name, "seconds", [[point[1:] for point in line] for line in points]))
+    errors = [
+        [(read["step"], numpy.array([*read["relative_error"].values()], float).mean()) for read in run.norms]
+        for run in runs
+    ]
+    panels += [("relative error, mean of all layers", "steps", errors)] if any(errors) else []
+    if not panels:
+        return ""
+    # Letters stay letters, for the browser to draw. Names are the user's: two dollars in one are no formula.
+    with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False, "axes.grid": True}):
+        rows = (len(panels) + 1) // 2
+        figure = Figure(figsize=(9, 2.9 * rows), layout="constrained")  # pyplot would look for a display
+        for place, (name, across, lines) in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, 2, place, xlabel=across, ylabel=name.replace("_", " ")[:40])
+            for run, line in zip(runs, lines, strict=True):
+                width = max(1, len(line) // MAX_POINTS)
+                # A long line shows means of `width` points each.
+                at, values = numpy.array(line[len(line) % width :]).reshape(-1, width, 2).mean(1).T
+                axes.plot(at, values, ".-", label=run.name)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left")
+        drawn = io.StringIO()
+        # Without the date: the same runs make the same page.
+        figure.savefig(drawn, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = drawn.getvalue()
+    # Within HTML there is no XML declaration.
+    return f"<h2>Curves</h2><section>{svg[svg.index('<svg') :]}</section>"

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
-from thinwire.json_records import MAX_NUMBER
 from thinwire.sync.stats import Stats
-from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, record_of
+from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, checked_record
+
+MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
 
 
 class Writer(Protocol):
@@ -51,9 +52,12 @@ class JSONLWriter:
             raise ConfigError(f"{path} can't be written: there is no folder {path.parent}; make it first")
         if path.is_file() and (size := path.stat().st_size) > 0:
             with path.open("r+b") as file:
-                # Look before anything is cut off. Bounded: a foreign file may be one line of any length.
-                first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
-                if first is None or first["kind"] != "run":
+                # Look before anything is cut off.
+                try:
+                    first = checked_record(file.readline(MAX_LINE_BYTES))
+                except ValueError:
+                    first = {"kind": "none of a watch's"}
+                if first["kind"] != "run":
                     raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")
                 if first["format"] != FORMAT:
                     found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
