@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from models import GPT2_SMALL, buckets_of
 from pages import markdown_table, page, save
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.limits import installed
-from thinwire.selfcheck.device import GPT2_SMALL, buckets_of
 from thinwire.sync import Engine, Settings, replay
 
 UNTIMED_STEPS, TIMED_STEPS = 5, 5

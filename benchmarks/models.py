@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.plan import ParameterSpec
+
 Shape: TypeAlias = tuple[int, ...]
+
+BUCKET_BYTES = 25 << 20  # as of DDP
+_BLOCK = {"c_attn": (768, 2304), "attn.c_proj": (768, 768), "c_fc": (768, 3072), "mlp.c_proj": (3072, 768)}
+GPT2_SMALL: Mapping[str, Shape] = {  # by name, but for its norms
+    "wte": (50257, 768),
+    "wpe": (1024, 768),
+    **{f"{layer}.{name}": shape for layer in range(12) for name, shape in _BLOCK.items()},
+    **{f"{layer}.{name}.bias": shape[-1:] for layer in range(12) for name, shape in _BLOCK.items()},
+}
+
+
+def buckets_of(
+    shapes: Mapping[str, Shape], dtype: torch.dtype = torch.float32
+) -> list[tuple[ParameterSpec, ...]]:
+    """The buckets that DDP would make."""
+    buckets: list[list[ParameterSpec]] = [[]]
+    # The backward pass makes the last layer's gradients first, so DDP fills its buckets from there.
+    for name, shape in reversed(list(shapes.items())):
+        if sum(spec.gradient_bytes for spec in buckets[-1]) >= BUCKET_BYTES:
+            buckets.append([])
+        buckets[-1].append(ParameterSpec.of(name, torch.empty(shape, dtype=dtype, device="meta")))
+    return [tuple(bucket) for bucket in buckets]
 
 
 def resnet18() -> Iterator[Shape]:

@@ -7,11 +7,8 @@ import io
 import json
 import os
 import sys
-import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from typing import Any
 from unittest.mock import patch
 
@@ -21,22 +18,15 @@ import torch.distributed as dist
 
 from launcher import run_job
 from pool import Pool
-from thinwire.channel import InProcessTransport
+from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
+from thinwire.cli.common import alone
 from thinwire.errors import CommunicationError, ConfigError
+from thinwire.kernels.triton import limits
+from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
-from thinwire.selfcheck.device import (
-    ALGORITHMS,
-    COPY,
-    MATRIX_RANKS,
-    NOT_BEGUN,
-    DevicePage,
-    Row,
-    measure,
-    new_page,
-    printed_once,
-)
+from thinwire.selfcheck.device import ALGORITHMS, RANKS, Row, measure
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -144,136 +134,72 @@ def _on_machines() -> tuple[tuple[int, int], list[str]]:
 
 
 def test_a_device_is_measured(pool2: Pool) -> None:
-    """On a small model; on the CPU nobody counts launches, waits and memory."""
-    for found, page in pool2.run(_measured):
-        assert found["setting"]["processes"] == "2"
-        assert found["copied_bytes_per_second"] > 0
-        for kernel in found["kernels"]:
-            assert 0 < max(value for name, value in kernel.items() if name != "matrix_rank") < 1e-5
-        assert [each["algorithm"] for each in found["steps"]] == list(ALGORITHMS)
-        assert all(each["milliseconds"] > 0 and each["launches"] is None for each in found["steps"])
-        assert json.loads(json.dumps(found)) == found
-        assert "| PowerSGD(matrix_rank=4) |" in page
+    for page in pool2.run(_measured):
+        assert [row["of"] for row in page["arithmetic"]] == [f"matrix rank {rank}" for rank in RANKS]
+        for row in page["arithmetic"]:
+            assert 0 < max(value for value in row.values() if isinstance(value, float)) < 1e-5
+        assert [row["of"] for row in page["steps"]] == [str(algorithm) for algorithm in ALGORITHMS]
+        assert all(isinstance(row["milliseconds"], float) for row in page["steps"])
+        assert page["failures"] == []
+        assert json.loads(json.dumps(page)) == page
 
 
-def _measured() -> tuple[dict[str, Any], str]:
-    bench, page = Bench(torch.device("cpu")), new_page("cpu")
-    measure(page, bench.device, bench.transport, SHAPES)
-    assert page.is_whole
-    return asdict(page), page.as_markdown()
+SMALL = [tuple(ParameterSpec.of(name, torch.empty(96, 48)) for name in ("up", "down"))]
 
 
-SHAPES = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
-PARTS = [*(f"arithmetic at matrix rank {each}" for each in MATRIX_RANKS), COPY, *ALGORITHMS]
+def _measured() -> dict[str, list[Row]]:
+    assert dist.get_world_size() == 2
+    return measure(Bench(torch.device("cpu")), SMALL)
 
 
-def measured_alone(told: list[str]) -> DevicePage:
-    page = new_page("cpu")
-    measure(page, torch.device("cpu"), InProcessTransport.group(1)[0], SHAPES, tell=told.append)
-    return page
+def measured_alone() -> dict[str, list[Row]]:
+    with alone():
+        return measure(Bench(torch.device("cpu")), SMALL)
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["a part", "the processes"])
-def test_what_fails_stands_on_the_page(monkeypatch: pytest.MonkeyPatch, is_alone: bool) -> None:
+def test_what_fails_stands_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_alone: bool
+) -> None:
     """What a part raises takes away that part alone, unless the processes have lost each other."""
-    told: list[str] = []
 
-    def step_cost(code: str, *rest: object) -> Row:
-        if code == "AllReduce()":
+    def step(bench: Bench, buckets: object, algorithm: Algorithm) -> Row:
+        if algorithm == AllReduce():
             raise CommunicationError("gone") if is_alone else RuntimeError("no such kernel\nat line 1")
-        monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
-        return {"algorithm": code}
+        return {"milliseconds": 0.0012}
 
-    monkeypatch.setattr(device_page, "_step_cost", step_cost)
-    page = measured_alone(told)
-    first, second, *others = ALGORITHMS
-    why = (
-        "left out, as the processes have lost each other" if is_alone else "left out, as the time is used up"
-    )
-    assert [each["matrix_rank"] for each in page.kernels] == list(MATRIX_RANKS)
-    assert [each["algorithm"] for each in page.steps] == ([] if is_alone else [second])
-    assert page.failures == {
-        first: "CommunicationError: gone" if is_alone else "RuntimeError: no such kernel"
-    }
-    assert page.not_run == dict.fromkeys([*([second] if is_alone else []), *others], why)
-    lines = page.as_markdown().splitlines()
-    assert f"- **failed**: {first}: {page.failures[first]}" in lines
-    assert f"- **not run**: {others[0]}: {why}" in lines
-    assert {f"measuring {first}", f"{first}: {page.failures[first]}"} <= set(told)
+    monkeypatch.setattr(device_page, "_step", step)
+    page = measured_alone()
+    why = "CommunicationError: gone" if is_alone else "RuntimeError: no such kernel"
+    others = [] if is_alone else [str(algorithm) for algorithm in ALGORITHMS[1:]]
+    assert len(page["arithmetic"]) == len(RANKS)
+    assert [row["of"] for row in page["steps"]] == others
+    assert page["failures"] == [{"of": "steps, AllReduce()", "why": why}]
+    assert f"steps of AllReduce() failed: {why}" in capsys.readouterr().err
+    lines = check._as_markdown(page, torch.device("cpu")).splitlines()
+    assert f"| steps, AllReduce() | {why} |" in lines
+    assert is_alone or "| PowerSGD(matrix_rank=4) | 1.2e-03 |" in lines
 
 
-def test_without_gradients_no_step_is_made_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def copied(*_: object) -> None:
-        raise MemoryError("too large")
-
-    monkeypatch.setattr(device_page, "_Copied", copied)
-    page = measured_alone([])
-    assert page.failures == {COPY: "MemoryError: too large"}
-    assert list(page.not_run) == list(ALGORITHMS)
-
-
-@pytest.mark.parametrize(
-    ("seconds_of_a_step", "timed_steps"), [(0.3, [5] * len(ALGORITHMS)), (15.0, [5, 1]), (100.0, [])]
-)
-def test_a_part_ends_between_two_of_its_steps_when_time_is_up(
-    monkeypatch: pytest.MonkeyPatch, seconds_of_a_step: float, timed_steps: list[int]
-) -> None:
-    now = 0.0
-
-    class Slow(device_page._Copied):
-        def copy(self) -> None:
-            nonlocal now
-            super().copy()
-            if hasattr(self, "seconds"):
-                now += seconds_of_a_step  # behind its own measurement, so of steps alone
-
-    monkeypatch.setattr(device_page, "_Copied", Slow)
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    page = measured_alone([])  # within 240 s
-    assert [each["timed_steps"] for each in page.steps] == timed_steps
-    assert page.is_whole == (len(timed_steps) == len(ALGORITHMS))
-    if not timed_steps:
-        assert "ended after 3 steps" in page.failures["AllReduce()"]
-        assert list(page.not_run) == list(ALGORITHMS)[1:]
-
-
-@pytest.mark.parametrize(
-    ("ends", "why"), [("hangs", "its time, 0 s, was over"), ("raises", "no GPU"), ("well", None)]
-)
-def test_a_page_is_printed_once_if_what_fills_it_hangs_or_raises(
-    ends: str, why: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page, is_printed = DevicePage({"torch": "2"}), threading.Event()
-
-    def rendered() -> str:
-        is_printed.set()
-        return json.dumps(asdict(page))
-
-    printed = printed_once(page, rendered, within_seconds=0.01 if ends == "hangs" else 600.0)
-    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), printed as print_page:
-        if ends == "raises":
-            raise ConfigError("no GPU")
-        assert ends == "well" or is_printed.wait(60)
-        print_page()
-    found = json.loads(capsys.readouterr().out)
-    assert found["setting"] == {"torch": "2"} | ({"ended by": why} if why else {})
+def test_the_page_says_why_tritons_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    for what, why in (
+        ("_why_not", "T4 has compute capability 7.5"),
+        ("_why_unusable", "it does not compile"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(limits, "_why_not", lambda device: None)
+            patched.setattr(limits, what, lambda *_, why=why: why)
+            shown = check._as_markdown({}, torch.device("cuda"))
+        assert f"- {why}: PyTorch's kernels serve, in several times as many launches" in shown
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("as_json", [True, False])
-def test_where_there_is_no_gpu_the_page_says_so(as_json: bool) -> None:
-    (run,) = run_job("thinwire", "check", "--device", "cuda", *(["--json"] if as_json else []), processes=1)
-    assert run.returncode == 2
-    assert "the job's device is cpu, got --device cuda; torch" in run.stderr
-    text = run.stdout if as_json else run.stdout.partition("```json\n")[2].removesuffix("```\n")
-    told = json.loads(text)
-    page = told["device"] if as_json else told
-    assert page["not_run"] == dict.fromkeys(PARTS, NOT_BEGUN)
-    assert page["setting"]["device"] == "cuda"
-    assert page["setting"]["ended by"].startswith("the job's device is cpu, got --device cuda; torch")
-    if not as_json:
-        assert run.stdout.startswith("\n- thinwire: ")
-        assert f"- **not run**: AllReduce(): {NOT_BEGUN}" in run.stdout
+def test_where_there_is_no_gpu_it_says_why_and_what_serves_instead() -> None:
+    (run,) = run_job("thinwire", "check", "--device", "cuda", processes=1)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("thinwire: --device cuda finds no GPU: ")
+    assert run.stderr.endswith("; --device cpu measures what serves instead\n")
 
 
 def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +214,7 @@ def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(check, "run_here", run_here)
     with pytest.raises(SystemExit):
-        check.check(**options, device="cuda")
+        check.check(**options, device="cpu")
     assert started == [1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -48,6 +49,10 @@ class Bench:
         """Note what was found, unless it holds."""
         if not holds:
             self.findings.append(found)
+
+    def say(self, what: str) -> None:
+        """Print something about this process at once."""
+        print(f"thinwire: process {self.transport.rank}: {what}", file=sys.stderr, flush=True)
 
     def gradient(self, step: int, process_rank: int | None = None) -> torch.Tensor:
         """Return a process's gradient in a step, flat, of all parameters; this one's by default."""

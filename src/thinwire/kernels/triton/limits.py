@@ -45,6 +45,11 @@ def reaches(device: torch.device) -> bool:
     return tell(why_not) if why_not else why_not is None
 
 
+def why_not(device: torch.device) -> str:
+    """Return why no kernel serves a device; "" if some do."""
+    return _why_not(device) or _why_unusable()
+
+
 # Asked for every group of every step, and a device does not change.
 @cache
 def _why_not(device: torch.device) -> str | None:
