@@ -224,7 +224,7 @@ DAMAGE = {
     "no object": (r"\Z", "[]\n", 13, "kind must be one of run, plan, step, norms, log"),
     "missing": ('"steps": 1, ', "", 2, "there is no steps"),
     "steps": ('"steps": 1', '"steps": "1"', 2, "steps must be int, got '1'"),
-    "text": ('"loss": 1.0', '"loss": "low"', 3, "loss must be a number"),
+    "text": ('"loss": 1.0', '"loss": "low"', 3, "loss must be int | float | None, got 'low'"),
     "route": (r'"routes": \[', '"routes": [5, ', 1, "there is no label"),
     "detail": ('"detail": "', '"detail": 7, "x": "', 1, "detail must be str, got 7"),
     "nan": ('"step_seconds": [^,]*', '"step_seconds": NaN', 2, "it has NaN, expected finite numbers"),
@@ -249,18 +249,18 @@ def test_a_damaged_file_is_read_up_to_the_damage(simulated: Simulation, damage: 
     assert 1 + len(run.plans) + len(run.steps) + len(run.logs) == lines
 
 
-NO_RUN = "line 1 ends the reading: .*; give one that a Watch has written"
+NO_RUN = r"is no file of a thinwire.Watch \(its first line: .*\); give a different path"
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
     [
         (None, "No such file"),
-        (b"", "it is empty; give one that a Watch has written"),
+        (b"", "it is empty"),
         (b"loss,step\n1,2\n", NO_RUN),
         (b"\xff\xfe\x00", NO_RUN),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', NO_RUN),
-        (b'{"kind": "run", "step": 0, "format": 4, "name": null}\n', "there is no thinwire"),
+        (b'{"kind": "run", "step": 0, "format": 4, "name": null}\n', "there is no processes"),
     ],
 )
 def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Path) -> None:
@@ -306,7 +306,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         (lambda: Watch(sync, path, every_steps=0), "every_steps must be"),
         (lambda: Watch(sync, print), r"make a thinwire.watch.MetricsWriter"),  # type: ignore[arg-type]
         (lambda: Watch(sync, tmp_path / "no" / "run.jsonl"), "there is no folder .*no; make it first"),
-        (lambda: Watch(sync, mine), r"is no file of a thinwire\.Watch; give a different path"),
+        (lambda: Watch(sync, mine), r"is no file of a thinwire\.Watch .*; give a different path"),
         (lambda: MetricsWriter(3), "log must be a function"),  # type: ignore[arg-type]
         (lambda: kept.log(loss=torch.ones(1)), r"give value.item\(\)"),
         (lambda: kept.log(loss=1.0, step=3), "log can't take step="),
@@ -394,9 +394,9 @@ def test_skips_that_the_host_does_not_see_are_not_known(path: Path) -> None:
 def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int, path: Path) -> None:
     simulated = watched(path)
     path.write_text(text := path.read_text().replace('"format": 4', f'"format": {version}'))
-    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire reads format 4; read"):
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire has format 4; give"):
         read_run(path)
-    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire writes format 4; give"):
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire has format 4; give"):
         Watch(simulated.syncs[0], path)
     assert path.read_text() == text
 

@@ -1,4 +1,4 @@
-"""The records of a watch: what each kind has, and how a file of them is read."""
+"""The records of a watch, and how a file of them is read; docs/watching.md says what each field is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, TypedDict, cast, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, NamedTuple
 
 from thinwire.errors import ConfigError
 
@@ -19,104 +18,25 @@ FORMAT = 4  # of files; a reader refuses all others
 MAX_LINE_BYTES = 1 << 24
 # A number that is logged may not have one of these names.
 RESERVED = ("kind", "step", "seconds")
+# Sums of `Stats`; a record has the differences.
+COUNTED = (
+    *("messages", "message_bytes", "inside_bytes", "gradient_bytes"),
+    *("arithmetic_seconds", "waiting_seconds", "exposed_seconds"),
+)
+# What is read of each kind. Numbers that the user logged come beside, under their names.
+FIELDS: dict[str, dict[str, Any]] = {
+    "run": {"format": int, "name": str | None, "processes": int, "machines": int, "process_rank": int},
+    "plan": {"step": int, "algorithm": str, "routes": list},
+    "step": {
+        **{"step": int, "steps": int, "nonfinite_steps": int | None},
+        **dict.fromkeys(("seconds", "step_seconds", "compression_ratio", *COUNTED), int | float),
+    },
+    "norms": {"step": int, "relative_error": dict, "error_norm": dict},
+    "log": {"step": int, "seconds": int | float},
+}
+ROUTE = {"label": str, "detail": str, "gradient_bytes": int, "message_bytes": int}
 
 Record = dict[str, Any]
-Numbers = dict[str, float | None]
-
-
-class RouteRecord(TypedDict):
-    """How a parameter travels; see `thinwire.plan.Route`."""
-
-    label: str
-    detail: str
-    is_compressed: bool
-    gradient_bytes: int
-    message_bytes: int
-
-
-class RunRecord(TypedDict):
-    """The start of training: what trains, and how many."""
-
-    kind: str
-    step: int
-    format: int
-    name: str | None
-    thinwire: str
-    unix_seconds: float
-    processes: int
-    machines: int
-    process_rank: int
-
-
-class PlanRecord(TypedDict):
-    """How gradients travel from here on."""
-
-    kind: str
-    step: int
-    algorithm: str
-    routes: list[RouteRecord]
-
-
-class Counted(TypedDict):
-    """What `Stats` counts, as differences."""
-
-    messages: float
-    message_bytes: float
-    inside_bytes: float
-    gradient_bytes: float
-    arithmetic_seconds: float
-    waiting_seconds: float
-    exposed_seconds: float
-
-
-class StepRecord(Counted):
-    """What steps did together."""
-
-    kind: str
-    step: int
-    seconds: float
-    step_seconds: float
-    steps: int
-    nonfinite_steps: int | None
-    compression_ratio: float
-
-
-class NormsRecord(TypedDict):
-    """Errors and their norms, by route."""
-
-    kind: str
-    step: int
-    relative_error: Numbers
-    error_norm: Numbers
-
-
-class LogRecord(TypedDict):
-    """Numbers that the user logged; those come beside, under their names."""
-
-    kind: str
-    step: int
-    seconds: float
-
-
-def _types_of(record: type) -> dict[str, tuple[type, ...]]:
-    """Return of what types each field of a record may be."""
-
-    def types(hint: Any) -> tuple[type, ...]:
-        if hint is float:
-            return int, float
-        return get_args(hint) if isinstance(hint, UnionType) else (get_origin(hint) or hint,)
-
-    return {name: types(hint) for name, hint in get_type_hints(record).items()}
-
-
-KINDS = {
-    "run": _types_of(RunRecord),
-    "plan": _types_of(PlanRecord),
-    "step": _types_of(StepRecord),
-    "norms": _types_of(NormsRecord),
-    "log": _types_of(LogRecord),
-}
-ROUTE = _types_of(RouteRecord)
 
 
 class Point(NamedTuple):
@@ -146,9 +66,9 @@ class Run:
 
     path: Path
     name: str
-    plans: list[PlanRecord] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
-    norms: list[NormsRecord] = field(default_factory=list)
+    plans: list[Record] = field(default_factory=list)
+    steps: list[Record] = field(default_factory=list)
+    norms: list[Record] = field(default_factory=list)
     logs: list[Record] = field(default_factory=list)
     processes: int = 1
     machines: int = 1
@@ -176,26 +96,22 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     run = Run(path, path.stem)
     try:
-        records = list(_undamaged(path, run))
+        with path.open("rb") as file:
+            first = first_record(path, file.readline(MAX_LINE_BYTES))
+            records = [first, *_undamaged(file, run, first["process_rank"])]
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}") from error
-    if not records:
-        why = run.damage or "it is empty"
-        raise ConfigError(f"{path} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
-    if (version := records[0]["format"]) != FORMAT:
-        found = f"{path} has format {version}, this Thinwire reads format {FORMAT}"
-        raise ConfigError(f"{found}; read it with the Thinwire that wrote it")
     before_seconds = 0.0
-    lists: dict[str, list[Any]] = {"step": run.steps, "norms": run.norms, "log": run.logs}
+    lists = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in without_undone(records):
         if record["kind"] == "run":
             run.name = record["name"] or run.name
             run.processes, run.machines = record["processes"], record["machines"]
             # Each start counts its seconds from 0; those of a run go on.
             before_seconds = run.steps[-1]["seconds"] if run.steps else 0.0
-            run.resumed += record is not records[0]
+            run.resumed += record is not first
         elif record["kind"] == "plan":
-            _add_plan(run.plans, cast(PlanRecord, record))
+            _add_plan(run.plans, record)
         else:
             if "seconds" in record:
                 record["seconds"] += before_seconds
@@ -217,70 +133,70 @@ def follow(path: Path) -> Iterator[list[Record]]:
         yield list(map(checked_record, complete.splitlines()))
 
 
+def first_record(path: Path, line: bytes) -> Record:
+    """Return the record of a file's first line, if a `Watch` of this format has written it."""
+    try:
+        first = checked_record(line)
+        if first["kind"] != "run":
+            raise ValueError("it must be of kind run")
+    except ValueError as error:
+        why = f"its first line: {error}" if line else "it is empty"
+        raise ConfigError(f"{path} is no file of a thinwire.Watch ({why}); give a different path") from error
+    if first["format"] != FORMAT:
+        found = f"{path} has format {first['format']}, this Thinwire has format {FORMAT}"
+        raise ConfigError(f"{found}; give a different path, or read it with the Thinwire that wrote it")
+    return first
+
+
 def checked_record(line: bytes) -> Record:
-    """Return a line's record, if it has what its kind has, each of its type."""
-    record: Any = json.loads(line, parse_constant=_refuse)
+    """Return a line's record, if it has what is read of its kind."""
+    record: Record = json.loads(line, parse_constant=_refuse)
     kind = record.get("kind") if isinstance(record, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}")
-    _check(record, KINDS[kind])
+    if not isinstance(kind, str) or kind not in FIELDS:
+        raise ValueError(f"kind must be one of {', '.join(FIELDS)}")
+    _check(record, FIELDS[kind])
     if kind == "plan":
         for route in record["routes"]:
             _check(route, ROUTE)
     elif kind == "norms":
-        _check_numbers(record["relative_error"])
-        _check_numbers(record["error_norm"])
+        for errors in (record["relative_error"], record["error_norm"]):
+            _check(errors, dict.fromkeys(errors, int | float | None))
     elif kind == "log":
-        _check_numbers(record)
-    return cast(Record, record)
+        _check(record, dict.fromkeys(record.keys() - RESERVED, int | float | None))
+    return record
 
 
-def _check(record: object, types: Mapping[str, tuple[type, ...]]) -> None:
+def _check(record: object, types: Mapping[str, Any]) -> None:
     for name, expected in types.items():
         if not isinstance(record, dict) or name not in record:
             raise ValueError(f"there is no {name}")
         if not isinstance(record[name], expected):
-            names = " or ".join(each.__name__ for each in expected)
-            raise ValueError(f"{name} must be {names}, got {reprlib.repr(record[name])}")
-
-
-def _check_numbers(values: Mapping[str, object]) -> None:
-    for name, value in values.items():
-        if name != "kind" and not isinstance(value, int | float | None):
-            raise ValueError(f"{name} must be a number, got {reprlib.repr(value)}")
+            words = expected.__name__ if isinstance(expected, type) else expected
+            raise ValueError(f"{name} must be {words}, got {reprlib.repr(record[name])}")
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"it has {constant}, expected finite numbers")
 
 
-def _undamaged(path: Path, run: Run) -> Iterator[Record]:
-    """Yield the records of a file up to the first damage, and note that."""
-    process_rank = None
-    with path.open("rb") as file:
-        for number in count(start=1):
-            line = file.readline(MAX_LINE_BYTES)
-            if not line:
-                return
-            try:
-                if not line.endswith(b"\n"):
-                    is_long = len(line) == MAX_LINE_BYTES
-                    raise ValueError(
-                        f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_long else "it is cut off"
-                    )
-                record = checked_record(line)
-                if number == 1 and record["kind"] != "run":
-                    raise ValueError("the first line must be of kind run")
-                own_rank = record.get("process_rank", process_rank)
-                process_rank = own_rank if process_rank is None else process_rank
-                # No one can take apart the steps of two processes that append to one file.
-                if own_rank != process_rank:
-                    both = f"it is of process {own_rank}, the first of process {process_rank}"
-                    raise ValueError(f"{both}: give each process its own file")
-            except ValueError as error:
-                run.damage = f"line {number} ends the reading: {error}"
-                return
-            yield record
+def _undamaged(file: BinaryIO, run: Run, process_rank: int) -> Iterator[Record]:
+    """Yield the records after the first line, up to the first damage, and note that."""
+    for number in count(start=2):
+        line = file.readline(MAX_LINE_BYTES)
+        if not line:
+            return
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("it is cut off")
+            record = checked_record(line)
+            # No one can take apart the steps of two processes that append to one file.
+            if (own_rank := record.get("process_rank", process_rank)) != process_rank:
+                both = f"it is of process {own_rank}, the first of process {process_rank}"
+                raise ValueError(f"{both}: give each process its own file")
+        except ValueError as error:
+            run.damage = f"line {number} ends the reading: {error}"
+            return
+        yield record
 
 
 def without_undone(records: list[Record]) -> list[Record]:
@@ -310,10 +226,10 @@ def without_undone(records: list[Record]) -> list[Record]:
     return kept + plan
 
 
-def _add_plan(plans: list[PlanRecord], plan: PlanRecord) -> None:
+def _add_plan(plans: list[Record], plan: Record) -> None:
     """Append a plan; but every start records its plan, perhaps the same one."""
 
-    def travels(plan: PlanRecord) -> tuple[object, object]:
+    def travels(plan: Record) -> tuple[object, object]:
         return plan["algorithm"], sorted((each["label"], each["detail"]) for each in plan["routes"])
 
     # Once DDP has rebuilt its buckets, rounding may move a few bytes from one parameter to the next: that is

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from thinwire.errors import ConfigError
 from thinwire.plan import compression_ratio
 from thinwire.version import __version__
-from thinwire.watch.records import PlanRecord, Run
+from thinwire.watch.records import Record, Run
 
 # A page is to be read, and drawing takes time.
 MAX_NAMES, MAX_PLANS, MAX_POINTS = 12, 20, 200
@@ -104,11 +104,11 @@ def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _routes(run: Run, plan: PlanRecord) -> list[dict[str, str]]:
+def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
     """Return a plan's lines, and as the last one their sum, as where a plan is printed."""
     read = run.norms[-1]["relative_error"].items() if run.norms else ()
     errors = {label: f"{error:.3f}" for label, error in read if error is not None}
-    total: Any = {"label": "total", "detail": ""}
+    total: Record = {"label": "total", "detail": ""}
     for name in ("gradient_bytes", "message_bytes"):
         total[name] = sum(route[name] for route in plan["routes"])
     return [

@@ -17,12 +17,11 @@ from thinwire.sync import GradientSync, Synced, engine_of, handle_of
 from thinwire.sync.handle import Counting
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch.records import FORMAT, RESERVED, Counted
+from thinwire.watch.records import COUNTED, FORMAT, RESERVED
 from thinwire.watch.writers import JSONLWriter, Writer
 
 logger = logging.getLogger(__name__)
 
-COUNTED = tuple(Counted.__annotations__)
 MIN_SAMPLES = 32  # a quarter of fewer is noise
 MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1

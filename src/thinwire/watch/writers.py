@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.sync.stats import Stats
-from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, checked_record
+from thinwire.watch.records import MAX_LINE_BYTES, RESERVED, first_record
 
 MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
 
@@ -53,15 +53,7 @@ class JSONLWriter:
         if path.is_file() and (size := path.stat().st_size) > 0:
             with path.open("r+b") as file:
                 # Look before anything is cut off.
-                try:
-                    first = checked_record(file.readline(MAX_LINE_BYTES))
-                except ValueError:
-                    first = {"kind": "none of a watch's"}
-                if first["kind"] != "run":
-                    raise ConfigError(f"{path} is no file of a thinwire.Watch; give a different path")
-                if first["format"] != FORMAT:
-                    found = f"{path} has format {first['format']}, this Thinwire writes format {FORMAT}"
-                    raise ConfigError(f"{found}; give a different path")
+                first_record(path, file.readline(MAX_LINE_BYTES))
                 # A killed process may have left half a line, and a record after it could not be read. Longer
                 # lines are not read, so the last newline lies within that many bytes.
                 start = max(0, size - MAX_LINE_BYTES)
@@ -71,7 +63,7 @@ class JSONLWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """See `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
+        """Write one line; a number that is not finite, or beyond 1e100, becomes null."""
         record = _readable({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(record) + "\n")
 
@@ -100,7 +92,7 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """See `Writer.write`: pass on steps, norms and what the user logs."""
+        """Pass on steps, norms and what the user logs."""
         if kind == "log":
             # `seconds` is for the file: loggers have their own clocks.
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
