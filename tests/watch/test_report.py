@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -177,11 +178,13 @@ def test_too_much_for_a_page_is_left_out_and_told(tmp_path: Path, monkeypatch: p
 def test_a_long_curve_is_drawn_by_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=21)
     monkeypatch.setattr(page_of_runs, "MAX_POINTS", 5)
-    drawn = list[list[float]]()
-    plot = Axes.plot
-    monkeypatch.setattr(
-        Axes, "plot", lambda axes, *line, **how: (drawn.append(line[1]), plot(axes, *line, **how))
-    )
+    drawn, plot = list[Any](), Axes.plot
+
+    def noting(axes: Axes, *line: Any, **how: Any) -> Any:
+        drawn.append(line[1])
+        return plot(axes, *line, **how)
+
+    monkeypatch.setattr(Axes, "plot", noting)
     report_page([read_run(path)])
     losses = [3 / step for step in range(2, 22)]  # 5 means of 4 each; the first one is left over
     assert drawn[0] == pytest.approx([sum(losses[at : at + 4]) / 4 for at in range(0, 20, 4)])

@@ -90,7 +90,7 @@ def check(
 def _why_no_gpu() -> str:
     """Return what torch says: there is no driver, it is too old, or torch is built without CUDA."""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
         return str(error).partition(". ")[0].strip()
     return "torch sees none"

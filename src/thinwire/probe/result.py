@@ -235,8 +235,9 @@ class Probe:
         whole_number("world_size", self.world_size, minimum=2)
         for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
             whole_number("a process", rank, minimum=0)
-        for message in (*self.timings, *self.pairs):
-            whole_number("message_bytes", message.message_bytes, minimum=1)
+        sizes = [timing.message_bytes for timing in self.timings if timing.seconds]
+        for message_bytes in chain(sizes, (pair.message_bytes for pair in self.pairs)):
+            whole_number("message_bytes", message_bytes, minimum=1)
         for seconds in chain(
             *(timing.seconds for timing in self.timings), (pair.seconds for pair in self.pairs)
         ):
@@ -244,7 +245,6 @@ class Probe:
         for factor in self.wire_factors.values():
             number("wire_factors", factor, minimum=1)
         # `average_seconds` divides by the difference of neighbours.
-        sizes = [timing.message_bytes for timing in self.timings if timing.seconds]
         if len(sizes) < max(2, len(self.timings)) or sizes != sorted(set(sizes)):
             raise ValueError("timings must be two or more, of ascending message_bytes, none without seconds")
 

@@ -28,10 +28,10 @@ Row = dict[str, str | float]
 
 def gpt2_small() -> list[tuple[ParameterSpec, ...]]:
     """Return a bucket of 28 MB for each layer's gradients but those of norms, and one for the embeddings'."""
-    layer = {"qkv": (2304, 768), "attention": (768, 768), "up": (3072, 768), "down": (768, 3072)}
+    layer = {"qkv": [2304, 768], "attention": [768, 768], "up": [3072, 768], "down": [768, 3072]}
     layer |= {f"{name}.bias": shape[:1] for name, shape in layer.items()}
     shapes = {f"{number}.{name}": shape for number in reversed(range(12)) for name, shape in layer.items()}
-    shapes |= {"positions": (1024, 768), "tokens": (50257, 768)}
+    shapes |= {"positions": [1024, 768], "tokens": [50257, 768]}
     specs = [ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
     return [tuple(specs[at : at + len(layer)]) for at in range(0, len(specs), len(layer))]
 
