@@ -176,7 +176,7 @@ def test_what_fails_stands_on_the_page(
     assert [row["of"] for row in page["steps"]] == others
     assert page["failures"] == [{"of": "steps, AllReduce()", "why": why}]
     assert f"steps of AllReduce() failed: {why}" in capsys.readouterr().err
-    lines = check._as_markdown(page, torch.device("cpu")).splitlines()
+    lines = check._tables(page).splitlines()
     assert f"| steps, AllReduce() | {why} |" in lines
     assert is_alone or "| PowerSGD(matrix_rank=4) | 1.2e-03 |" in lines
 
@@ -190,8 +190,8 @@ def test_the_page_says_why_tritons_kernels_do_not_serve(monkeypatch: pytest.Monk
         with monkeypatch.context() as patched:
             patched.setattr(limits, "_why_not", lambda device: None)
             patched.setattr(limits, what, lambda *_, why=why: why)
-            shown = check._as_markdown({}, torch.device("cuda"))
-        assert f"- {why}: PyTorch's kernels serve, in several times as many launches" in shown
+            told = check._served_by(torch.device("cuda"))
+        assert told.endswith(f"; {why}: PyTorch's kernels serve, in several times as many launches")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -199,7 +199,7 @@ def test_where_there_is_no_gpu_it_says_why_and_what_serves_instead() -> None:
     (run,) = run_job("thinwire", "check", "--device", "cuda", processes=1)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("thinwire: --device cuda finds no GPU: ")
-    assert run.stderr.endswith("; --device cpu measures what serves instead\n")
+    assert run.stderr.endswith("; the CPU serves, --device cpu measures it\n")
 
 
 def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def check(
         raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--device cuda finds no GPU: {_why_no_gpu()}; --device cpu measures what serves instead"
+            f"--device cuda finds no GPU: {_why_no_gpu()}; the CPU serves, --device cpu measures it"
         )
     if device is not None and "RANK" not in os.environ:
         processes = processes or 1  # who asks about a device need not have a job
@@ -63,28 +63,39 @@ def check(
         if device not in (None, own.type):
             instead = "leave out --backend gloo" if device == "cuda" else "give --backend gloo"
             raise ConfigError(f"the job's device is {own.type}, got --device {device}; {instead}")
-        bench = Bench(own)
-        prints = bench.transport.rank == 0
-        failures = _failures(bench, Console(stderr=True, quiet=as_json or not prints))
-        title = f"{bench.transport.size} processes, "
-        if bench.machines is not None:
-            title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
-        title += f"{dist.get_backend()}, {own.type}"
-        try:
-            if prints and not as_json:
-                lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in failures.items()]
-                # Before the device is measured: if it hangs there, this is what is known of it.
-                print("\n".join([f"thinwire check: {title}", *lines]), flush=True)
-            page = {} if device is None else measure(bench, gpt2_small())
-            if prints and (as_json or page):
-                print(_as_json(title, failures, page) if as_json else _as_markdown(page, own), flush=True)
-        finally:
-            # The others wait until all is printed: a launcher ends every process once one has failed.
-            gather_numbers([0.0], bench.transport, "waiting until all is printed")
+        is_well = _print_all(Bench(own), as_json=as_json, with_device=device is not None)
+        prints = dist.get_rank() == 0
     if prints:
         tell_without_numba()
-    if any(failures.values()) or page.get("failures"):
+    if not is_well:
         raise typer.Exit(1)
+
+
+def _print_all(bench: Bench, *, as_json: bool, with_device: bool) -> bool:
+    """Check, measure and print, on the first process; return whether all is well here. Collective."""
+    prints = bench.transport.rank == 0
+    failures = _failures(bench, Console(stderr=True, quiet=as_json or not prints))
+    title = f"{bench.transport.size} processes, "
+    if bench.machines is not None:
+        title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
+    title += f"{dist.get_backend()}, {bench.device.type}"
+    try:
+        if prints and not as_json:
+            lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in failures.items()]
+            # Before the device is measured: if it hangs there, this is what is known of it.
+            print("\n".join([f"thinwire check: {title}", *lines]), flush=True)
+        page = measure(bench, gpt2_small()) if with_device else {}
+        if prints and as_json:
+            failed = {name: count for name, count in failures.items() if count}
+            found = {"setting": title, "checks": len(failures), "failed_on_processes": failed}
+            device = {"device": {"served by": _served_by(bench.device), **page}} if page else {}
+            print(json.dumps({**found, **device}), flush=True)
+        elif prints and page:
+            print(f"\n- {_served_by(bench.device)}\n{_tables(page)}", flush=True)
+    finally:
+        # The others wait until all is printed: a launcher ends every process once one has failed.
+        gather_numbers([0.0], bench.transport, "waiting until all is printed")
+    return not (any(failures.values()) or page.get("failures"))
 
 
 def _why_no_gpu() -> str:
@@ -96,20 +107,20 @@ def _why_no_gpu() -> str:
     return "torch sees none"
 
 
-def _as_json(title: str, failures: dict[str, int], page: dict[str, list[Row]]) -> str:
-    failed = {name: count for name, count in failures.items() if count}
-    found = {"setting": title, "checks": len(failures), "failed_on_processes": failed}
-    return json.dumps({**found, "device": page} if page else found)
-
-
-def _as_markdown(page: dict[str, list[Row]], device: torch.device) -> str:
-    """Return a page to paste into an issue."""
+def _served_by(device: torch.device) -> str:
+    """Return a device's name, versions, and why slower kernels than Triton's serve it, if they do."""
     is_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
-    versions = f"thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
-    lines = ["", f"- {name}: {versions}"]
-    if is_cuda and (why := limits.why_not(device)):
-        lines.append(f"- {why}: PyTorch's kernels serve, in several times as many launches")
+    served = (
+        f"{name}: thinwire {__version__}, torch {torch.__version__}, Triton {limits.installed() or 'none'}"
+    )
+    why = limits.why_not(device) if is_cuda else ""
+    return f"{served}; {why}: PyTorch's kernels serve, in several times as many launches" if why else served
+
+
+def _tables(page: dict[str, list[Row]]) -> str:
+    """Return tables in Markdown, to paste into an issue."""
+    lines = []
     for rows in filter(None, page.values()):
         cells = [[_cell(value) for value in row.values()] for row in rows]
         table = [list(rows[0]), ["---"] * len(rows[0]), *cells]
