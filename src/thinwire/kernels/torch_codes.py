@@ -22,7 +22,7 @@ MAX_COMPARISONS = 3
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
     """Code a row for each block; if some are short, rows of a copy that is filled up with zeros."""
-    codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+    codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook, draws)
     return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
 
@@ -43,7 +43,7 @@ def averaged(item: Averaging) -> Coded:
         # Below four bits a zero decodes as a small number, which would count in the block's scale.
         if not blocks.are_whole:
             mean[some].masked_fill_(_behind(lengths[some], block), 0)
-    codes, scales = _encoded(mean, lengths, codebook, draws)
+    codes, scales = _encoded(mean, blocks, own, codebook, draws)
     if lost is not None:
         for some in _cached(mean):
             lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
@@ -135,15 +135,15 @@ def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
 
 
 def _encoded(
-    rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None
+    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook, draws: Draws | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of rows."""
+    """Return codes and scales of the rows of some blocks."""
     num_blocks, block = rows.shape
     size = packed_bytes(block, codebook.bits)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
-    levels = levels_of(codebook, dtype, rows.device)
+    levels, lengths = levels_of(codebook, dtype, rows.device), blocks.lengths(rows.device)[own]
     fits = codebook.statistic == "least squares"
     for some in _cached(rows):
         part = rows[some].to(dtype)
@@ -153,7 +153,11 @@ def _encoded(
         if fits or draws is None:
             places = _nearest(units, levels, codebook)
         if fits:
-            scale = _fitted(scale, units, _levels_at(places, levels, codebook), lengths[some])
+            coded = _levels_at(places, levels, codebook)
+            # Codes behind a short block stand for numbers that are not there.
+            if not blocks.are_whole:
+                coded.masked_fill_(_behind(lengths[some], block), 0)
+            scale = _fitted(scale, units, coded)
         if draws is not None:
             places = _drawn(_in_units(part, scale), draws.of(some), levels)
         codes[some], scales[some] = pack(places, codebook.bits), scale
@@ -194,12 +198,8 @@ def _in_units(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return rows * torch.where(wide > 0, 1 / wide, 0)[:, None]
 
 
-def _fitted(
-    scales: torch.Tensor, units: torch.Tensor, coded: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
+def _fitted(scales: torch.Tensor, units: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
     """Return the scale of each block with which the levels of its codes come nearest to it, in bf16."""
-    # Codes behind a short block stand for numbers that are not there.
-    coded = coded.masked_fill_(_behind(lengths, units.shape[1]), 0)
     factors = (units * coded).sum(1) / coded.square().sum(1)
     return _usable((scales.to(units.dtype) * factors).bfloat16())
 
