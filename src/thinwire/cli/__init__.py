@@ -68,7 +68,8 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
                 # Of click, or of typer's own copy of it: --hosts is no --loss.
                 if name := getattr(error, "option_name", ""):
                     offered = [each for parameter in self.params for each in parameter.opts]
-                    error.possibilities = get_close_matches(name, offered, cutoff=SPELLED_ALIKE)
+                    alike = get_close_matches(name, offered, cutoff=SPELLED_ALIKE)
+                    error.possibilities = alike  # type: ignore[attr-defined]
                 raise
 
     # Typer has its own way of showing exceptions; `main` says what an error looks like.
