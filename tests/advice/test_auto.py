@@ -119,7 +119,7 @@ def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
     assert not trial("exact", 0, ms, spread=60).differs_from(EXACT)
 
 
-def told_of(trials: list[Trial], optimizer: str = "SGD", **rules: float) -> str:
+def told_of(trials: list[Trial], optimizer: str = "SGD", **rules: Any) -> str:
     chooser = chooser_for(optimizer, 2, **rules)
     assert str(chooser) == "no choice yet"
     chooser.trials, chooser.chosen, chooser.is_choosing = (*trials,), choose(trials, 0.05), False

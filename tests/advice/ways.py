@@ -83,8 +83,8 @@ def advice_of(
     return Advice(
         tuple(ranked),
         careful[-1],
-        choose(ranked, 0.05, budget),
-        tuple(contenders(ranked, 0.05, budget)),
+        choose(ranked, 0.05, budget, compute_ms / 1000),
+        tuple(contenders(ranked, 0.05, budget, compute_ms / 1000)),
         1e8,
         compute_ms / 1000,
         0.05,

@@ -129,13 +129,14 @@ def advise(
     ranked = forecast.ranked()
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
-    best = choose(advisable, least_gain, budget_loss)
     compute_seconds, low_seconds, high_seconds = forecast.compute_seconds()
+    rules = least_gain, budget_loss, compute_seconds
+    best = choose(advisable, *rules)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == bench.baseline),
         best=best,
-        tied=tuple(contenders(advisable, least_gain, budget_loss)),
+        tied=tuple(contenders(advisable, *rules)),
         break_even_bits_per_second=forecast.break_even(
             {each.name for each in advisable if each.is_within(budget_loss)}, least_gain
         ),

@@ -211,25 +211,37 @@ def checked_gain(least_gain: object) -> float:
     return gain
 
 
-def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
+def choose(
+    found: Sequence[AnyPrediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
+) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
     Of the contenders it is what loses least; of equal losses what sends the most, that is, the most bits.
     """
     return min(
-        contenders(found, least_gain, budget_loss),
+        contenders(found, least_gain, budget_loss, compute_seconds),
         key=lambda each: (each.is_lossy and each.loss.order, each.loss.kind != "exact", -each.message_bytes),
     )
 
 
 def contenders(
-    found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf
+    found: Sequence[AnyPrediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
 ) -> list[AnyPrediction]:
     """Return the fastest within the budget (the first), and what is as fast as it, as far as can be told.
 
     Exact and 16-bit averaging lose nothing. What is rougher must win more than `least_gain` over both, and
-    for sure: quartiles do not overlap.
+    for sure: quartiles do not overlap. Where no averaging at all would win no more than that over exact
+    averaging, what seems faster is chance.
     """
+    exact = [each for each in found if each.loss.kind == "exact"]
+    if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
+        return exact
     careful = tied([each for each in found if not each.is_lossy], least_gain)
     rough = [each for each in worth(found, least_gain) if each.is_within(budget_loss)]
     return tied(rough, least_gain) if rough else careful

@@ -78,8 +78,8 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
 def new_auto(
     make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
 ) -> Auto:
-    """Return what chooses for a framework's run, which knows its steps (`math.inf`: no end)."""
-    if math.isfinite(total_steps):
+    """Return what chooses for a framework's run, which knows its steps (`math.inf`: not known)."""
+    if 0 < total_steps < math.inf:
         settings["total_steps"] = int(total_steps)
     # What the user has given comes first.
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
