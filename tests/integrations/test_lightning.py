@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import thinwire
-from accelerated import assert_chosen_alike
+from accelerated import assert_chosen_alike, assert_knows_its_steps
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
 from pool import Pool, in_each_process
@@ -213,7 +213,7 @@ def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
 
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
-    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    # What is chosen, the machine has to say.
     strategy = ThinwireStrategy(
         partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0), find_unused_parameters=False
     )
@@ -221,6 +221,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     assert strategy.auto is not None
     first = strategy.auto
     assert_chosen_alike(first)
+    assert_knows_its_steps(first)
     # A second fit of the same module goes on, and chooses again.
     with lightning_environment():
         trainer.fit_loop.max_epochs = 5

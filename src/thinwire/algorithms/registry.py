@@ -87,7 +87,15 @@ REGISTRY: tuple[Registered, ...] = (
         "quantize",
         Quantize,
         (
-            Variant("Quantize(bits=8)", Quantize(bits=8), 3e-2, is_checked=True, is_priced=True),
+            Variant(
+                "Quantize(bits=8)",
+                Quantize(bits=8),
+                3e-2,
+                is_checked=True,
+                is_priced=True,
+                loses_more_than="Cast(dtype='bf16')",
+                loses_less_than="Quantize(bits=4)",
+            ),
             Variant("Quantize(bits=4)", Quantize(bits=4), 0.3, is_checked=True, is_priced=True),
             Variant("Quantize(bits=2)", Quantize(bits=2), 0.7, is_checked=True, is_priced=True),
         ),

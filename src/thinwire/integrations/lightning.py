@@ -33,6 +33,7 @@ from thinwire.integrations.local import (
     checked_steps,
     makes_auto,
     makes_elastic,
+    new_auto,
     new_local,
 )
 from thinwire.localsgd.core import ModelAverager
@@ -191,7 +192,10 @@ class ThinwireStrategy(DDPStrategy):
             )
         if makes_auto(self.algorithm):
             # Done here, since loss gaps depend on the optimizer.
-            self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=self._scaler)
+            total_steps = trainer.estimated_stepping_batches
+            self.auto = new_auto(
+                self.algorithm, self.model, self.optimizers[0], total_steps, grad_scaler=self._scaler
+            )
             self._go_on_with(self.auto.sync)
         else:
             self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)

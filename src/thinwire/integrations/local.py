@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -72,6 +73,16 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
     while isinstance(given, partial):
         given = given.func
     return given is auto
+
+
+def new_auto(
+    make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
+) -> Auto:
+    """Return what chooses for a framework's run, which knows its steps (`math.inf`: not known)."""
+    if 0 < total_steps < math.inf:
+        settings["total_steps"] = int(total_steps)
+    # What the user has given comes first.
+    return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 
 def makes_elastic(given: object) -> bool:

@@ -33,6 +33,7 @@ from thinwire.integrations.local import (
     checked_steps,
     makes_auto,
     makes_elastic,
+    new_auto,
     new_local,
 )
 from thinwire.localsgd.core import ModelAverager
@@ -209,7 +210,8 @@ class ThinwireCallback(TrainerCallback):
                 options |= self._steps
                 self._sync = attach_model(model, self._algorithm, grad_scaler=scaler, **options)
             elif makes_auto(self._algorithm):
-                self.auto = self._algorithm(model, optimizer, grad_scaler=scaler, **options)
+                make, total_steps = self._algorithm, state.max_steps
+                self.auto = new_auto(make, model, optimizer, total_steps, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
         if folder is not None:

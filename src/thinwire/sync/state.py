@@ -245,7 +245,9 @@ def check_model(
     # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        words = f"the state is of a model with {_some(unknown)}, but this one trains {_some(missing)}"
+        differs = [f"this one does not train {_some(unknown)}"] if unknown else []
+        differs += [f"the state has no {_some(missing)}"] if missing else []
+        words = f"the state is of a different model: {', and '.join(differs)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, shape in here.items():
         if (saved := loaded.shapes.get(name, shape)) != shape:
@@ -303,5 +305,4 @@ def names_in(label: str) -> set[str]:
 def _some(names: Iterable[str]) -> str:
     """Return the first few names, to be shown."""
     listed = sorted(names)
-    shown = ", ".join(listed[:4]) or "nothing"
-    return shown + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
