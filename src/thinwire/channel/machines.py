@@ -40,13 +40,16 @@ class Machines:
 
     inside: Transport  # the processes of this machine; a process's rank in it is its place
     between: Transport  # those of the same place, one on each machine; the rank in it is the machine
+    rows: tuple[tuple[int, ...], ...] = ()  # the ranks on each machine
 
     @classmethod
     def in_process(cls, machines: int, processes: int) -> list[Machines]:
         """Return the groups of members of this process, machine by machine."""
         insides = [InProcessTransport.group(processes) for _ in range(machines)]
         betweens = [InProcessTransport.group(machines) for _ in range(processes)]
-        return [cls(insides[m][p], betweens[p][m]) for m in range(machines) for p in range(processes)]
+        places = [(machine, place) for machine in range(machines) for place in range(processes)]
+        rows = tuple(tuple(range(m * processes, (m + 1) * processes)) for m in range(machines))
+        return [cls(insides[m][p], betweens[p][m], rows) for m, p in places]
 
 
 def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
@@ -63,7 +66,8 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
     if not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1:
         groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
-        return Machines(*(ProcessGroupTransport(group, transport.gradient_device) for group in groups)), ""
+        transports = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
+        return Machines(*transports, tuple(map(tuple, rows))), ""
     return _grouped(transport, rows)
 
 
@@ -111,7 +115,8 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
             "of the job then, so each process sends by itself; pass machines= as a mesh of two "
             "dimensions, (machines, processes of each)"
         )
-    return Machines(*_new_groups(transport, rows, is_whole_job=is_whole_job)), ""
+    transports = _new_groups(transport, rows, is_whole_job=is_whole_job)
+    return Machines(*transports, tuple(map(tuple, rows))), ""
 
 
 def _new_groups(
