@@ -68,7 +68,8 @@ def checked_local(state: object) -> Mapping[str, Any]:
 def own_state(state: Mapping[str, Any], position: Position) -> Mapping[str, Any]:
     """Return the state of a process; refuse that of a different one."""
     own = checked_local(state)
-    # Of processes of one place each has the same factors; residuals are added up, whoever shares a machine.
+    # Processes of one place have the same in what is not local; what is local is added up, whoever shares a
+    # machine.
     if position_of(state)._replace(machines=None) != position._replace(machines=None):
         raise StateError(
             f"the state was saved by {position_of(state)}, and this is {position}; load each process's own "
