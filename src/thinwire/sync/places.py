@@ -85,7 +85,7 @@ class Division:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
         owners = {max(range(len(each)), key=lambda place: _length(each[place])) for each in known}
         bucket = hash(tuple(spec.name for spec in specs))
-        # DDP has one bucket in its first step, and others from then on: they must not all stay with its owner.
+        # DDP has one bucket in its first step, and others from then on: not all may stay with its owner.
         if len(owners) > 1 or bucket not in self._buckets:
             self._buckets.add(bucket)
             held = [sum(_length(ranges[place]) for ranges in known) for place in range(len(self._loads))]
