@@ -234,7 +234,9 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
 @in_each_process(2)
 @pytest.mark.parametrize("registers", ["nothing", "before", "behind"])
 def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tmp_path: Path) -> None:
-    def new(handler: DistributedDataParallelKwargs | None, count: int) -> tuple[Accelerator, Any, Counter]:
+    def new(
+        handler: DistributedDataParallelKwargs | None, count: int
+    ) -> tuple[Accelerator, tuple[nn.Module, Any], Counter]:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler] if handler is not None else [])
         counter = Counter(count)
         if registers == "before":

@@ -212,7 +212,7 @@ def damaged(state: Any, draw: random.Random) -> Any:
         else:
             inner[key] = damaged(state[key], draw)
         return inner if isinstance(state, dict) else tuple(inner.values())
-    others = [
+    others: list[Any] = [
         None,
         -1,
         7,

@@ -185,7 +185,8 @@ def test_whole_matrices_are_divided_evenly() -> None:
 def test_whole_buckets_are_divided_evenly_once_there_are_several() -> None:
     """DDP has one bucket in its first step, and smaller ones from the second on."""
     sim = machines(BatchedPowerSGD(), TOGETHER)
-    for step, model in enumerate([TOGETHER, LAYERS, LAYERS, TOGETHER, LAYERS]):
+    models: list[Buckets] = [TOGETHER, LAYERS, LAYERS, TOGETHER, LAYERS]
+    for step, model in enumerate(models):
         sim.buckets = list(model)
         assert sim.step(random_gradients(model, num_workers=4, seed=step))
         if step in (1, 2):

@@ -79,8 +79,8 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
     if not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1:
         groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
-        transports = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
-        return Machines(*transports, tuple(map(tuple, rows))), ""
+        inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
+        return Machines(inside, between, tuple(map(tuple, rows))), ""
     return _grouped(transport, rows)
 
 
@@ -128,8 +128,8 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
             "of the job then, so each process sends by itself; pass machines= as a mesh of two "
             "dimensions, (machines, processes of each)"
         )
-    transports = _new_groups(transport, rows, is_whole_job=is_whole_job)
-    return Machines(*transports, tuple(map(tuple, rows))), ""
+    inside, between = _new_groups(transport, rows, is_whole_job=is_whole_job)
+    return Machines(inside, between, tuple(map(tuple, rows))), ""
 
 
 def _new_groups(
@@ -202,15 +202,15 @@ def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[
         return [list(ranks)]
     # Four numbers are as long as the digest that `agree` gathers: a process in a different call has sent one,
     # and asks for words next.
-    on_machine = place.local * NUMBERS_BELOW + place.number + 1
-    everyone = gather_numbers([MAGIC, on_machine, place.machine, place.host], transport, PURPOSE)
+    both = place.local * NUMBERS_BELOW + place.number + 1
+    everyone = gather_numbers([MAGIC, both, place.machine, place.host], transport, PURPOSE)
     if any(said[0] != MAGIC for said in everyone):
         description = json.dumps({CALL: "attach()"}).encode()
         check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
     said = dict[int, _Place]()
-    for rank, (_, on_machine, machine, host) in zip(ranks, everyone, strict=True):
-        local, after = divmod(int(on_machine), NUMBERS_BELOW)
-        said[rank] = _Place(local, after - 1, int(machine), int(host))
+    for rank, numbers in zip(ranks, everyone, strict=True):
+        _, both, machine, host = map(int, numbers)
+        said[rank] = _Place(both // NUMBERS_BELOW, both % NUMBERS_BELOW - 1, machine, host)
     return _by_machine(said)
 
 
@@ -235,9 +235,10 @@ def _by_machine(said: Mapping[int, _Place]) -> list[list[int]]:
         elif machine < 0 and (found := _of_one_name(here, said)):
             machines += found
         elif machine < 0:
+            sizes = " or ".join(map(str, sorted({said[rank].local for rank in here})))
             wrong = (
-                f"{len(here)} processes, {here[:8]}, have one host name, and LOCAL_WORLD_SIZE is "
-                f"{first.local} on process {here[0]} and {said[unlike].local} on process {unlike}"
+                f"{len(here)} processes, {here[:8]}, have one host name, and by the launcher's variables a "
+                f"machine has {sizes} of them"
             )
             remedy = (
                 "give each machine a host name of its own, or set GROUP_RANK to the number of its machine "

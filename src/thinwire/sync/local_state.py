@@ -39,7 +39,8 @@ class Position(NamedTuple):
 
 def position_of(state: Mapping[str, Any]) -> Position:
     """Return which process has saved a state for itself."""
-    return Position(*(state[name] for name in NUMBERS), state.get(MACHINES))
+    member, members, place, places = (state[name] for name in NUMBERS)
+    return Position(member, members, place, places, state.get(MACHINES))
 
 
 def is_local(state: object) -> bool:
