@@ -172,7 +172,7 @@ def test_attach_gets_its_settings() -> None:
 
 @in_each_process(2)
 def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
-    """And as docs/migrating.md tells: its older checkpoint gets an empty state."""
+    """And its checkpoint is resumed with one; with an empty state that Thinwire 0.2 asked for, too."""
     with several_processes():
         handler = DistributedDataParallelKwargs()
         accelerator = new_accelerator(handler)
@@ -187,8 +187,7 @@ def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
     dist.barrier()
     with several_processes():
         handler, accelerator, trained = new_run()
-        with pytest.raises(Exception, match="custom checkpoints"):
-            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path))
         accelerator.save(handler.state_dict(), tmp_path / "custom_checkpoint_0.pkl")
         accelerator.wait_for_everyone()
         accelerator.load_state(str(tmp_path))
