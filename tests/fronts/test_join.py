@@ -21,6 +21,7 @@ from thinwire import AllReduce, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.fronts.common import counted, divide_by_contributors
+from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
@@ -44,7 +45,8 @@ def batch_of(step: int, process_rank: int) -> Tensor:
 
 def gradients_of(model: nn.Module, step: int, process_rank: int) -> list[Tensor]:
     model.zero_grad()
-    torch.autograd.backward(model(batch_of(step, process_rank)).square().mean())
+    batch = batch_of(step, process_rank).to(next(model.parameters()).dtype)
+    torch.autograd.backward(model(batch).square().mean())
     return [p.grad.double() for p in model.parameters() if p.grad is not None]
 
 
@@ -192,6 +194,32 @@ def test_four_processes_end_with_the_same_model(stock: bool, options: dict[str, 
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert sync.stats().compression_ratio > 1.5
     assert are_alike(after)
+
+
+@pytest.mark.parametrize("front", ["attach", "hook", "aggregator"])
+@in_each_process(4)
+def test_gradients_of_64_bits_are_divided_by_contributors_in_64_bits(front: str) -> None:
+    """By three of four: 4/3 has more than 24 bits."""
+    num_batches = (2, 2, 2, 0)
+    plain = copy.deepcopy(new_model().module).double()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    aggregator = AlgorithmAggregator(plain.parameters(), AllReduce())
+    if front == "attach":
+        thinwire.attach(model, AllReduce())
+    else:
+        model.register_comm_hook(None, hooks.allreduce_hook)
+    total = [torch.zeros_like(p) for p in plain.parameters()]
+    joined: Any = aggregator if front == "aggregator" else model
+    with thinwire.join(joined, divide_by_initial_world_size=False):
+        for step in range(num_batches[dist.get_rank()]):
+            if front == "aggregator":
+                means = aggregator.aggregate(gradients_of(plain, step, dist.get_rank()))
+            else:
+                means = gradients_of(model, step, dist.get_rank())
+            for each, mean in zip(total, means, strict=True):
+                each.add_(mean)
+    if dist.get_rank() == 0:
+        assert gap_of(total, true_sum(plain, num_batches, divide_by_initial=False)) < 1e-14
 
 
 @pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])

@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_attach_gets_its_settings() -> None:
 
 @in_each_process(2)
 def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
-    """And as docs/migrating.md tells: its older checkpoint gets an empty state."""
+    """And its checkpoint is resumed with one; with an empty state that Thinwire 0.2 asked for, too."""
     with several_processes():
         handler = DistributedDataParallelKwargs()
         accelerator = new_accelerator(handler)
@@ -186,8 +187,7 @@ def test_without_a_hook_ddp_averages(tmp_path: Path) -> None:
     dist.barrier()
     with several_processes():
         handler, accelerator, trained = new_run()
-        with pytest.raises(Exception, match="custom checkpoints"):
-            accelerator.load_state(str(tmp_path))
+        accelerator.load_state(str(tmp_path))
         accelerator.save(handler.state_dict(), tmp_path / "custom_checkpoint_0.pkl")
         accelerator.wait_for_everyone()
         accelerator.load_state(str(tmp_path))
@@ -228,6 +228,53 @@ def test_saved_by_all_and_resumed(tmp_path: Path) -> None:
             resumed = train(accelerator, *trained, range(4, 8))
             assert torch.equal(straight, resumed) == (not is_forgetful)
             assert handler.sync.stats().compression_ratio > 15
+
+
+@in_each_process(2)
+@pytest.mark.parametrize("registers", ["nothing", "before", "behind"])
+def test_a_run_that_began_without_thinwire_is_resumed_with_it(registers: str, tmp_path: Path) -> None:
+    def new(
+        handler: DistributedDataParallelKwargs | None, count: int
+    ) -> tuple[Accelerator, tuple[nn.Module, Any], Counter]:
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler] if handler is not None else [])
+        counter = Counter(count)
+        if registers == "before":
+            accelerator.register_for_checkpointing(counter)
+        trained = prepared(accelerator)
+        if registers == "behind":
+            accelerator.register_for_checkpointing(counter)
+        return accelerator, trained, counter
+
+    with several_processes():
+        accelerator, trained, _ = new(None, 7)
+        train(accelerator, *trained, range(4))
+        accelerator.save_state(str(tmp_path / "without"))
+        accelerator.wait_for_everyone()
+    for folder, is_warned in (("without", True), ("with", False)):
+        with several_processes(), patch("thinwire.integrations.accelerate.logger.warning") as warned:
+            handler = new_handler()
+            accelerator, trained, counter = new(handler, 0)
+            accelerator.load_state(str(tmp_path / folder))
+            assert counter.count == (0 if registers == "nothing" else 7)
+            assert handler.sync.steps == (0 if is_warned else 4)
+            train(accelerator, *trained, range(4, 8))
+            assert handler.sync.stats().compression_ratio > 15
+            accelerator.save_state(str(tmp_path / "with"))
+            accelerator.wait_for_everyone()
+        assert warned.called == is_warned
+
+
+class Counter:
+    """What a user registers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
 
 
 @in_each_process(2)

@@ -129,7 +129,9 @@ def test_a_checkpoint_is_resumed_and_so_is_one_made_without_thinwire(tmp_path: P
     file = str(tmp_path / "epoch=0.ckpt")
     for is_ours in (True, False):
         resuming = ThinwireStrategy(POWER)
-        _, resumed = fit(resuming, tmp_path, resume=file, callbacks=[ThinwireCallback()])
+        with patch("thinwire.integrations.lightning.logger.warning") as warned:
+            _, resumed = fit(resuming, tmp_path, resume=file, callbacks=[ThinwireCallback()])
+        assert warned.called != is_ours
         assert torch.equal(flat(straight), flat(resumed)) == is_ours
         assert agreed(resumed)
         assert resuming.sync.stats().steps == (12 if is_ours else 6)

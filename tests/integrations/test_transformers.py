@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -234,14 +235,37 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
 
 
 @in_each_process(2)
+def test_a_run_that_began_without_thinwire_is_resumed_with_it(tmp_path: Path) -> None:
+    with several_processes():
+        new_trainer(str(tmp_path), max_steps=3).train()
+    dist.barrier()
+    for algorithm in (ALGORITHM, thinwire.Quantize(bits=4), partial(thinwire.DiLoCo, every_steps=4)):
+        with several_processes(), patch("thinwire.integrations.transformers.logger.warning") as warned:
+            trainer = new_trainer(str(tmp_path), save_strategy="no")
+            callback = attach(trainer, algorithm)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            assert (callback.local or callback.sync).stats().compression_ratio > 5
+            assert (callback.local or callback.sync).steps == 3  # of six
+            assert agreed(model_of(trainer))
+        warned.assert_called_once()
+
+
+@in_each_process(2)
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Without our file; from a folder that is not the trainer's, or that has a different run's checkpoint."""
+    """With a part of our files; from a folder not the trainer's, or that has a different run's checkpoint."""
     for folder, steps in (("a", 1), ("b", 2)):
         with several_processes():
-            new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3).train()
+            trainer = new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3)
+            attach(trainer, ALGORITHM)
+            trainer.train()
             dist.barrier()
+    if dist.get_rank() == 0:
+        files = tmp_path / "a" / "checkpoint-3"
+        (files / "thinwire_0.pt").unlink()
+        (files / "thinwire_1.pt").rename(files / "thinwire_7.pt")
+    dist.barrier()
     for trained, attached, message in (
-        ("a", "a", r"has no thinwire_\*\.pt"),
+        ("a", "a", r"the states of all processes, of 2, got 1$"),
         ("b", "c", "checkpoint="),
         ("b", "a", "checkpoint="),
     ):

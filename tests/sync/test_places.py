@@ -182,6 +182,19 @@ def test_whole_matrices_are_divided_evenly() -> None:
         assert max(loads) <= most * sum(loads) / places
 
 
+def test_whole_buckets_are_divided_evenly_once_there_are_several() -> None:
+    """DDP has one bucket in its first step, and smaller ones from the second on."""
+    sim = machines(BatchedPowerSGD(), TOGETHER)
+    models: list[Buckets] = [TOGETHER, LAYERS, LAYERS, TOGETHER, LAYERS]
+    for step, model in enumerate(models):
+        sim.buckets = list(model)
+        assert sim.step(random_gradients(model, num_workers=4, seed=step))
+        if step in (1, 2):
+            shares = [engine.residual_bytes() for engine in sim.engines]
+            assert shares == [sum(shares) / 4] * 4
+    assert sim.syncs[0].stats().compression_ratio > 10
+
+
 def test_the_plan_says_who_sends_what() -> None:
     sim = machines(PowerSGD(matrix_rank=2), LAYERS)
     assert str(sim.syncs[3]).startswith(

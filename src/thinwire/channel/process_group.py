@@ -22,6 +22,7 @@ from thinwire.channel.direct import ASKED_AHEAD, HEAD_BYTES, Direct, Post, Sum, 
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
+from thinwire.tensors import accelerators
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | Direct | Sum]"
@@ -439,8 +440,9 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
         return None
     # The join context has asked already; to ask once more would send a message that no one shadows.
     (contributors,) = work.get_future().wait()
-    # Torch counts in its default type, in which 4/3 would be rounded if that is bf16.
-    return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
+    # Torch counts in its default type, in which 4/3 would be rounded; gradients may be of 64 bits.
+    exact = contributors.to(accelerators.widest_dtype(contributors.device))
+    return joinable.join_process_group.size() / exact  # type: ignore[no-any-return]
 
 
 def notify_of_step(joinable: Joinable) -> None:

@@ -56,8 +56,8 @@ def attach(
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
             gradients are averaged exactly inside each machine first; then each process averages a part of
             them by the algorithm, with the processes of its place on the other machines. So everything
-            leaves a machine once; see docs/machines.md. True finds it out from `LOCAL_WORLD_SIZE`, which
-            torchrun sets. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
+            leaves a machine once; see docs/machines.md. True finds it out from the variables of torchrun,
+            srun or mpirun. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
             dimensions, (machines, processes of each). With False each process sends by itself.
         grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
             what the loss of the step under way was multiplied by. Error memory is then kept in unscaled

@@ -64,7 +64,12 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
     Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
     """
     if parameters and parameters[0] in _scales:
-        flat.mul_(_scales[parameters[0]])
+        multiply(flat, _scales[parameters[0]])
+
+
+def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply gradients by a scale of one element, in place, in their type or in fp32 if that is wider."""
+    flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
 
 
 class Shadow(JoinHook):

@@ -17,6 +17,7 @@ from thinwire.fronts.common import counted, leave_join
 from thinwire.fronts.ddp import Switch
 from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync, engine_of
+from thinwire.tensors import accelerators
 
 
 @contextmanager
@@ -102,7 +103,7 @@ class _Counter(Joinable):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
         self._model = model
-        self.scale = torch.ones(1, dtype=torch.float32, device=model.device)
+        self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
 
     def count(self, *unused: Any) -> None:
         """Say, before each forward pass, that this process contributes, and learn how many do."""

@@ -16,7 +16,7 @@ from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.common import Shadow, new_engine, refuse_averaged_twice
+from thinwire.fronts.common import Shadow, multiply, new_engine, refuse_averaged_twice
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
@@ -94,7 +94,7 @@ class StepFront(Joinable):
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
             # Scale what goes in, not what comes out: the residual keeps one unit.
             if scale is not None and not self._divides_by_initial:
-                flat.mul_(scale)
+                multiply(flat, scale)
             # Views: the engine averages in place, so the means are in these tensors when it returns.
             for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
                 means[index] = self.in_layout(index, part)

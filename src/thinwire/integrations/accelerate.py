@@ -16,9 +16,12 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,6 +45,8 @@ except ImportError as error:
         "thinwire.integrations.accelerate needs accelerate 1.15 or later: "
         "pip install '.[accelerate]' in a clone of Thinwire"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs", "ParallelismConfig"]
 
@@ -124,6 +129,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     )
     strict: bool = field(default=True, init=False, repr=False, compare=False)
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
+    _place: int = field(default=0, init=False, repr=False, compare=False)  # among the registered objects
 
     def __post_init__(self) -> None:
         # Made to be checked: a bad setting is an error here, and not when the model is prepared.
@@ -183,8 +189,10 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         )
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
-            self._accelerator = accelerator
+            self._accelerator, self._place = accelerator, len(accelerator._custom_objects)
             accelerator.register_for_checkpointing(self)
+            accelerator.register_save_state_pre_hook(lambda *_: self._take_part())
+            accelerator.register_load_state_pre_hook(lambda _, folder: self._prepare_to_load(Path(folder)))
 
     def _calling_accelerator(self) -> Accelerator:
         """Return the Accelerator: its handler is given the model only, but it is one of the callers."""
@@ -198,6 +206,31 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         who = "accelerator.prepare(model), of the Accelerator that has this handler"
         own = "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
         raise AttachError(f"register_comm_hook is called by {who}; {own}")
+
+    def _take_part(self) -> None:
+        """Be among what the Accelerator saves and loads, at the place of registering."""
+        objects = self._accelerator._custom_objects if self._accelerator is not None else [self]
+        if not any(each is self for each in objects):
+            objects.insert(self._place, self)
+
+    def _prepare_to_load(self, folder: Path) -> None:
+        """Stand back if a checkpoint was saved without this handler: Accelerate counts its files."""
+        self._take_part()
+        assert self._accelerator is not None
+        objects = self._accelerator._custom_objects
+        if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(objects) - 1:
+            return
+        try:
+            own = torch.load(folder / f"custom_checkpoint_{self._place}.pkl", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, UnpicklingError):  # there is none, or it is of an object of the user's
+            own = None
+        if not isinstance(own, Mapping) or own.keys() != {"models"}:
+            logger.warning(
+                "%s was saved without Thinwire: training goes on from it, with nothing remembered of the "
+                "steps before",
+                folder,
+            )
+            del objects[self._place]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.

@@ -12,6 +12,7 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, TypeAlias
 
 import torch
@@ -58,6 +59,8 @@ except ImportError as error:
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
             "pip install '.[lightning]' in a clone of Thinwire"
         ) from error
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "AllGatherGrad",
@@ -286,9 +289,9 @@ class ThinwireCallback(Callback):
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
     record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
-    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. If models
-    are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:
-    momentum of the others is lost.
+    `strict_loading = False`. From a checkpoint that was made without Thinwire training goes on with an empty
+    residual, and a warning. If models are averaged, a checkpoint has the averaged model, and the optimizer
+    of process 0, as Lightning saves it: momentum of the others is lost.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
@@ -394,6 +397,11 @@ class ThinwireCallback(Callback):
     ) -> None:
         """See `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
+        if self._loaded is None and trainer.state.fn == TrainerFn.FITTING:
+            logger.warning(
+                "the checkpoint was saved without Thinwire: training goes on from it, with nothing "
+                "remembered of the steps before"
+            )
 
 
 def _remembering(trainer: Trainer) -> Remembering:

@@ -13,6 +13,7 @@ remembered goes into the Trainer's checkpoints, and compression shows in its log
 from __future__ import annotations
 
 import json
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,8 @@ except ImportError as error:
         "thinwire.integrations.transformers needs transformers 5 or later and accelerate: "
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["STATE_NAME", "ThinwireCallback", "attach"]
 
@@ -152,7 +155,8 @@ class ThinwireCallback(TrainerCallback):
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
     training. A checkpoint has one more file of each process, `thinwire_0.pt` and so on, since a file of all
     would cost a message at each save (see `thinwire.checkpoint.save_local`); for averaged models one of all,
-    `thinwire.pt`. Any number of processes resumes from them.
+    `thinwire.pt`. Any number of processes resumes from them. From a checkpoint that was saved without
+    Thinwire training goes on with an empty residual, and a warning.
     """
 
     def __init__(
@@ -274,7 +278,8 @@ class ThinwireCallback(TrainerCallback):
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
 
-    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """Return the checkpoint's folder; None if it was saved without Thinwire."""
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
         # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
@@ -283,10 +288,13 @@ class ThinwireCallback(TrainerCallback):
             raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
         files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
-            raise StateError(
-                f"{folder} has no {files}: it was saved without Thinwire, or not to its end; resume from a "
-                "different one, or start again from its weights: Model.from_pretrained(folder)"
+            logger.warning(
+                "%s has no %s, so it was saved without Thinwire: training goes on from it, with nothing "
+                "remembered of the steps before",
+                folder,
+                files,
             )
+            return None
         return folder
 
 

@@ -13,7 +13,7 @@ import torch
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Machines, Metered, Traffic, Transport, agree
-from thinwire.errors import NonfiniteError, StateError, StepError
+from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
@@ -22,7 +22,7 @@ from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, checked_state, fitting, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, combine, fitting, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
@@ -329,7 +329,11 @@ class Engine(Lanes):
                 if self.places is not None:
                     specs = self.places.held_parts(specs)
                 average_local(self.memory, specs, self.device, self.between, purpose)
-                self.differing.clear()
+            if self.unclaimed_of != "all":
+                self.add_up_unclaimed()
+                combine(self.unclaimed, self.between, "mean", purpose, names=self.differing)
+                self.unclaimed_of = "all"
+            self.differing.clear()
             if self.places is None:
                 return self._packed(self.memory, self.unclaimed)
             unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items()}
@@ -339,19 +343,21 @@ class Engine(Lanes):
         """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
         places, common = self.places, self.common_state()
-        if places is not None and any(self.unclaimed.values()):
-            raise StateError("what was loaded is not divided before the first step; make a step, then save")
         with full_precision(torch.device("cpu")):
             self._drop_unsaved()
-            own = self._packed(self.memory, self.unclaimed)
-            if places is not None:
-                own = places.whole_state(own, self.known_specs, {}, of_all=False)
+            if places is None:
+                own = self._packed(self.memory, self.unclaimed)
+            else:
+                # The processes of a machine are added up: what all of them have loaded is saved by one.
+                is_saved_here = self.unclaimed_of == "process" or places.inside.rank == 0
+                unclaimed = {slot.name: each for slot, each in self.unclaimed.items() if is_saved_here}
+                own = self._packed(self.memory, {})
+                own = places.whole_state(own, self.known_specs, unclaimed, of_all=False)
                 common = self._packed(Memory(self.memory.step), {})  # they remember different parts
         return with_checksum(
             {
                 "own": own,
                 **self.position._asdict(),
-                "place": 0 if places is None else places.inside.rank,
                 "differing": tuple(sorted(self.differing)),
                 "common": common["checksum"],
             }
@@ -382,8 +388,8 @@ class Engine(Lanes):
     @property
     def position(self) -> Position:
         """Which process this is."""
-        places = 1 if self.places is None else self.places.inside.size
-        return Position(self.transport.rank, self.transport.size, places)
+        place, places = (0, 1) if self.places is None else (self.places.inside.rank, self.places.inside.size)
+        return Position(self.transport.rank, self.transport.size, place, places, self.machines)
 
     def load_local(self, state: Mapping[str, Any], position: Position, *, strict: bool = True) -> None:
         """Go on from what a process has saved for itself, if it is this one."""
@@ -391,7 +397,7 @@ class Engine(Lanes):
         loaded = self.check_state_dict(own, strict=strict)
         # All members compare what is the same in their files.
         self.load(loaded._replace(checksum=state["common"]))
-        self.differing = set(state["differing"])
+        self.differing, self.unclaimed_of = set(state["differing"]), "process"
 
     def load(self, loaded: LoadedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it.
@@ -403,6 +409,7 @@ class Engine(Lanes):
         self.memory = Memory(loaded.step, {s: each for s, each in slots.items() if not s.is_elementwise})
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
+        self.unclaimed_of = "all"
         if self.places is not None:
             self.places.forget()
         self.may_remember = True

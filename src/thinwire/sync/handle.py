@@ -106,8 +106,9 @@ class GradientSync:
 
         Call it on all processes after the same step, and let each save its own
         (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
-        `load_state_dict`, and goes on to the bit. On any other number, load `thinwire.checkpoint.merge` of
-        all of them on every process: the mean residual is kept.
+        `load_state_dict`, with any algorithm and any buckets, and with the same ones goes on to the bit. On
+        any other number or layout, load `thinwire.checkpoint.merge` of all of them on every process: the
+        mean residual is kept. (`thinwire.checkpoint.load_local` does the one or the other.)
 
         Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
 
@@ -116,7 +117,6 @@ class GradientSync:
 
         Raises:
             StepError: A step is under way.
-            StateError: A state was loaded on machines of several processes, and there was no step since.
         """
         return self._engine.local_state_dict()
 

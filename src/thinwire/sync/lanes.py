@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
 from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, in_memory_order
+from thinwire.sync.state import LoadedState, check_model, combine, in_memory_order
 from thinwire.version import __version__
 
 
@@ -68,6 +68,7 @@ class Lanes:
         self.places = None if machines is None else Places(machines.inside)
         # With whom this process averages: all, or those of its place on the other machines.
         self.between = transport if machines is None else machines.between
+        self.machines = None if machines is None else machines.rows
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
         self.memory, self.replays = Memory(), Replays()
@@ -80,6 +81,8 @@ class Lanes:
         self.num_parts = max(1, len(parts))  # that are averaged in separate steps
         # Loaded and not in memory yet, by slot and parameter, in the parameter's shape.
         self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
+        # Of whom it is: of all as a mean, of each machine, or of each process, of which a machine has a sum.
+        self.unclaimed_of: Literal["all", "machine", "process"] = "all"
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self._open: dict[Specs, Lane] = {}
@@ -253,6 +256,8 @@ class Lanes:
         # only some come here, it ends in a timeout that says what to look for.
         if new and not is_agreed:
             self._compare(list(new))
+        if new:
+            self.add_up_unclaimed()
         for specs, plan in new.items():
             self._open_one(specs, plan, buckets[specs])
         return {specs: self._open[specs] for specs in buckets}
@@ -275,6 +280,12 @@ class Lanes:
         if warning and self._unchecked is not None:
             warnings.warn(warning, stacklevel=6)
         self._open[specs] = Lane(specs, plan, parts, machine_bytes)
+
+    def add_up_unclaimed(self) -> None:
+        """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
+        if self.places is not None and self.unclaimed_of == "process":
+            combine(self.unclaimed, self.places.inside, "sum", "adding up what a machine has loaded")
+            self.unclaimed_of = "machine"
 
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -71,6 +71,42 @@ def average_local(
                 tensors[spec.name].copy_(mean)
             else:
                 tensors[spec.name] = mean.to(device, copy=True)
+
+
+def combine(
+    loaded: dict[Slot, dict[str, torch.Tensor]],
+    transport: Transport,
+    operation: Literal["sum", "mean"],
+    purpose: str,
+    *,
+    names: Set[str] | None = None,
+) -> None:
+    """Replace what processes have loaded, each its own, by the sum or mean of all. Collective.
+
+    Some may have none of a parameter. With `names` only what is local to processes is combined, of those.
+
+    Cost: a gather of names and shapes, and a message for each tensor; a second copy until all have come.
+    """
+    own = [
+        (slot.name, slot.is_local, name, str(tensor.dtype).removeprefix("torch."), *tensor.shape)
+        for slot, tensors in loaded.items()
+        for name, tensor in tensors.items()
+        if names is None or (slot.is_local and name in names)
+    ]
+    said = gather_bytes(json.dumps(own).encode(), transport, f"{purpose}, who has loaded what")
+    slots, combined = {slot.name: slot for slot in loaded}, list[tuple[Slot, str, torch.Tensor]]()
+    for kind, is_local, name, dtype, *shape in sorted(
+        {tuple(one) for each in said for one in json.loads(each)}
+    ):
+        slot = slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))
+        tensor = loaded.get(slot, {}).get(name, torch.zeros(()).expand(shape))
+        there = tensor.to(transport.control_device, getattr(torch, dtype), copy=True).contiguous()
+        if there.numel():
+            transport.all_reduce(there, f"{purpose}, {kind} of {name}", operation=operation).wait()
+        combined.append((slot, name, there.cpu()))
+    # Only when all have come: if one fails, all is as it was.
+    for slot, name, tensor in combined:
+        loaded.setdefault(slot, {})[name] = tensor
 
 
 def packed_state(
@@ -153,8 +189,8 @@ def checked_state(
     # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
     # is made before it is in order.
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
-    tensors = {slot: _pairs(state, slot.name, *NUMBERS) for slot in _slots(state, known)}
-    shapes = {name: tuple(sizes) for name, sizes in _pairs(state, "parameters", *SHAPES).items()}
+    tensors = {slot: pairs_of(state, slot.name, *NUMBERS) for slot in _slots(state, known)}
+    shapes = {name: tuple(sizes) for name, sizes in pairs_of(state, "parameters", *SHAPES).items()}
     for key in ("algorithm", "checksum"):
         if not isinstance(state[key], str | None):
             raise StateError(f"{key} must be text, got {shown_kind(state[key])}")
@@ -177,7 +213,7 @@ def checked_state(
 def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
     """Return what the tensors of a state are of."""
     slots = []
-    for name, (is_local, is_elementwise) in _pairs(state, "slots", *FLAGS).items():
+    for name, (is_local, is_elementwise) in pairs_of(state, "slots", *FLAGS).items():
         # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         slots.append(known.get(name, slot))
@@ -202,7 +238,9 @@ SHAPES: Expected = "shapes", lambda value: _is_list_of(int, value) and min(value
 FLAGS: Expected = "two flags", lambda value: _is_list_of(bool, value) and len(value) == 2
 
 
-def _pairs(state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
+def pairs_of(
+    state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]
+) -> dict[str, Any]:
     """Return the values under a key by name, if they are what is expected."""
     pairs, wrong = state[key], ""
     if not isinstance(pairs, list | tuple):

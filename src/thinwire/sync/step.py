@@ -62,7 +62,9 @@ class Step:
         self._used: list[torch.Tensor] = []
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
         # has no residual, a later one may.
-        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
+        # Of parts that were loaded a different process may get some.
+        is_in_parts = engine.places is not None and engine.unclaimed_of == "process"
+        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR) or is_in_parts)
         means_unused = has_residual or engine.algorithm.mixes_parameters
         self._finds_unused = engine.settings.may_be_unused and means_unused
         self._has_all = False

@@ -62,7 +62,6 @@ class ShardedSync(GradientSync):
             {
                 **state,
                 **self.position._asdict(),
-                "place": shards.rank,
                 "common": with_checksum({**common, CUTS: cuts})["checksum"],
                 CUTS: cuts,
             }
@@ -84,7 +83,8 @@ class ShardedSync(GradientSync):
     def position(self) -> Position:
         """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
         replicas, shards = self._engine.transport, self.shards
-        return Position(replicas.rank * shards.size + shards.rank, replicas.size * shards.size, shards.size)
+        member = replicas.rank * shards.size + shards.rank
+        return Position(member, replicas.size * shards.size, shards.rank, shards.size)
 
     def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """Check a state of the whole model, and return what it has for this shard."""

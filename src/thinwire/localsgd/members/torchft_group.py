@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +35,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
+ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
 LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
@@ -153,6 +155,9 @@ class TorchftGroup(Group):
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
         self._line = _Line(self._lighthouse)
+        if folder := os.environ.get(ASKED):
+            with suppress(OSError):  # the command has ended, and does not ask any more
+                Path(folder, name).touch()
         self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
     def meet(self) -> None:
