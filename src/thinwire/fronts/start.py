@@ -72,7 +72,7 @@ def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
 def misfits(engine: Engine, owned: set[int]) -> list[str]:
     """Return what does not go with an algorithm that remembers, of all that there is in this process."""
     # Types are compared, since `isinstance` asks objects, and some do something then.
-    kinds = GradScaler | torch.optim.Optimizer
+    kinds = (GradScaler, torch.optim.Optimizer)
     found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     told, algorithm = [], engine.algorithm
     if engine.settings.loss_scale is None and any(map(_scales_now, found)):
