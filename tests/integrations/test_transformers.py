@@ -291,7 +291,9 @@ def test_one_process_has_nothing_to_attach_and_is_told_so(
     trainer.train()
     with pytest.raises(thinwire.AttachError, match="several processes"):
         _ = callback.sync
-    assert [text.startswith("nothing is averaged") for text in caplog.messages if "averaged" in text] == [True]
+    assert [text.startswith("nothing is averaged") for text in caplog.messages if "averaged" in text] == [
+        True
+    ]
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
