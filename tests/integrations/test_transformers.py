@@ -308,12 +308,17 @@ def test_only_weights_are_saved_when_asked_and_attach_gets_its_settings(tmp_path
     assert not any("thinwire" in name for name in files)
 
 
-def test_one_process_has_nothing_to_attach(tmp_path: Path) -> None:
+def test_one_process_has_nothing_to_attach_and_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = new_trainer(str(tmp_path), save_strategy="no", max_steps=1)
     callback = attach(trainer, ALGORITHM)
     trainer.train()
     with pytest.raises(thinwire.AttachError, match="several processes"):
         _ = callback.sync
+    assert [text.startswith("nothing is averaged") for text in caplog.messages if "averaged" in text] == [
+        True
+    ]
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:

@@ -110,6 +110,12 @@ def test_bytes_are_those_of_data_parallel_training_over_the_number_of_steps(
     assert stats.gradient_bytes == stats.steps * parameter_bytes
     assert stats.message_bytes == (warmup_steps + 12 // 4) * parameter_bytes == local.counts().message_bytes
     assert stats.compression_ratio == stats.steps / (warmup_steps + 3)
+    # The handle counts the same: it does not take three averagings for the steps.
+    assert stats.averagings == 3
+    assert local.sync.stats() == stats
+    for text in (str(stats), str(local.sync)):
+        assert f"{warmup_steps + 12} steps, 3 averagings" in text
+        assert f"compression ratio {stats.compression_ratio:.1f}" in text
     assert str(local) == "LocalSGD(every_steps=4), AllReduce()"
 
 

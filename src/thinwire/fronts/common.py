@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -13,10 +14,12 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.channel import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+
+logger = logging.getLogger(__name__)
 
 
 def new_engine(
@@ -30,6 +33,10 @@ def new_engine(
     machines, why_flat = None, ""
     if isinstance(transport, ProcessGroupTransport):
         machines, why_flat = machines_of(transport, layout)
+        if layout is True and machines is None and not why_flat:
+            why_flat = why_by_itself(transport)
+            if why_flat and not transport.rank:
+                logger.warning("%s", why_flat)
     engine = Engine(algorithm, transport, specs, settings, machines=machines)
     if why_flat:
         engine.shortfalls[why_flat] = None

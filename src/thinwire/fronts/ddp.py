@@ -34,6 +34,7 @@ from thinwire.fronts.ddp_model import (
     unguard,
     wrong_model,
 )
+from thinwire.fronts.start import tell_start
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
@@ -58,6 +59,7 @@ def attach_ddp(
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: front, ATTACHED)
+    tell_start(front.engine, model.parameters())
     # A new handle, since what this one holds leads back to the front.
     return GradientSync(front.engine, switch.free)
 
@@ -97,9 +99,12 @@ def front_of_hook(
     if not models:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
-        return BucketFront(new_engine(algorithm, transport, (), settings, layout))
+        front = BucketFront(new_engine(algorithm, transport, (), settings, layout))
+        tell_start(front.engine, ())
+        return front
     front = front_of(models[0], algorithm, transport, settings, layout)
     guard(models[0])
+    tell_start(front.engine, models[0].parameters())
     return front
 
 

@@ -28,6 +28,7 @@ from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
+from thinwire.fronts.start import ALONE, logger
 from thinwire.integrations.local import (
     Makes,
     checked_averaging,
@@ -191,6 +192,7 @@ class ThinwireCallback(TrainerCallback):
         Collective if models are averaged: all processes take the first one's.
         """
         if args.world_size == 1 and not makes_elastic(self._algorithm):
+            logger.warning(ALONE)
             return
         if state.is_hyper_param_search:
             raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")

@@ -45,6 +45,7 @@ class Averager(AbstractContextManager[Any]):
         self._is_inside = False
         self._steps = self._steps_here = 0
         self._loaded: LoadedState | None = None  # until entry
+        engine.compared = self._compared  # so that `sync` counts the same
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -65,12 +66,13 @@ class Averager(AbstractContextManager[Any]):
         `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
         them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
         sent within a subgroup is not in it, nor the time spent waiting for processes that are slower.
+        `sync.stats()` is the same.
         """
-        return self._compared(self.sync.stats())
+        return self.sync.stats()
 
     def counts(self) -> Stats:
         """Return `stats()` without errors; see `Engine.counts`."""
-        return self._compared(self._engine.counts())
+        return self._engine.counts()
 
     def _compared(self, stats: Stats) -> Stats:
         # Gradients of the steps made here: what was sent before a resume is not in the traffic either.

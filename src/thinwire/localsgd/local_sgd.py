@@ -20,6 +20,7 @@ from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
+from thinwire.fronts.start import tell_start
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.fragment import Averaged, fragments_of
 from thinwire.localsgd.loop import check_ddp
@@ -182,6 +183,7 @@ class LocalSGD(ModelAverager, Joinable):
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
         self._averagings.end_warmup()
+        tell_start(self._engine, (), str(self))
         return self
 
     def _check_models(self, averaged: Sequence[Averaged]) -> None:

@@ -67,6 +67,8 @@ class Engine(Lanes):
         # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
+        # Of models that are averaged every few steps: puts the steps in between into the counts.
+        self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._has_warned = False
         self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
 
@@ -212,8 +214,10 @@ class Engine(Lanes):
         traffic, message_bytes = self.traffic, self.traffic.message_bytes
         if self.places is not None:
             message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
-        return Stats(
+        counts = Stats(
             steps=self.steps,
+            averagings=self.steps,
+            members=traffic.members,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
             rounds=traffic.rounds,
@@ -225,6 +229,7 @@ class Engine(Lanes):
             exposed_seconds=self.clock.exposed_seconds,
             shortfalls=tuple(self.shortfalls),
         )
+        return self.compared(counts)
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""

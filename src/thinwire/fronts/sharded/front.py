@@ -30,6 +30,7 @@ from thinwire.fronts.common import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.fronts.sharded.state import ShardedSync
+from thinwire.fronts.start import tell_start
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
@@ -84,6 +85,7 @@ def attach_sharded(
     front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
+    tell_start(engine, (piece.parameter for piece in pieces))
     return ShardedSync(engine, shards, trained, front.forget_pass, front.detach)
 
 
