@@ -405,6 +405,6 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         ),
     ):
         kind, message = raised_by(call)
-        assert kind == "AttachError"
+        assert kind == "AttachError", message
         assert words in message
         assert ("wrap it first" in message) == ("wrap it first" in words)
