@@ -408,3 +408,54 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         assert kind == "AttachError", message
         assert words in message
         assert ("wrap it first" in message) == ("wrap it first" in words)
+
+
+# A DDP model inside of something else
+
+
+class Wrapper(nn.Module):
+    """Stands for what a framework, or a user, puts around a model."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inside:
+            x = module(x)
+        return x
+
+
+@in_each_process(2)
+def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
+    plain, ours = (Wrapper(Wrapper(DistributedDataParallel(two_types()))) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, POWER)
+    with thinwire.join(ours):
+        assert are_alike(train(ours, range(3)))
+    assert sync.stats().compression_ratio > 1.5
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with thinwire.LocalSGD(plain, optimizer, every_steps=2):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(plain, 0))
+        # DDP averages no gradient of it.
+        assert not are_alike(p.grad for p in plain.parameters())
+        optimizer.step()
+    assert are_alike(plain.parameters())
+
+
+@in_each_process(2)
+def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
+    two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
+    more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
+    for call, words in (
+        (lambda: thinwire.attach(two, POWER), "the Wrapper holds 2 DDP models"),
+        (lambda: thinwire.join(two).__enter__(), "the Wrapper holds 2 DDP models"),
+        (
+            lambda: thinwire.LocalSGD(more, torch.optim.SGD(more.parameters(), lr=0.1), every_steps=2),
+            "inside.1.weight of the Wrapper is trained outside of the DDP model",
+        ),
+    ):
+        kind, message = raised_by(call)
+        assert kind == "AttachError"
+        assert words in message

@@ -22,6 +22,7 @@ from thinwire.fronts.ddp_model import (
     check_attachable,
     check_options,
     completed_future,
+    ddp_inside,
     ddp_model_of,
     ddp_models_with,
     dense_buffer,
@@ -50,9 +51,8 @@ def attach_ddp(
     given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    # What torch.compile was given has the hook.
-    model = getattr(given, "_orig_mod", given)
-    if not isinstance(model, DistributedDataParallel):
+    model = ddp_inside(given)
+    if model is None:
         raise AttachError(wrong_model(given))
     check_attachable(model)
     transport = _transport_of(model)

@@ -55,6 +55,24 @@ def num_trained(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.requires_grad for parameter in parameters)
 
 
+def ddp_inside(model: object) -> DistributedDataParallel | None:
+    """Return the DDP model that was given, or that a wrapper such as Fabric's holds; None without one."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if len(found) > 1:
+        raise AttachError(
+            f"the {type(model).__name__} holds {len(found)} DDP models, expected one; give them one by one"
+        )
+    return found[0] if found else None
+
+
+def uncompiled(model: object) -> object:
+    """Return what `torch.compile` was given, if this is the result."""
+    return getattr(model, "_orig_mod", model)
+
+
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
     """Return the DDP models on which a wanted state is registered, with a communication hook.
 
@@ -122,7 +140,7 @@ def check_attachable(model: DistributedDataParallel) -> None:
         raise AttachError(f"{words}; leave it out and use torch.autocast, or a wire_dtype of the algorithm")
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
+            owner = type(uncompiled(model.module)).__name__
             where = f'"{plain_name(name)}" of the {owner}' if plain_name(name) else "that is the model"
             raise AttachError(
                 f"the {type(module).__name__} {where} makes sparse gradients, which can't be averaged here; "

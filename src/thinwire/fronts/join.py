@@ -15,7 +15,7 @@ from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.common import counted, leave_join
 from thinwire.fronts.ddp import Switch
-from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
+from thinwire.fronts.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync, engine_of
 
 
@@ -143,8 +143,7 @@ def _joinable(joined: object) -> Joinable:
                 "this GradientSync is not attached to a DDP model; pass the object that owns it"
             )
         return models[0]
-    # What torch.compile was given.
-    joinable = getattr(joined, "_orig_mod", joined)
+    joinable = joined if isinstance(joined, Joinable) else ddp_inside(joined)
     if not isinstance(joinable, Joinable):
         others = "Or pass the GradientSync attached to one, a LocalSGD or a thinwire.powersgd aggregator"
         raise AttachError(f"{wrong_model(joined)}. {others}")
