@@ -118,6 +118,23 @@ class Memory:
                 torch._foreach_copy_(list(copies[slot].values()), list(kept.values()))
         return Memory(self.step, copies)
 
+    def restore(self, before: Memory) -> None:
+        """Become what was copied `before`, of all labels.
+
+        Tensors of the same shape are written in place: recorded steps know where they lie.
+        """
+        self.step = before.step
+        for slot, tensors in self.slots.items():
+            old = before[slot]
+            for label in tensors.keys() - old.keys():
+                del tensors[label]
+            for label, was in old.items():
+                now = tensors.get(label)
+                if now is not None and (now.shape, now.dtype) == (was.shape, was.dtype):
+                    now.copy_(was)
+                else:
+                    tensors[label] = was
+
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
         """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
 
