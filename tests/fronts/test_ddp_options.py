@@ -370,6 +370,26 @@ class Tabled(nn.Module):
         self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "words"),
+    [
+        ("transformers.trainer", "Trainer", "thinwire.integrations.transformers.attach(trainer, algorithm)"),
+        ("lightning.pytorch.trainer.trainer", "Trainer", "strategy=thinwire.integrations.lightning.Thinwire"),
+        ("pytorch_lightning.core.module", "LightningModule", "strategy=thinwire.integrations.lightning"),
+        ("lightning.fabric.fabric", "Fabric", "give the model that fabric.setup(…) returns"),
+        ("accelerate.accelerator", "Accelerator", "give the model that accelerator.prepare(…) returns"),
+        ("elsewhere", "Trainer", "give the model"),
+    ],
+)
+def test_objects_of_frameworks_are_told_where_they_belong(package: str, name: str, words: str) -> None:
+    kind = type("Own", (type(name, (), {"__module__": package}),), {"__module__": "__main__"})
+    for call in (lambda: thinwire.attach(kind(), POWER), lambda: thinwire.join(kind()).__enter__()):
+        error, message = raised_by(call)
+        assert error == "AttachError"
+        assert words in message
+        assert "wrap it" not in message
+
+
 @in_each_process(2)
 def test_what_is_not_ddp_is_told_what_to_do() -> None:
     sharded = nn.Linear(8, 8)

@@ -494,6 +494,10 @@ def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     model = Branches()
     fully_shard(model, mesh=mesh_of()["shard"])
     sync = attach(model, AllReduce(), replicas=mesh_of())
+    shard, replica = dist.get_rank() % 2, dist.get_rank() // 2
+    assert f"4 processes, 2 replicas of 2 shards, of which this is shard {shard} of replica {replica}" in str(
+        sync
+    )
     state = sync.state_dict()
     owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
     state["error"] = (("branches.2.weight", owed),)

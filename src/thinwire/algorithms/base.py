@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from thinwire.algorithms.requests import Requests
-from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -320,13 +319,6 @@ class Algorithm(ABC):
             ConfigError: A setting does not fit the model.
         """
         self.plan(specs)
-
-
-def no_algorithm(given: object) -> str:
-    """Return how an error shows what is not an algorithm; in place of a class, what makes one."""
-    if isinstance(given, type) and issubclass(given, Algorithm):
-        return f"the class; write {given.__name__}()"
-    return shown(given)
 
 
 def _respelt(

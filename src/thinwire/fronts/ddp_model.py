@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.checks import shown
 from thinwire.errors import AttachError, GradientError, StateError, StepError
 
 # What torch puts around a module shows in the names of its parameters.
@@ -96,6 +97,8 @@ def _ddp_models() -> list[DistributedDataParallel]:
 
 # Models that can't be attached.
 
+LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
+
 
 def is_sharded(model: object, kinds: Collection[str] = (FSDP2, FSDP1)) -> bool:
     """Return whether FSDP holds a part of the model: of either kind, or of the first (`is_fsdp2`)."""
@@ -113,9 +116,30 @@ def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
+# What to do with objects of frameworks, by package and base class: importing them takes seconds.
+WAYS_IN = {
+    ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
+    ("lightning", "Trainer"): LIGHTNING,
+    ("pytorch_lightning", "Trainer"): LIGHTNING,
+    ("lightning", "LightningModule"): LIGHTNING,
+    ("pytorch_lightning", "LightningModule"): LIGHTNING,
+    ("lightning", "Fabric"): "give the model that fabric.setup(…) returns",
+    ("accelerate", "Accelerator"): "give the model that accelerator.prepare(…) returns",
+}
+
+
+def way_in(given: object) -> str:
+    """Return what to do with a framework's object in place of giving it to Thinwire; "" if it is none."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
+
+
 def wrong_model(given: object) -> str:
     """Return what to say to someone who gave something other than a DDP model."""
-    parameters = given.parameters() if isinstance(given, torch.nn.Module) else ()
+    if way := way_in(given):
+        return f"expected a DistributedDataParallel model, got {type(given).__name__}; {way}"
+    if not isinstance(given, torch.nn.Module):
+        return f"expected a DistributedDataParallel model, got {shown(given)}; give the model"
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
     ddp = "torch.nn.parallel.DistributedDataParallel"
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
@@ -125,7 +149,7 @@ def wrong_model(given: object) -> str:
     elif isinstance(given, torch.nn.DataParallel):
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
-    elif any(hasattr(each, "to_local") for each in parameters):
+    elif any(hasattr(parameter, "to_local") for parameter in given.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
     return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
 

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach

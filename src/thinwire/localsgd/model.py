@@ -18,7 +18,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled, way_in
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
@@ -184,7 +184,8 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
             )
         return ddp.module, ddp
     if not isinstance(inner, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}")
+        way = way_in(model)
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}{way and f'; {way}'}")
     # Its shards are of parameters that were joined end to end, so that none has a name.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(

@@ -76,6 +76,10 @@ class Engine(Lanes):
         """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
         where = f"{transport.size} processes, of which this is {transport.rank}"
+        shards = self.settings.together
+        if self.places is None and shards is not None:
+            where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
+            where += f"shards, of which this is shard {shards.rank} of replica {transport.rank}"
         if self.places is not None:
             machine, place = self.between.rank, self.places.inside.rank
             where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "

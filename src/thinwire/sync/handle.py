@@ -174,14 +174,14 @@ class GradientSync:
 
         What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
         dropped or replaced, what was remembered of them is wrong. At the end of this context all is as it was
-        on entry: residual, factors, counts of steps, warm-up. The gradients stay.
+        on entry: the residual, counts of steps, warm-up. The gradients stay.
 
         The context gives a function, `keep`. Call it inside if the gradients are applied after all: then what
         was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients,
         or they stop fitting together; so use it outside of `thinwire.join` only.
 
-        Cost: a copy of what is remembered, in the same kind of memory, while the context is open: 4 bytes for
-        each parameter that has a residual, and the factors. Nothing with `AllReduce`, `Cast` and `Quantize`
+        Cost: a copy of what is remembered, in the same kind of memory, while the context is open: mostly 4
+        bytes for each parameter that has a residual. Nothing with `AllReduce`, `Cast` and `Quantize`
         without `error_feedback`.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
