@@ -479,3 +479,70 @@ def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
         kind, message = raised_by(call)
         assert kind == "AttachError"
         assert words in message
+
+
+# A model that changes after it was wrapped
+
+
+def grown(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Linear(48, 48))
+
+
+def dropped_and_added(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Dropout(0.0))
+
+
+def converted(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def converted_back(model: nn.Module) -> None:
+    model.bfloat16()
+    model.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (converted, "the model was converted"),
+        (converted_back, "the model was converted"),
+        (grown, "1.weight is trained, and DDP averages no gradient of it"),
+    ],
+    ids=["converted", "converted back", "a layer more"],
+)
+@in_each_process(2)
+def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: Any, words: str) -> None:
+    for steps in (0, 2):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+        sync = thinwire.attach(model, POWER)
+        train(model, range(steps))
+        change(model)
+        dtype = next(model.parameters()).dtype
+        # To evaluate it is no harm.
+        with torch.no_grad():
+            model(inputs_of(0).to(dtype))
+        kind, message = raised_by(lambda: model(inputs_of(0).to(dtype)))  # noqa: B023
+        assert kind == "StepError"
+        assert words in message
+        assert sync.stats().steps == steps
+
+
+@in_each_process(2)
+def test_a_model_that_was_converted_before_it_was_attached_is_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48)).to(torch.bfloat16)
+    kind, message = raised_by(lambda: thinwire.attach(model, POWER))
+    assert kind == "AttachError"
+    assert "the model was converted after DDP was built" in message
+
+
+@in_each_process(2)
+def test_a_change_that_trains_nothing_more_is_none() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    train(model, range(1))
+    dropped_and_added(model)
+    assert are_alike(train(model, range(1, 3)))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 3

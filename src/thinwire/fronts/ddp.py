@@ -32,6 +32,7 @@ from thinwire.fronts.ddp_model import (
     not_pickled,
     num_trained,
     register,
+    unaveraged,
     unguard,
     wrong_model,
 )
@@ -344,10 +345,7 @@ class _Parameters:
             self._outside = [known for each, known in self._names.items() if each not in inside]
         for parameter, name in self._outside:
             if parameter.requires_grad:
-                raise StepError(
-                    f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
-                    "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
-                )
+                raise unaveraged(name)
 
 
 class Switch:

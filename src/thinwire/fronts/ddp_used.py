@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
+
+from thinwire.fronts.ddp_model import accumulator_of
 
 
 class Used:
@@ -57,13 +58,3 @@ class Used:
 def can_have_gradient(parameter: torch.Tensor) -> bool:
     """Return whether a parameter can be trained, now or once it is unfrozen."""
     return parameter.is_floating_point() or parameter.is_complex()
-
-
-def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
-    """Return the node that adds up a parameter's gradient, frozen or not."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_(True)
-    try:
-        return get_gradient_edge(parameter).node
-    finally:
-        parameter.requires_grad_(trained)
