@@ -546,3 +546,52 @@ def test_a_change_that_trains_nothing_more_is_none() -> None:
     assert are_alike(train(model, range(1, 3)))
     assert sync.stats().compression_ratio > 1.5
     assert sync.stats().steps == 3
+
+
+# Optimizers inside the backward pass
+
+
+def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
+    """Each parameter has an optimizer of its own, in a hook, as torch's tutorial has it."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    hooked.extend(parameter.register_post_accumulate_grad_hook(step) for parameter in optimizers)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before attach", "after attach"])
+@in_each_process(2)
+def test_an_optimizer_in_a_hook_of_the_parameters_is_refused_before_it_steps(is_late: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48))
+    start, hooked = [p.detach().clone() for p in model.parameters()], list[Any]()
+    if not is_late:
+        stepping_in_hooks(model, hooked)
+    sync = thinwire.attach(model, POWER)
+    if is_late:
+        stepping_in_hooks(model, hooked)
+    kind, message = raised_by(lambda: torch.autograd.backward(loss_of(model, 0)))
+    assert kind == "StepError"
+    assert "SGD.step() was called inside of the backward pass" in message
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    assert sync.stats().steps == 0
+
+
+@in_each_process(2)
+def test_hooks_that_only_look_and_models_that_are_not_attached_are_left_alone() -> None:
+    seen, hooked = list[Any](), list[Any]()
+    model, other = DistributedDataParallel(nn.Linear(24, 48)), nn.Linear(24, 48)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    sync = thinwire.attach(model, POWER)
+    stepping_in_hooks(other, hooked)
+    torch.autograd.backward(loss_of(other, 0))
+    assert are_alike(train(model, range(2)))
+    assert len(seen) == 4
+    assert sync.stats().compression_ratio > 1.5
+    # A detached model is DDP's and the user's own again.
+    sync.detach()
+    stepping_in_hooks(model, hooked)
+    torch.autograd.backward(loss_of(model, 2))

@@ -16,7 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
-from thinwire.fronts.common import divide_by_contributors, new_engine, refuse_averaged_twice
+from thinwire.fronts.common import (
+    allow_steps_inside,
+    divide_by_contributors,
+    new_engine,
+    refuse_averaged_twice,
+    refuse_steps_inside,
+)
 from thinwire.fronts.ddp_model import (
     DetachedFront,
     check_attachable,
@@ -81,7 +87,9 @@ def front_of(
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
-    return BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
+    front = BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
+    refuse_steps_inside(front, names)
+    return front
 
 
 def front_of_hook(
@@ -254,7 +262,8 @@ class BucketFront:
                 self._kept.append((spec.name, gradient, gradient.clone()))
 
     def let_go(self) -> None:
-        """Take off what the model's backward pass would go on to call."""
+        """Take off what the model's backward pass would go on to call, and allow what was refused."""
+        allow_steps_inside(self)
         if self._used is not None:
             self._used.remove()
 

@@ -27,7 +27,7 @@ from thinwire.channel import (
 )
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
-from thinwire.fronts.common import refuse_averaged_twice
+from thinwire.fronts.common import allow_steps_inside, refuse_averaged_twice, refuse_steps_inside
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.fronts.sharded.state import ShardedSync
@@ -186,9 +186,11 @@ class ShardedFront:
         # After FSDP2's own, which is the first: it may have taken new parameters just now.
         check = disable_dynamo(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
+        refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 
     def detach(self) -> None:
         """Undo `register`, and let `replicate` average again."""
+        allow_steps_inside(self)
         for handle in self._handles:
             handle.remove()
         self._sharded.go_on_averaging()
