@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import are_alike, in_each_process
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, ConfigError, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.fronts.common import counted, divide_by_contributors
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
+from training import refused
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
 POWER = PowerSGD(matrix_rank=2)
@@ -347,3 +351,25 @@ def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> N
             assert scaled() == [3, 3]
         assert scaled() == [2, 1]
     assert scaled() == [1, 1]
+
+
+@in_each_process(2)
+def test_an_optimizer_that_sends_is_refused_and_torchs_join_takes_both() -> None:
+    model = new_model()
+    sync = thinwire.attach(model, POWER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its import warns
+        zero: Any = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.1)
+    start = [p.detach().clone() for p in model.parameters()]
+    with refused(ConfigError, "ZeroRedundancyOptimizer.step()", "Join([ddp_model"), thinwire.join(model):
+        gradients_of(model, 0, dist.get_rank())
+        optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    with Join([model, optimizer]):
+        for step in range(1 + 2 * dist.get_rank()):
+            gradients_of(model, step, dist.get_rank())
+            optimizer.step()
+    assert are_alike(model.parameters())
+    assert sync.stats().steps == 4
+    assert sync.stats().compression_ratio > 1.5

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
@@ -37,7 +36,7 @@ from thinwire.channel import (
 )
 from thinwire.checks import number, whole_count
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.result import ring_share
@@ -222,8 +221,9 @@ class Link:
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     """Return what is trained here, and its device: a copy of the module, but a sharded model itself."""
-    # What is compiled can't be copied: take the module inside.
-    given = getattr(model, "_orig_mod", model)
+    # What is compiled can't be copied, and a wrapper's copy would average: take the module inside.
+    ddp = ddp_inside(model)
+    given = uncompiled(model) if ddp is None else ddp.module
     if not isinstance(given, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
     if is_sharded(given) and not is_fsdp2(given):
@@ -240,7 +240,7 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     if is_fsdp2(given):
         return given, device
     # A copy: neither gradients nor hooks are left behind.
-    return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
+    return copy.deepcopy(given), device
 
 
 def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None) -> Link:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
@@ -144,3 +147,36 @@ def _members_of(transport: Transport) -> set[object]:
         return set(dist.get_process_group_ranks(transport.group))
     except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more
         return set()
+
+
+# Parameters whose gradients are means only when `backward()` has returned, by what averages them.
+_averaged_in_backward: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
+
+
+def refuse_steps_inside(owner: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to step an optimizer of these in a backward pass, as in their hooks, while `owner` lives."""
+    _look_at_steps()
+    # The owner holds the parameters, so no other object takes over an id.
+    _averaged_in_backward[owner] = frozenset(map(id, parameters))
+
+
+def allow_steps_inside(owner: object) -> None:
+    """Undo `refuse_steps_inside`."""
+    _averaged_in_backward.pop(owner, None)
+
+
+@cache
+def _look_at_steps() -> RemovableHandle:
+    # Torch calls it before every step of every optimizer: so whatever makes the step shows.
+    return register_optimizer_step_pre_hook(_refuse_step_inside)
+
+
+def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):
+        raise StepError(
+            f"{type(optimizer).__name__}.step() was called inside of the backward pass, before gradients "
+            "were averaged; step after backward(), and restart all processes from a checkpoint"
+        )

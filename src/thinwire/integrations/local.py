@@ -9,14 +9,14 @@ from inspect import Parameter, Signature, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
+from thinwire.fronts.ddp_model import ddp_inside
 from thinwire.localsgd import elastic
 from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import Settings
@@ -96,7 +96,8 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
     # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
     # every forward pass. (Their own option for it is deprecated by torch.)
-    sending = model if isinstance(model, DistributedDataParallel) and model.broadcast_buffers else None
+    ddp = ddp_inside(model)
+    sending = ddp if ddp is not None and ddp.broadcast_buffers else None
     if sending is not None:
         sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.

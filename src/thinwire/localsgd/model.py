@@ -18,7 +18,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled, way_in
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
@@ -173,11 +173,19 @@ def _check_values(found: Iterable[Averaged]) -> None:
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the module, and the DDP model around it if there is one."""
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile was given
-    if isinstance(inner, DistributedDataParallel):
-        return inner.module, inner
+    ddp, inner = ddp_inside(model), uncompiled(model)
+    if ddp is not None and isinstance(model, nn.Module):
+        inside = set(map(id, ddp.parameters()))
+        outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise AttachError(
+                f"{outside[0]} of the {type(model).__name__} is trained outside of the DDP model inside, and "
+                "only that would be averaged; wrap all of it in DistributedDataParallel, or none"
+            )
+        return ddp.module, ddp
     if not isinstance(inner, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}")
+        way = way_in(model)
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}{way and f'; {way}'}")
     # Its shards are of parameters that were joined end to end, so that none has a name.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(

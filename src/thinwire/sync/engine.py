@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,7 +18,7 @@ from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lanes import Lane, Lanes, Parts
+from thinwire.sync.lanes import Lane, Lanes, Parts, Remembered
 from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
@@ -70,12 +71,17 @@ class Engine(Lanes):
         # Of models that are averaged every few steps: puts the steps in between into the counts.
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._has_warned = False
+        self._num_dry = 0  # contexts that are open
         self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
 
     def __str__(self) -> str:
         """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
         where = f"{transport.size} processes, of which this is {transport.rank}"
+        shards = self.settings.together
+        if self.places is None and shards is not None:
+            where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
+            where += f"shards, of which this is shard {shards.rank} of replica {transport.rank}"
         if self.places is not None:
             machine, place = self.between.rank, self.places.inside.rank
             where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
@@ -157,8 +163,38 @@ class Engine(Lanes):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 
+    @contextmanager
+    def dry(self) -> Iterator[Callable[[], None]]:
+        """As `GradientSync.dry`."""
+        self._check_no_step("dry()")
+        before: Remembered | None = self.remembered()
+        is_over = False
+
+        def keep() -> None:
+            nonlocal before
+            if is_over:
+                raise StepError("keep() was called after its dry() had ended; call it inside")
+            before = None
+
+        self._num_dry += 1
+        try:
+            yield keep
+        finally:
+            self._num_dry -= 1
+            is_over = True
+            if before is not None:
+                self.go_back(before)
+                self._kept_errors = None
+
     def check_between_steps(self, call: str) -> None:
-        """Refuse a call during a backward pass."""
+        """Refuse a call during a backward pass, or where what it does would be taken back."""
+        self._check_no_step(call)
+        if self._num_dry:
+            raise StepError(
+                f"{call} was called inside dry(), at whose end memory is put back; call it outside"
+            )
+
+    def _check_no_step(self, call: str) -> None:
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from thinwire.algorithms import Algorithm
@@ -167,6 +168,43 @@ class GradientSync:
             True
         """
         return self
+
+    def dry(self) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context whose steps leave no trace: for gradients that are dropped, or may be.
+
+        What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
+        dropped or replaced, what was remembered of them is wrong. At the end of this context all is as it was
+        on entry: the residual, counts of steps, warm-up. The gradients stay.
+
+        The context gives a function, `keep`. Call it inside if the gradients are applied after all: then what
+        was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients,
+        or they stop fitting together; so use it outside of `thinwire.join` only.
+
+        Cost: a copy of what is remembered, in the same kind of memory, while the context is open: mostly 4
+        bytes for each parameter that has a residual. Nothing with `AllReduce`, `Cast` and `Quantize`
+        without `error_feedback`.
+
+        Raises:
+            StepError: A step is under way.
+
+        Examples:
+            >>> import thinwire, torch
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+            >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+            >>> with sync.dry():  # a generator's step goes through its discriminator, say
+            ...     ddp_model(torch.ones(1, 64)).square().sum().backward()
+            >>> sync.steps
+            0
+            >>> with sync.dry() as keep:
+            ...     ddp_model.zero_grad()
+            ...     ddp_model(torch.ones(1, 64)).square().sum().backward()
+            ...     if torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), 1.0) < 1e6:
+            ...         keep()  # and optimizer.step()
+            >>> sync.steps
+            1
+        """
+        return self._engine.dry()
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
-from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
+from thinwire.sync.places import NOTHING, BucketParts, Places, Ranges, Specs
 from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, combine, in_memory_order
@@ -48,6 +48,17 @@ EXACT = AllReduce()
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in separate steps."""
+
+
+class Remembered(NamedTuple):
+    """All that steps change, as it was at one time."""
+
+    memory: Memory
+    unclaimed: dict[Slot, dict[str, torch.Tensor]]
+    held: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
+    lanes: dict[Specs, Lane]
+    differing: set[str]
+    nonfinite: tuple[int, list[torch.Tensor], torch.Tensor | int]
 
 
 class Lanes:
@@ -148,6 +159,36 @@ class Lanes:
     def _recent_nonfinite(self) -> torch.Tensor:
         device = self._unseen[-1].device
         return (~torch.stack([each.to(device) for each in self._unseen])).sum()
+
+    # Going back, as if the steps since then had not been made.
+
+    def remembered(self) -> Remembered:
+        """Return copies of all that steps change."""
+        labels = {label for tensors in self.memory.slots.values() for label in tensors}
+        return Remembered(
+            self.memory.copied(labels),
+            {
+                slot: {n: each.clone() for n, each in tensors.items()}
+                for slot, tensors in self.unclaimed.items()
+            },
+            {} if self.places is None else self.places.held_of_all(),
+            dict(self._open),
+            set(self.differing),
+            (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
+        )
+
+    def go_back(self, before: Remembered) -> None:
+        """Remember again what `remembered` has returned."""
+        self.memory.restore(before.memory)
+        self.replays.bring_home(self.memory)
+        self.differing = before.differing
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
+        # Lanes that were opened since then have made memory fit their plans.
+        if self._open != before.lanes:
+            self.unclaimed = before.unclaimed
+            if self.places is not None:
+                self.places.hold_again(before.held)
+            self._close_all()
 
     # The plan.
 

@@ -218,6 +218,14 @@ class Places:
         """Remember that memory holds nothing yet."""
         self._held: dict[str, Ranges] = {}
 
+    def held_of_all(self) -> dict[str, Ranges]:
+        """Return which elements of each parameter memory holds, on all places."""
+        return dict(self._held)
+
+    def hold_again(self, held: dict[str, Ranges]) -> None:
+        """Take note that memory holds what it held when `held_of_all` was asked."""
+        self._held = dict(held)
+
     def held(self, name: str) -> slice:
         """Return which elements of a parameter memory holds here."""
         return self._held[name][self.inside.rank]

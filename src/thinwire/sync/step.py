@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms import Bucket, Commit, Mean, Requests
+from thinwire.algorithms.error_feedback import ERROR, put_back_residuals, residuals_of
 from thinwire.channel import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
-from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lanes import Lane, Lanes
@@ -59,12 +58,14 @@ class Step:
         self._held: list[Bucket] = []
         self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
-        self._used: list[torch.Tensor] = []
+        # Of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
+        self._used: dict[Specs, torch.Tensor] = {}
+        self.unused: set[str] = set()  # parameters that no process used, once finished
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
         # has no residual, a later one may.
-        # Of parts that were loaded a different process may get some.
-        is_in_parts = engine.places is not None and engine.unclaimed_of == "process"
-        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR) or is_in_parts)
+        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
+        if engine.places is not None:  # the same on all processes of the machine, who ask each other
+            has_residual = engine.may_remember
         means_unused = has_residual or engine.algorithm.mixes_parameters
         self._finds_unused = engine.settings.may_be_unused and means_unused
         self._has_all = False
@@ -80,8 +81,12 @@ class Step:
 
     # Buckets, as they come.
 
-    def start(self, lane: Lane | Specs, flat: torch.Tensor) -> None:
-        """Send the first message of a bucket whose gradients are ready, and return."""
+    def start(self, lane: Lane | Specs, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
+        """Send the first message of a bucket whose gradients are ready, and return.
+
+        Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
+        for those whose gradient is not zero.
+        """
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
@@ -102,6 +107,13 @@ class Step:
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
+            if self._finds_unused:
+                # Before the exchange starts, which may write to the gradients.
+                self._used[specs] = (
+                    used_flags(Bucket(specs, flat))
+                    if used is None
+                    else accelerators.sent_to(flat.device, torch.tensor(used, dtype=torch.float32))
+                )
             # Buckets are sent in the order in which they came: after one that waits, all wait.
             if isinstance(lane, Lane) and not self._held:
                 self._send(lane, flat)
@@ -139,9 +151,6 @@ class Step:
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.between.rank)
-        if self._finds_unused and bucket.specs:
-            # Before the exchange starts, which may write to the gradients.
-            self._used.append(used_flags(bucket))
         memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
@@ -159,6 +168,28 @@ class Step:
         if device not in self._scales:
             self._scales[device] = self._exchange.loss_scale(self._loss_scale(device).reshape(()))
         return self._scales[device]
+
+    # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
+    # their means (`find_unused_parameters=True`), and what they hold may be a gradient of an earlier pass.
+
+    def _keep_unapplied(self) -> Requests:
+        """Find the parameters that no one used, in one round; their residuals stay as they were."""
+        names = [spec.name for specs in self._used for spec in specs]
+        flags = list(self._used.values())
+        used = torch.cat([each.to(flags[0].device) for each in flags])
+        places, memory = self._engine.places, self._engine.memory
+        if places is not None:
+            places.inside.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
+        # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
+        used = yield Mean(used)
+        self.unused = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
+        before = residuals_of(memory, self.unused)
+        yield Commit(lambda: torch.tensor(True))
+        put_back_residuals(memory, self.unused, before)
+        for bucket in self._buckets:
+            for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True):
+                if spec.name in self.unused:
+                    gradient.zero_()  # what is kept for later must not be applied now as well
 
     # Round by round.
 
@@ -202,7 +233,7 @@ class Step:
         self._send_reduced(len(self._divided))
         if self._used:
             # One message for all buckets, which travels with their second.
-            self._exchange.close_with(keep_unapplied(self._buckets, self._used, engine.memory))
+            self._exchange.close_with(self._keep_unapplied())
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -352,9 +383,6 @@ class Step:
             raise StepError("this step has ended; begin a new one")
 
 
-# Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
-# their gradient (`find_unused_parameters=True`), so it goes back to the residual it may have come from.
-
 GLANCE = 64
 
 
@@ -370,28 +398,3 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
     # A used gradient mostly shows at once.
     used = [bool(each[:GLANCE].any() or each.any()) for each in bucket.gradients]
     return torch.tensor(used, dtype=torch.float32)
-
-
-def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
-    """Find the parameters that no one used, in one round; their means go back to the residual."""
-    # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
-    used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
-    yield Commit(lambda: torch.tensor(True))
-    parts = [
-        (bucket, each) for bucket in buckets for each in zip(bucket.specs, bucket.gradients, strict=True)
-    ]
-    for (bucket, (spec, gradient)), used_share in zip(parts, used.tolist(), strict=True):
-        if used_share == 0 and gradient.any():
-            give_back(memory, spec, gradient, bucket.loss_scale)
-            gradient.zero_()  # what is kept for later must not be applied now as well
-
-
-def give_back(memory: Memory, spec: ParameterSpec, mean: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Add a mean that is not applied to the residual, in units of the unscaled loss.
-
-    All of it on every member: so the mean residual grows by just what is not applied.
-    """
-    unapplied, error = mean.to(spec.memory_dtype, copy=True), memory[ERROR].get(spec.name)
-    if scale is not None:
-        unapplied /= scale
-    memory[ERROR][spec.name] = unapplied if error is None else error.add_(unapplied)
