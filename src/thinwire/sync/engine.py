@@ -110,6 +110,7 @@ class Engine(Lanes):
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new. Until then its messages may be written, to the same memory as the
         # gradients of the next pass.
+        self.check_whole("a step")
         for step in self._steps:
             if not step.is_open:
                 step.drain()
@@ -155,6 +156,15 @@ class Engine(Lanes):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 
+    def check_whole(self, call: str) -> None:
+        """Refuse a call after a step that has written memory, and whose means did not come."""
+        if self.torn:
+            raise StepError(
+                f"{call} was called after {self.torn} had failed when its error memory was written already, "
+                "and its means had not come to all processes; load_state_dict() of the last checkpoint, on "
+                "all processes"
+            )
+
     def check_between_steps(self, call: str) -> None:
         """Refuse a call during a backward pass."""
         if any(step.is_open and step.num_parameters for step in self._steps):
@@ -176,8 +186,8 @@ class Engine(Lanes):
 
     def warn_of_nonfinite(self) -> None:
         """Say once what becomes of a step that is not finite; for fronts whose gradients the user applies."""
-        # What scales the loss tries out how far it can go.
-        if self._has_warned or self.settings.loss_scale is not None:
+        # A scaler tries out how far it can go, and leaves out such steps.
+        if self._has_warned or self.settings.is_skipped:
             return
         self._has_warned = True
         became, then = "zeros", "stats().nonfinite_steps counts such steps"
@@ -315,6 +325,7 @@ class Engine(Lanes):
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
+        self.check_whole("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: if processes differ, none has changed its memory.
@@ -338,6 +349,7 @@ class Engine(Lanes):
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
+        self.check_whole("local_state_dict()")
         places, common = self.places, self.common_state()
         if places is not None and any(self.unclaimed.values()):
             raise StateError("what was loaded is not divided before the first step; make a step, then save")
@@ -405,7 +417,7 @@ class Engine(Lanes):
         self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
         if self.places is not None:
             self.places.forget()
-        self.may_remember = True
+        self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.differing, self._loaded_checksum = set(), loaded.checksum
         self._kept_errors = None  # they were of a step that this memory has not seen

@@ -14,7 +14,7 @@ from thinwire.channel import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.exchange import Exchange, shown
+from thinwire.sync.exchange import Exchange, Task, shown
 from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
@@ -224,6 +224,8 @@ class Step:
                     self._gather_inside(self._engine.places)
                 # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
+                if self._engine.torn == self._name:
+                    self._engine.torn = ""
                 self._engine.replays.keep(self._exchange)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
@@ -243,7 +245,7 @@ class Step:
         engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
-            self._exchange.commit(self._exchange.tasks)
+            self._write(self._exchange.tasks)
             traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
             traffic.counted_bytes = traffic.message_bytes
             return True
@@ -267,10 +269,17 @@ class Step:
             if settings.host_check and remembering is not None and not engine.algorithm.remembers:
                 engine.may_remember = bool(remembering)
         if committed:
-            self._exchange.commit(self._exchange.tasks)
+            self._write(self._exchange.tasks)
         for bucket in () if committed else self._buckets:
             bucket.flat.fill_(fill)
         return committed or not settings.host_check
+
+    def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
+        """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
+        if self._engine.may_remember:
+            # Until all means are there: memory holds this step then, and the gradients do not.
+            self._engine.torn = self._engine.torn or self._name
+        self._exchange.commit(tasks, is_healthy)
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
@@ -307,9 +316,9 @@ class Step:
             else:
                 # One by one: so there is a copy of one bucket's memory at a time, and not of all.
                 before = memory.copied(lane.plan.labels)
-                self._exchange.commit([task])
+                self._write([task])
                 memory.restore_where(is_healthy, before, lane.plan.labels)
-        self._exchange.commit(by_themselves, is_healthy)
+        self._write(by_themselves, is_healthy)
         for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
