@@ -25,7 +25,7 @@ HostCheck: TypeAlias = "bool | Literal['auto']"
 
 
 def _is_enabled(grad_scaler: object) -> bool:
-    """Return whether it is a `GradScaler` that scales: of one that is not enabled, torch's methods do nothing."""
+    """Return whether it is a `GradScaler` that scales; the methods of one that is not enabled do nothing."""
     return isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled()
 
 
