@@ -218,10 +218,8 @@ class Engine(Lanes):
 
     def counts(self) -> Stats:
         """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
-        # With several processes on a machine, `machine_bytes` takes a host synchronisation on an accelerator.
-        traffic, message_bytes = self.traffic, self.traffic.message_bytes
-        if self.places is not None:
-            message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
+        traffic = self.traffic
+        message_bytes = traffic.message_bytes if self.places is None else traffic.machine_bytes
         return Stats(
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,

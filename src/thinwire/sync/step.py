@@ -246,14 +246,14 @@ class Step:
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
             self._write(self._exchange.tasks)
-            traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
-            traffic.counted_bytes = traffic.message_bytes
+            traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
             return True
         # Computed from what all members have received alike: all find the same, and need not ask each other.
-        is_healthy, remembering = self._exchange.is_healthy(), None
+        is_healthy, told = self._exchange.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
         if engine.places is not None:
-            is_healthy, remembering = self._ask_machine(engine.places, is_healthy, purpose)
+            told = self._ask_machine(engine.places, is_healthy, purpose)
+            is_healthy = told[0] == 0
         elif settings.together is not None:
             # Other shards have received other messages, so they do ask.
             is_healthy = true_for_all(is_healthy, settings.together, purpose)
@@ -262,12 +262,16 @@ class Step:
             engine.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
             if accelerators.pays_per_launch(is_healthy.device):
+                traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
         with traffic.waiting():
             committed = bool(is_healthy)  # waits for an accelerator
-            if settings.host_check and remembering is not None and not engine.algorithm.remembers:
-                engine.may_remember = bool(remembering)
+            if told is not None:
+                _, sent_bytes, remembering = told.tolist()
+                traffic.count_machine(int(sent_bytes))
+                if settings.host_check and not engine.algorithm.remembers:
+                    engine.may_remember = bool(remembering)
         if committed:
             self._write(self._exchange.tasks)
         for bucket in () if committed else self._buckets:
@@ -290,20 +294,16 @@ class Step:
             return self._engine.may_remember
         return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
 
-    def _ask_machine(
-        self, places: Places, is_healthy: torch.Tensor, purpose: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether the step is healthy everywhere, and how many processes remember something."""
+    def _ask_machine(self, places: Places, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return how many processes of the machine are not healthy, what they sent, how many remember."""
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
         device = places.inside.data_device
-        said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
-        said[0] = ~is_healthy.to(device)
-        places.inside.all_reduce(said, purpose).wait()
-        traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
-        traffic.counted_bytes += uncounted
-        return said[0] == 0, said[2]
+        told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        told[0] = ~is_healthy.to(device)
+        places.inside.all_reduce(told, purpose).wait()
+        return told
 
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
         """Let the device decide."""
