@@ -13,7 +13,7 @@ from algorithms.test_conformance import assert_same_state, over, warmup_steps
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import InProcessTransport
+from thinwire.channel import InProcessTransport, Work
 from thinwire.errors import CommunicationError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -269,3 +269,17 @@ def test_a_gather_that_fails_behind_the_commit_leaves_a_state_that_is_refused(ho
 def test_workers_that_do_not_fill_their_machines_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_workers=5 .* workers_per_machine=2"):
         Simulation(AllReduce(), LAYERS, num_workers=5, workers_per_machine=2)
+
+
+def test_a_state_takes_one_broadcast_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, sent, broadcast = machines(PowerSGD(matrix_rank=2), LAYERS), [], InProcessTransport.broadcast
+
+    def counted(self: InProcessTransport, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        sent.append(purpose)
+        return broadcast(self, tensor, source, purpose)
+
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
+    monkeypatch.setattr(InProcessTransport, "broadcast", counted)
+    (state, *_) = sim.state_dicts()
+    assert len(state["error"]) == 6
+    assert len(sent) == 2 * 4  # what both of each machine have
