@@ -170,9 +170,9 @@ def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
 @in_each_process(4)
 def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    own = [dist.get_rank()]
+    # A new one, of which no machines are known yet.
+    own, transport = [dist.get_rank()], ProcessGroupTransport(dist.new_group())
     one_more = dist.new_group(own, use_local_synchronization=True) if own == [0] else None
-    transport = ProcessGroupTransport()
     # As in a job of one process more.
     with patch.object(dist, "get_world_size", lambda *_: 5):
         machines, why = machines_of(transport, PAIRS)
@@ -388,3 +388,27 @@ def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
     assert "2 machines of 2 processes" in str(sync)
+
+
+def handles() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@in_each_process(4)
+def test_who_attaches_again_and_again_opens_nothing_more() -> None:
+    model, layer, held = ddp_model(), nn.Linear(3, 2), []
+    pair = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
+    for step in range(20):
+        sync = thinwire.attach(model, Quantize(bits=4), machines=PAIRS)
+        assert are_alike([gradients(model, step)])
+        assert sync.stats().compression_ratio > 2
+        assert sync.state_dict()
+        sync.detach()
+        optimizer = torch.optim.SGD(layer.parameters())
+        with thinwire.LocalSGD(layer, optimizer, every_steps=1, subgroup=pair) as local:
+            layer(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert local.stats().steps == 1
+        held.append(handles())
+    assert held[-1] == held[1]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from thinwire.channel.agreement import CALL, agree, check_same
 from thinwire.channel.collectives import gather_bytes, gather_numbers
 from thinwire.channel.in_process import InProcessTransport
-from thinwire.channel.process_group import ProcessGroupTransport
+from thinwire.channel.process_group import ProcessGroupTransport, made_of
 from thinwire.channel.transport import Transport
 from thinwire.errors import AgreementError, ConfigError
 
@@ -71,7 +71,8 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     It raises `AgreementError` if processes disagree on who is where, `ConfigError` if what was given does not
     divide the group.
 
-    Cost: nothing on one machine, or with one process on each; else a gather of 32 bytes, and two new groups.
+    Cost: nothing on one machine, or with one process on each; else a gather of 32 bytes, and two new groups,
+    which later calls take again.
     """
     if layout is False:
         return None, ""
@@ -119,22 +120,25 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         if not transport.rank:
             logger.warning("%s", uneven)
         return None, uneven
-    is_whole_job, groups = transport.size == dist.get_world_size(), dist.distributed_c10d._world.pg_names
-    # Torch names a group that not all of the job make by how many groups a process knows.
-    known = [] if is_whole_job else gather_numbers([len(groups)], transport, PURPOSE)
-    if any(count != known[0] for count in known):
-        return None, (
-            "processes know different numbers of process groups, and PyTorch can't make groups of a part "
-            "of the job then, so each process sends by itself; pass machines= as a mesh of two "
-            "dimensions, (machines, processes of each)"
-        )
-    inside, between = _new_groups(transport, rows, is_whole_job=is_whole_job)
-    return Machines(inside, between, tuple(map(tuple, rows))), ""
+    made, key = made_of(transport.group), tuple(tuple(row) for row in rows)
+    if key not in made:
+        is_whole_job, groups = transport.size == dist.get_world_size(), dist.distributed_c10d._world.pg_names
+        # Torch names a group that not all of the job make by how many groups a process knows.
+        known = [] if is_whole_job else gather_numbers([len(groups)], transport, PURPOSE)
+        if any(count != known[0] for count in known):
+            return None, (
+                "processes know different numbers of process groups, and PyTorch can't make groups of a part "
+                "of the job then, so each process sends by itself; pass machines= as a mesh of two "
+                "dimensions, (machines, processes of each)"
+            )
+        made[key] = list(_new_groups(transport, rows, is_whole_job=is_whole_job))
+    inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in made[key])
+    return Machines(inside, between, key), ""
 
 
 def _new_groups(
     transport: ProcessGroupTransport, rows: Sequence[Sequence[int]], *, is_whole_job: bool
-) -> Iterator[ProcessGroupTransport]:
+) -> Iterator[dist.ProcessGroup]:
     """Yield this process's row and its column of the processes."""
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device
     # Nothing of torch's hands a group's timeout on.
@@ -142,11 +146,12 @@ def _new_groups(
     timeout = getattr(options, "_timeout", None)
     for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
         if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
-            group, _ = dist.new_subgroups_by_enumeration(lists, timeout, backend)  # type: ignore[no-untyped-call]
+            yield dist.new_subgroups_by_enumeration(lists, timeout, backend)[0]  # type: ignore[no-untyped-call]
         else:
             own = next(each for each in lists if dist.get_rank() in each)
-            group = dist.new_group(own, timeout, backend, use_local_synchronization=True)
-        yield ProcessGroupTransport(group, device)
+            yield cast(
+                dist.ProcessGroup, dist.new_group(own, timeout, backend, use_local_synchronization=True)
+            )
 
 
 class _Place(NamedTuple):

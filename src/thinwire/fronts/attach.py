@@ -61,18 +61,20 @@ def attach(
         grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
             what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
             units, so that a change of scale changes no result.
-        host_check: Whether the host waits for the device in each step to see whether all means are finite.
-            With False it mostly does not wait, and steps that are not finite count in `steps`. "auto" is
-            False on accelerators with low-rank algorithms, whose kernels keep memory as it was at no cost,
-            and True elsewhere, with `find_unused_parameters`, and with "raise"; see
-            docs/ddp.md#without-a-host-check.
+        host_check: Whether the host waits for the device in each step to see whether all means are finite, if
+            anyone looks (see `on_nonfinite`). With False it mostly does not wait, and steps that are not
+            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, whose kernels
+            keep memory as it was at no cost, and True elsewhere, with `find_unused_parameters`, and with
+            "raise"; see docs/ddp.md#without-a-host-check.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
             memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
             without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
             momentum or weight decay still moves the parameters. "raise": `backward()` raises
             `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
-            runs without a `GradScaler`, which would never see an overflow; with them `AllReduce` and `Cast`
-            look at the means as well: a pass over the gradients and a host synchronisation per step.
+            runs without a `GradScaler`, which would never see an overflow. With "nan" only algorithms that
+            remember something look, and count such steps (`stats().nonfinite_steps`); with the last two
+            `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host synchronisation
+            per step, and for the first two a pass over the gradients.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.

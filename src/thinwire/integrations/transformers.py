@@ -28,7 +28,7 @@ from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
-from thinwire.fronts.start import ALONE, logger
+from thinwire.fronts.start import ALONE
 from thinwire.integrations.local import (
     Makes,
     checked_averaging,

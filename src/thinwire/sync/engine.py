@@ -118,6 +118,7 @@ class Engine(Lanes):
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new. Until then its messages may be written, to the same memory as the
         # gradients of the next pass.
+        self.check_whole("a step")
         for step in self._steps:
             if not step.is_open:
                 step.drain()
@@ -186,6 +187,15 @@ class Engine(Lanes):
                 self.go_back(before)
                 self._kept_errors = None
 
+    def check_whole(self, call: str) -> None:
+        """Refuse a call after a step that has written memory, and whose means did not come."""
+        if self.torn:
+            raise StepError(
+                f"{call} was called after {self.torn} had failed when its error memory was written already, "
+                "and its means had not come to all processes; load_state_dict() of the last checkpoint, on "
+                "all processes"
+            )
+
     def check_between_steps(self, call: str) -> None:
         """Refuse a call during a backward pass, or where what it does would be taken back."""
         self._check_no_step(call)
@@ -214,8 +224,8 @@ class Engine(Lanes):
 
     def warn_of_nonfinite(self) -> None:
         """Say once what becomes of a step that is not finite; for fronts whose gradients the user applies."""
-        # What scales the loss tries out how far it can go.
-        if self._has_warned or self.settings.loss_scale is not None:
+        # A scaler tries out how far it can go, and leaves out such steps.
+        if self._has_warned or self.settings.is_skipped:
             return
         self._has_warned = True
         became, then = "zeros", "stats().nonfinite_steps counts such steps"
@@ -246,10 +256,8 @@ class Engine(Lanes):
 
     def counts(self) -> Stats:
         """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
-        # With several processes on a machine, `machine_bytes` takes a host synchronisation on an accelerator.
-        traffic, message_bytes = self.traffic, self.traffic.message_bytes
-        if self.places is not None:
-            message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
+        traffic = self.traffic
+        message_bytes = traffic.message_bytes if self.places is None else traffic.machine_bytes
         counts = Stats(
             steps=self.steps,
             averagings=self.steps,
@@ -356,6 +364,7 @@ class Engine(Lanes):
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
+        self.check_whole("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: if processes differ, none has changed its memory.
@@ -383,6 +392,7 @@ class Engine(Lanes):
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
+        self.check_whole("local_state_dict()")
         places, common = self.places, self.common_state()
         with full_precision(torch.device("cpu")):
             self._drop_unsaved()
@@ -453,7 +463,7 @@ class Engine(Lanes):
         self.unclaimed_of = "all"
         if self.places is not None:
             self.places.forget()
-        self.may_remember = True
+        self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.differing, self._loaded_checksum = set(), loaded.checksum
         self._kept_errors = None  # they were of a step that this memory has not seen

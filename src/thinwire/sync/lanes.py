@@ -84,6 +84,7 @@ class Lanes:
         self.all_known = bool(self.known_specs)
         self.memory, self.replays = Memory(), Replays()
         self.nonfinite_steps = 0  # as far as the host knows
+        self.torn = ""  # the step that has written memory, and whose means did not come
         self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
         self.device = torch.device("cpu")  # of the last bucket
         self.shortfalls: dict[str, None] = {}  # why slower kernels than the device's have served steps

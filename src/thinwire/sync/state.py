@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -160,17 +161,24 @@ def tensors_of_all(
     ]
     data = json.dumps(described).encode()
     device = transport.control_device
-    # What each has, and in which order, is known to all before: so all broadcast the same in one order.
+    # What each has, and in which order, is known to all before. One broadcast a member, however many tensors:
+    # a round trip each would take minutes on a slow link.
     for member, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
-        for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
-            if member == transport.rank:
-                tensor = mine[number][2].to(device, copy=True)
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            # The last shards of a parameter may be empty.
-            if tensor.numel():
-                transport.broadcast(tensor, member, f"state_dict(), {slot} of {label}").wait()
-            yield member, (slot, label, tensor.cpu())
+        theirs = [
+            (slot, label, shape, getattr(torch, dtype)) for slot, label, shape, dtype in json.loads(listed)
+        ]
+        lengths = [math.prod(shape) * dtype.itemsize for *_, shape, dtype in theirs]
+        packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        if member == transport.rank:
+            for (*_, tensor), part in zip(mine, packed.split_with_sizes(lengths), strict=True):
+                part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        # The last shards of a parameter may be empty.
+        if len(packed):
+            transport.broadcast(packed, member, f"state_dict(), what process {member} remembers").wait()
+        parts = packed.cpu().split_with_sizes(lengths)
+        for (slot, label, shape, dtype), part in zip(theirs, parts, strict=True):
+            # A copy: each begins where its type may, and does not keep the others.
+            yield member, (slot, label, part.clone().view(dtype).view(shape))
 
 
 def checked_state(

@@ -18,9 +18,10 @@ class Stats:
             after the warm-up, each fragment by itself).
         members: How many have averaged together, at most: processes, machines that send once, or replicas.
             1 if there was no other, so that nothing was sent.
-        nonfinite_steps: Steps whose mean gradients were not finite, and which left memory as it was. Whether
-            the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
-            without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
+        nonfinite_steps: Steps that were found not to be finite, and which left memory as it was. Whether the
+            optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms that
+            remember nothing (`AllReduce`, `Cast`, `Quantize` without error feedback) have nothing to take
+            back: they do not look, unless shards of a model must agree, and such a step counts as any other.
         messages: Collectives of steps; saving a state adds none.
         rounds: Of the messages, how many had to wait for the one before. Each costs a round trip of the
             network at least; messages that travel side by side are one round.

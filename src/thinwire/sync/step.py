@@ -13,7 +13,7 @@ from thinwire.algorithms.error_feedback import ERROR, put_back_residuals, residu
 from thinwire.channel import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
-from thinwire.sync.exchange import Exchange, shown
+from thinwire.sync.exchange import Exchange, Task, shown
 from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
@@ -257,6 +257,8 @@ class Step:
                     self._gather_inside(self._engine.places)
                 # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
+                if self._engine.torn == self._name:
+                    self._engine.torn = ""
                 self._engine.replays.keep(self._exchange)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
@@ -276,15 +278,15 @@ class Step:
         engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
-            self._exchange.commit(self._exchange.tasks)
-            traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
-            traffic.counted_bytes = traffic.message_bytes
+            self._write(self._exchange.tasks)
+            traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
             return True
         # Computed from what all members have received alike: all find the same, and need not ask each other.
-        is_healthy, remembering = self._exchange.is_healthy(), None
+        is_healthy, told = self._exchange.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
         if engine.places is not None:
-            is_healthy, remembering = self._ask_machine(engine.places, is_healthy, purpose)
+            told = self._ask_machine(engine.places, is_healthy, purpose)
+            is_healthy = told[0] == 0
         elif settings.together is not None:
             # Other shards have received other messages, so they do ask.
             is_healthy = true_for_all(is_healthy, settings.together, purpose)
@@ -293,17 +295,28 @@ class Step:
             engine.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
             if accelerators.pays_per_launch(is_healthy.device):
+                traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
         with traffic.waiting():
             committed = bool(is_healthy)  # waits for an accelerator
-            if settings.host_check and remembering is not None and not engine.algorithm.remembers:
-                engine.may_remember = bool(remembering)
+            if told is not None:
+                _, sent_bytes, remembering = told.tolist()
+                traffic.count_machine(int(sent_bytes))
+                if settings.host_check and not engine.algorithm.remembers:
+                    engine.may_remember = bool(remembering)
         if committed:
-            self._exchange.commit(self._exchange.tasks)
+            self._write(self._exchange.tasks)
         for bucket in () if committed else self._buckets:
             bucket.flat.fill_(fill)
         return committed or not settings.host_check
+
+    def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
+        """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
+        if self._engine.may_remember:
+            # Until all means are there: memory holds this step then, and the gradients do not.
+            self._engine.torn = self._engine.torn or self._name
+        self._exchange.commit(tasks, is_healthy)
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
@@ -314,20 +327,16 @@ class Step:
             return self._engine.may_remember
         return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
 
-    def _ask_machine(
-        self, places: Places, is_healthy: torch.Tensor, purpose: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether the step is healthy everywhere, and how many processes remember something."""
+    def _ask_machine(self, places: Places, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return how many processes of the machine are not healthy, what they sent, how many remember."""
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
         device = places.inside.data_device
-        said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
-        said[0] = ~is_healthy.to(device)
-        places.inside.all_reduce(said, purpose).wait()
-        traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
-        traffic.counted_bytes += uncounted
-        return said[0] == 0, said[2]
+        told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        told[0] = ~is_healthy.to(device)
+        places.inside.all_reduce(told, purpose).wait()
+        return told
 
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
         """Let the device decide."""
@@ -340,9 +349,9 @@ class Step:
             else:
                 # One by one: so there is a copy of one bucket's memory at a time, and not of all.
                 before = memory.copied(lane.plan.labels)
-                self._exchange.commit([task])
+                self._write([task])
                 memory.restore_where(is_healthy, before, lane.plan.labels)
-        self._exchange.commit(by_themselves, is_healthy)
+        self._write(by_themselves, is_healthy)
         for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)

@@ -7,7 +7,6 @@ bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,7 +33,7 @@ from thinwire.kernels.numba.code_vectors import (
     subtract_levels,
     write,
 )
-from thinwire.kernels.numba.compiler import compiled, generator, inlined
+from thinwire.kernels.numba.compiler import compiled, inlined
 from thinwire.kernels.numba.vectors import (
     LANES,
     first_lanes,
@@ -79,23 +78,30 @@ class Layout(NamedTuple):
     share: int
 
 
-@generator
-def _runs(numels: Counts, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where blocks lie side by side, both in the numbers and in a row of a message.
+@inlined
+def _runs(numels: Counts, layout: Layout) -> Counts:
+    """Return where blocks lie side by side, both in the numbers and in a row of a message.
 
     That is their first number and how many, and of the first block its row and its place there.
     """
-    first, row, place = 0, 0, 0
+    # No generator: Numba never gives back what one was given, so each call would leak an array.
+    blocks = 0
+    for numel in numels:
+        blocks += -(-numel // layout.block)
+    runs = np.empty((len(numels) + blocks // max(1, layout.share), 4), np.int64)
+    count, first, row, place = 0, 0, 0, 0
     for numel in numels:
         start = 0
         while start < numel:
             length = min((layout.share - place) * layout.block, numel - start)
-            yield first + start, length, row, place
+            runs[count, 0], runs[count, 1], runs[count, 2], runs[count, 3] = first + start, length, row, place
+            count += 1
             start += length
             place += -(-length // layout.block)
             if place == layout.share:
                 row, place = row + 1, 0
         first += numel
+    return runs[:count]
 
 
 @inlined
@@ -107,7 +113,8 @@ def _codes_at(scales: int, place: int, layout: Layout) -> int:
 @compiled
 def encode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write codes and scales of all blocks."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales = message + row * row_bytes + SCALE_BYTES * place
         _encode(flat + FLOAT_BYTES * first, length, _codes_at(scales, place, layout), scales, layout)
 
@@ -127,7 +134,8 @@ def average(
     """Write codes and scales of the mean of what members have sent of the blocks of one row, number `own`."""
     block, factors = layout.block, np.empty(members, np.float32)
     together = max(1, TOGETHER // block) * block
-    for _, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        length, row, place = run[1], run[2], run[3]
         if row == own:
             for start in range(0, length, together):
                 here = place + start // block
@@ -178,7 +186,8 @@ def _add_up(
 @compiled
 def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write the numbers that all blocks stand for."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
         _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
 
@@ -186,7 +195,8 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
 @compiled
 def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts, layout: Layout) -> None:
     """Write what all blocks have not sent of some numbers."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
         _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
 
