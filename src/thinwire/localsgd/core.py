@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.checks import checked_scaler
 from thinwire.errors import StepError
 from thinwire.localsgd.fragment import Fragments
+from thinwire.localsgd.inner import CopiesOfWeights
 from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.model import AveragedModel, check_gradient_settings
 from thinwire.localsgd.outer import Outer, check_outer
@@ -138,6 +139,11 @@ class ModelAverager(Averager):
         self._schedule, self._make_outer = schedule, outer
         self._grad_scaler = checked_scaler(grad_scaler)
         check_gradient_settings(schedule, grad_scaler)
+        self._copies = CopiesOfWeights()
+
+    def _check_copies(self) -> None:
+        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
+        self._copies.check(self._optimizers, {id(each.tensor): last for each, last in self._fragments.lasts})
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"

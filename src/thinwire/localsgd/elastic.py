@@ -137,6 +137,7 @@ class LocalSGD(ModelAverager, Member):
         self._work = [work + added for work in self._work]
 
     def _begin(self) -> None:
+        self._check_copies()
         # The learning rate that goes by the number of members is chosen at every averaging.
         self._model.divide(self._model.tensors(), self._schedule, self._make_outer, 1, self._algorithm)
         for fragment in self._fragments:
@@ -170,6 +171,7 @@ class LocalSGD(ModelAverager, Member):
         self._average_pending()
 
     def _average_pending(self) -> None:
+        self._check_copies()
         self._land()
         for _ in range(1 if self._is_warm_up(self._steps) else len(self._fragments)):
             self._transact(self._membership.average)
@@ -187,12 +189,15 @@ class LocalSGD(ModelAverager, Member):
         self._pending_steps += 1
         if self._group.weigh_by == "steps":
             self._work = [work + 1 for work in self._work]
+        if self._steps_here == 1:  # optimizers make their state in their first step
+            self._check_copies()
         schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
         if self._membership.is_open:
             if self._pending_steps - self._sent_steps >= schedule.streaming.delay_steps:
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
         elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
+            self._check_copies()
             self._transact(self._membership.start)
             if is_warm_up or not schedule.streaming.delay_steps:
                 self._land()

@@ -130,7 +130,7 @@ class LocalSGD(ModelAverager, Joinable):
         self._configure(schedule, outer, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
-        optimizers = checked_optimizers(optimizer, held.tensors(), module)
+        optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
@@ -156,6 +156,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
+        self._check_copies()  # before models are made equal: copies are of each process's own
         loaded, group, model = self._loaded, self._engine.transport, self._model
         averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
@@ -262,6 +263,8 @@ class LocalSGD(ModelAverager, Joinable):
         # Before all that the step sends: processes that shadow it are waiting for this message.
         notify_of_step(self)
         self._averagings.own_pending_steps += 1
+        if self._steps_here == 0:  # optimizers make their state in their first step
+            self._check_copies()
         self._after_step()
 
     def _after_step(self) -> None:
@@ -284,6 +287,7 @@ class LocalSGD(ModelAverager, Joinable):
     def _averaging(self, call: str) -> Iterator[None]:
         """Check the model first; if anything fails inside, forget what is in flight."""
         self._check_inside(call)
+        self._check_copies()
         if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:

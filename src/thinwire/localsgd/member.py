@@ -72,7 +72,7 @@ class Member(Averager, Front):
                 replica = replica_of(module, self._group.transport, has_subgroup=False)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
         averaged = held.tensors()
-        optimizers = checked_optimizers(optimizer, averaged, module)
+        optimizers = checked_optimizers(optimizer, averaged, module, replica)
         self._sent_optimizers = optimizers if self._group.send_optimizer else ()
         if self._sent_optimizers:
             _check_hold_all(self._sent_optimizers, averaged)

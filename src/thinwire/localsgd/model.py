@@ -20,6 +20,7 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.inner import check_keeps_to_itself
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
@@ -237,13 +238,14 @@ def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 
 def checked_optimizers(
-    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module
+    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module, replica: Replica
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
     optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+        check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
         # Wrappers may derive from Optimizer without calling its __init__.
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise ConfigError(
