@@ -145,6 +145,7 @@ class LocalSGD(ModelAverager, Member):
         self._work = [0.0] * len(self._fragments)
         warn_of_momentum(self._model.outer, self._algorithm, stacklevel=3)
 
+    @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
         with self._attached:

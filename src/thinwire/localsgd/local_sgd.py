@@ -149,6 +149,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Attempted steps."""
         return self._averagings.step
 
+    @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
         if self._model.entered:
@@ -229,6 +230,7 @@ class LocalSGD(ModelAverager, Joinable):
         }
         return {subject: str(value) for subject, value in described.items()}
 
+    @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
         try:
@@ -354,6 +356,7 @@ class LocalSGD(ModelAverager, Joinable):
             raise AttachError(f"there is no process group to join: this averages over {transport!r}")
         return transport.group
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule, the last average and what algorithm and outer optimizer remember. Collective.
 
@@ -382,6 +385,7 @@ class LocalSGD(ModelAverager, Joinable):
         warmup = now.warmup if now.warmup.algorithm != EXACT else None
         return packed_state(self._model, now.step, now.flights, self.sync, warmup)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 

@@ -107,6 +107,7 @@ class Member(Averager, Front):
         """Leave after the next averaging, handing over what this member has not transmitted."""
         self._membership.is_leaving = True
 
+    @torch.inference_mode(False)
     def __enter__(self: Entered) -> Entered:
         """Join: wait until the others, and enough of them, are there, and start from what they hold.
 
@@ -243,6 +244,7 @@ class Member(Averager, Front):
                 own[name].copy_(tensor)
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
 
@@ -265,6 +267,7 @@ class Member(Averager, Front):
     def _average_pending(self) -> None:
         """Average what has not been averaged yet. Collective."""
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering.
 

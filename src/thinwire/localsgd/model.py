@@ -125,6 +125,7 @@ class AveragedModel:
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
+    @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
         """Let the model hold the last averages while this is open. What it held comes back afterwards."""
         lasts = self.fragments.lasts

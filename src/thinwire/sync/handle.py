@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
+import torch
+
 from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError, StateError
 from thinwire.plan import Plan
@@ -55,6 +57,7 @@ class GradientSync:
         """Steps so far, those that were not finite included."""
         return self._engine.steps
 
+    @torch.inference_mode(False)
     def stats(self) -> Stats:
         """Return what has been done so far.
 
@@ -62,6 +65,7 @@ class GradientSync:
         """
         return self._engine.stats()
 
+    @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
         """Switch to a different algorithm from the next step on; to be called on every process alike.
 
@@ -75,6 +79,7 @@ class GradientSync:
         """
         self._engine.use(algorithm)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, the same on every process. Collective: call it on all processes.
 
@@ -101,6 +106,7 @@ class GradientSync:
         """
         return self._engine.state_dict()
 
+    @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
         """Return what this process remembers, its own residual in it, without a message; for slow links.
 
@@ -125,6 +131,7 @@ class GradientSync:
         """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
         return self._engine.position
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
 
