@@ -538,25 +538,6 @@ def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, ra
     assert local.stats().messages == (0 if raises else 1)
 
 
-def test_what_another_optimizer_has_changed_is_averaged_at_the_end_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def body(member: Member) -> None:
-        with member.local(every_steps=2, streaming=Streaming(fragments=2)) as local:
-            member.train(2)
-            assert not member.agreed()
-            assert local.stats().messages == 2  # the first fragment after one step
-            local.average()
-            if member.rank:
-                member.optimizer = new_optimizer(member.model)  # whose steps nobody counts
-                member.train(1)
-            assert not member.agreed()
-        assert member.agreed()
-
-    run(2, body)
-    assert [record.message[:23] for record in caplog.records] == ["parameters have changed"]
-
-
 @in_each_member(2)
 def test_observers_are_called_after_every_step(member: Member) -> None:
     seen: list[tuple[int, bool]] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -157,9 +157,12 @@ class ModelAverager(Averager):
     def _fragments(self) -> Fragments:
         return self._model.fragments
 
-    def _in_loop(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop while this is open."""
-        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
+        loads = self._model.loads.noted(self.module, self._optimizers, self._fragments.checksum)
+        with loads, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
+            yield
 
     @abstractmethod
     def _after_own_step(self) -> None:

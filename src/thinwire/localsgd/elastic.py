@@ -151,6 +151,7 @@ class LocalSGD(ModelAverager, Member):
         with self._attached:
             # Inside: the end of this block leaves the group, and the last averaging must come before.
             if kind is None and self._pending_steps and not self.has_left:
+                self._model.loads.check()
                 with suppress(LeftError):
                     self._land()
                     self.leave()
@@ -173,6 +174,7 @@ class LocalSGD(ModelAverager, Member):
 
     def _average_pending(self) -> None:
         self._check_copies()
+        self._model.loads.check()
         self._land()
         for _ in range(1 if self._is_warm_up(self._steps) else len(self._fragments)):
             self._transact(self._membership.average)

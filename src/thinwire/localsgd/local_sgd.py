@@ -248,11 +248,13 @@ class LocalSGD(ModelAverager, Joinable):
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. Changes that no step of `optimizer` has made are averaged, too, and logged.
+        since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
+        loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
-                are not finite, or the settings of `outer` differ; nothing was averaged.
+                are not finite, or have changed without a step, and not on all alike, or were loaded with
+                steps pending, or the settings of `outer` differ; nothing was averaged.
             CommunicationError: A collective failed.
         """
         with self._averaging("average()"):

@@ -242,6 +242,7 @@ class Member(Averager, Front):
         for tensors, own in (loaded.last_average, held), (members["not_averaged"], others):
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
+        self._model.loads.forget()
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
 
     @torch.inference_mode(False)

@@ -21,6 +21,7 @@ from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
 from thinwire.localsgd.inner import check_keeps_to_itself
+from thinwire.localsgd.loads import Loads
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
@@ -46,6 +47,7 @@ class AveragedModel:
     fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # in place of its values
+    loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.

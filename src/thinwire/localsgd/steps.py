@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
+from thinwire.localsgd.loads import checksum_of
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
@@ -82,6 +84,10 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
+    def _in_loop(self) -> AbstractContextManager[None]:
+        # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
+        return self._model.loads.noted(self.module, (), lambda: checksum_of(list(self._held().values())))
+
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all who are there, and let the optimizer step. Collective.
 
@@ -99,6 +105,7 @@ class Steps(Member):
             ConfigError: `work` is not a number, or negative.
         """
         self._check_inside("step()")
+        self._model.loads.check()
         self._work = float(number("work", work, minimum=0))
         self._transact(self._membership.average)
         self._tell_observers()
