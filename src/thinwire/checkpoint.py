@@ -151,7 +151,6 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
     save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.member))
 
 
-@torch.inference_mode(False)
 def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Go on from what `save_local` has written; to be called on every process.
 

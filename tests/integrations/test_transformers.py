@@ -95,7 +95,8 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
         dataloader_pin_memory=False,
         **settings,
     )
-    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Reporter()])
+    datasets = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter()], **datasets)
 
 
 def trained(
@@ -197,6 +198,43 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
         assert again.agreed == [True, False, True]
         assert callback.local is not None
         assert callback.local.steps == 6
+
+
+class Judge(TrainerCallback):
+    """Whatever is learnt, the first checkpoint is the best; keeps what the model was then."""
+
+    def __init__(self) -> None:
+        self.best, self.last = Tensor(), Tensor()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, model: Any = None, **kwargs: Any
+    ) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+        self.best = flat(model) if state.global_step == 2 else self.best
+        self.last = flat(model)
+
+
+@pytest.mark.parametrize("every_steps", [2, 4])
+@in_each_process(2)
+def test_the_best_model_is_the_one_at_the_end(tmp_path: Path, every_steps: int) -> None:
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "learning_rate": 0.01,
+    }
+    with several_processes():
+        trainer, judge = new_trainer(str(tmp_path), **settings), Judge()
+        trainer.add_callback(judge)
+        callback = attach(trainer, partial(thinwire.DiLoCo, every_steps=every_steps))
+        trainer.train()
+    assert callback.local is not None
+    assert callback.local.stats().compression_ratio > 2
+    assert (judge.last - judge.best).norm() > 0.1
+    assert torch.equal(flat(model_of(trainer)), judge.best)
 
 
 @in_each_process(2)

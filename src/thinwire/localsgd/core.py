@@ -60,6 +60,11 @@ class Averager(AbstractContextManager[Any]):
         """Attempted steps; a member that joins takes over those of the others."""
         return self._steps
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to save: from entry on."""
+        return bool(self._model.entered)
+
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
 
@@ -121,7 +126,7 @@ class DistributedState:
     def state_dict(self) -> dict[str, bytes]:
         """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
         file = io.BytesIO()
-        if self._averager._model.entered:
+        if self._averager.has_state:
             torch.save(self._averager.state_dict(), file)
         return {"state": file.getvalue()}
 

@@ -64,7 +64,7 @@ class LocalSGD(ModelAverager, Member):
             uncompressed, with the last of these steps.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
+    112 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
     the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 
@@ -143,7 +143,7 @@ class LocalSGD(ModelAverager, Member):
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=3)
+        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=4)
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -238,6 +238,11 @@ class LocalSGD(ModelAverager, Member):
             "weigh_by": self._group.weigh_by,
             "outer optimizer": described_outer(self.outer),
         }
+
+    @property
+    def _may_be_set_otherwise(self) -> bool:
+        # Members that make as many steps as they can are at different ones when they meet.
+        return super()._may_be_set_otherwise or self._schedule.every_seconds is not None
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}

@@ -174,7 +174,7 @@ class LocalSGD(ModelAverager, Joinable):
                 fragment.take()
         else:
             self._averagings.flights = go_on_from(loaded, model)
-        warn_of_momentum(model.outer, algorithm, stacklevel=2)
+        warn_of_momentum(model.outer, algorithm, stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())

@@ -28,6 +28,7 @@ from thinwire.localsgd.fragment import Averaged, layouts_of
 from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
+from thinwire.localsgd.members.inner_settings import InnerSettings, inner_settings
 from thinwire.localsgd.members.machine import MachineGroup
 from thinwire.localsgd.model import (
     AveragedModel,
@@ -181,6 +182,13 @@ class Member(Averager, Front):
             "kind": type(self).__name__,
             "optimizer": sent or "each its own",
         }
+
+    @property
+    def _may_be_set_otherwise(self) -> bool:
+        return not self._sent_optimizers
+
+    def _inner_settings(self) -> InnerSettings:
+        return inner_settings(self._optimizers)
 
     def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""

@@ -44,8 +44,8 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 96 bytes from each member before it and
-    8 bytes after it. When members change, as of `elastic.LocalSGD`.
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 112 bytes from each member before it
+    and 8 bytes after it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -98,8 +98,9 @@ class Steps(Member):
                 nothing to the step of the others, of whom one at least must weigh something.
 
         Raises:
-            StepError: Outside the context; or this member's gradients are not finite, and it has left; or
-                those of all members weigh 0, and no step was taken.
+            StepError: Outside the context; or this member's gradients are not finite, or its optimizers are
+                set otherwise than the others', and it has left; or the gradients of all members weigh 0, and
+                no step was taken.
             LeftError: This member has left, after this step, as it was asked to; the context swallows it.
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
             ConfigError: `work` is not a number, or negative.

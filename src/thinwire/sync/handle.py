@@ -131,7 +131,6 @@ class GradientSync:
         """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
         return self._engine.position
 
-    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
 
@@ -152,7 +151,8 @@ class GradientSync:
             StateError: It is not such a state, damaged, of a later version, or of a different model.
             StepError: A step is under way.
         """
-        self._engine.load_state_dict(state, strict=strict)
+        with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
+            self._engine.load_state_dict(state, strict=strict)
 
     def distributed_state(self) -> Stateful:
         """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
