@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -29,6 +30,7 @@ from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import in_each_process
 from thinwire import elastic
+from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -359,3 +361,32 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
     assert steps == 6
     assert torch.equal(straight, resumed)
+
+
+SCHEDULES: list[Any] = [
+    partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    partial(lr_scheduler.CosineAnnealingLR, T_max=20),
+    partial(lr_scheduler.ExponentialLR, gamma=0.9),
+    partial(lr_scheduler.LinearLR, total_iters=8),
+    partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_members_schedule_catches_up_with_the_others(make: Any) -> None:
+    def optimizer_and_schedule() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    optimizer, schedule = optimizer_and_schedule()
+    for _ in range(7):
+        optimizer.step()
+        schedule.step()
+    joined, its_schedule = optimizer_and_schedule()
+    joined.load_state_dict(optimizer.state_dict())  # as a member that joins is given it
+    catch_up(its_schedule, 7)
+    for _ in range(2):
+        rates = [each.param_groups[0]["lr"] for each in (optimizer, joined)]
+        assert rates[1] == pytest.approx(rates[0])
+        for each in (optimizer, schedule, joined, its_schedule):
+            each.step()

@@ -29,6 +29,7 @@ from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
     Makes,
+    catch_up,
     checked_averaging,
     checked_steps,
     makes_auto,
@@ -367,6 +368,9 @@ class ThinwireCallback(Callback):
             self.local.load_state_dict(self._loaded)
             self._loaded = None
         self.local.__enter__()
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                catch_up(config.scheduler, self.local.steps // config.frequency)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Callback.on_validation_start`: average a member's model first."""

@@ -186,7 +186,7 @@ class LocalSGD(ModelAverager, Member):
     # The schedule, after each step.
 
     def _after_own_step(self) -> None:
-        self._check_inside("a step")
+        self._check_there("a step")  # the whole model is too much to look at in every step
         self._steps += 1
         self._steps_here += 1
         self._pending_steps += 1
@@ -197,9 +197,11 @@ class LocalSGD(ModelAverager, Member):
         schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
         if self._membership.is_open:
             if self._pending_steps - self._sent_steps >= schedule.streaming.delay_steps:
+                self._check_inside("a step")
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
         elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
+            self._check_inside("a step")
             self._check_copies()
             self._transact(self._membership.start)
             if is_warm_up or not schedule.streaming.delay_steps:
@@ -226,9 +228,6 @@ class LocalSGD(ModelAverager, Member):
         return Part(self._work[place] - taken, are_finite(changes, None), changes)
 
     def _described(self) -> Description:
-        # A member that joins uses what the others do, however far they are.
-        step = (self._group.received or {}).get("step")
-        self._follow(step if isinstance(step, int) else self._steps - self._pending_steps)
         return {
             **super()._described(),
             "every_steps": str(self._schedule.every_steps),

@@ -156,9 +156,14 @@ class Member(Averager, Front):
             return average()
 
     def _check_inside(self, call: str) -> None:
+        self._check_there(call)
+        super()._check_inside(call)
+
+    def _check_there(self, call: str) -> None:
+        """Refuse a call of a member that has left, or while the model shows the last average."""
         if self.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
-        super()._check_inside(call)
+        self._model.check_own(call)
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
@@ -189,6 +194,9 @@ class Member(Averager, Front):
 
     def _inner_settings(self) -> InnerSettings:
         return inner_settings(self._optimizers)
+
+    def _follow(self, step: int) -> None:
+        """Use the algorithm that the others do after this step."""
 
     def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""

@@ -23,7 +23,7 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
 from thinwire.localsgd.members.inner_settings import InnerSettings, difference, digest
-from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError
+from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError, heard, told
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,9 @@ class Front(Protocol):
 
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
+
+    def _follow(self, step: int) -> None:
+        """Use what the others do after this step."""
 
     @property
     def _may_be_set_otherwise(self) -> bool:
@@ -309,23 +312,23 @@ class Elastic:
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
         """Do what all processes of this member must be able to do; if one can't, all raise."""
-        group, failure = self._group, None
+        group = self._group
+        failure: BaseException | None = None
         if group.inside.size == 1:
             return action()
         try:
             result = action()
         except BrokenMemberError:
             raise
-        except RETRIED as error:
+        except BaseException as error:
             # Before the others of this member know: those of this place wait for this process's messages.
             group.break_off()
             failure = error
-        words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
+        everyone = gather_bytes(told(failure, RETRIED), group.inside, PURPOSE)
         if failure is not None:
             raise failure
-        for rank, said in enumerate(words):
-            if said:
-                raise CommunicationError(f"process {rank} of this member: {said.decode()}")
+        for rank, words in enumerate(everyone):
+            heard(words, (CommunicationError, CommunicationError), rank)
         return result
 
     def _finish(self) -> None:
@@ -566,8 +569,12 @@ class Elastic:
 
     def _agree(self, present: Sequence[Presence]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
-        group = self._group
-        described, purpose = self._described(), "joining a group"
+        group, purpose = self._group, "joining a group"
+        # A member that joins uses what the others do, however far they are.
+        step = None if group.received is None else group.received.get("step")
+        if isinstance(step, int):
+            self._front._follow(step)
+        described = self._described()
         data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(each, sort_keys=True) for each in everyone]
