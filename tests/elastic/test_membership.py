@@ -486,7 +486,9 @@ def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
 
 # After an averaging, and between two.
 @pytest.mark.parametrize("step", [4, 5])
-def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others_go_on(step: int) -> None:
+def test_a_member_that_changes_its_model_says_so_at_its_next_averaging_and_the_others_go_on(
+    step: int,
+) -> None:
     class Freezing(Run):
         def end(self, how: str, member: int) -> None:
             cast(nn.Linear, self.fronts[member].module).bias.requires_grad_(False)
@@ -494,7 +496,7 @@ def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others
     run = Freezing([0, 0, 0], ends={1: (step, "freeze")})
     assert run.results == ["done", "StepError", "done"]
     assert "others than on entry: ['bias']; leave the context before you freeze" in str(run.errors[1])
-    assert run.fronts[1].steps == step
+    assert run.fronts[1].steps == 6
     assert run.fronts[0].membership().members == 2
     run.check_equal()
 

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
 from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
-from thinwire.errors import AgreementError, CommunicationError, StepError
+from thinwire.errors import AgreementError, CommunicationError, GradientError, StepError
 from thinwire.sync import engine_of
 from training import batch_of, flat, new_model, new_optimizer, refused, train, train_step
 
@@ -69,6 +69,27 @@ def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorith
     assert len({tuple(each.tolist()) for each in variances}) == 4
     torch.testing.assert_close(variance, variances.mean(0))
     assert local.stats().compression_ratio > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@in_each_member(2)
+def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
+    member: Member, dtype: torch.dtype
+) -> None:
+    """They hold weights that stay; torch has no arithmetic on them."""
+    model = new_model()
+    model.register_buffer("scale", torch.full((4,), 1.0 + member.rank).to(dtype))
+    member.take(model)
+    with member.local(every_steps=1, algorithm=Quantize(bits=4)) as local:
+        assert torch.equal(model.scale.float(), torch.ones(4))  # as the first one's on entry
+        member.train(2)
+        held = local.state_dict()["last_average"]
+    assert member.agreed()
+    assert "scale" not in held
+    assert local.stats().compression_ratio > 4
+    model.register_parameter("extra", nn.Parameter(torch.ones(4).to(dtype)))
+    with pytest.raises(GradientError, match=f"^extra is trained in {dtype}"):
+        member.local()
 
 
 @pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])

@@ -27,6 +27,7 @@ from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
 from thinwire.localsgd.settings import Nesterov
 from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.sync.state import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,8 +53,8 @@ class AveragedModel:
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
 
-        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
-        save (masks, position tables) are constants.
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
+        weights that stay; buffers that the module does not save (masks, position tables) are constants.
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
@@ -82,7 +83,7 @@ class AveragedModel:
                 name = f"{prefix}.{own_name}" if prefix else own_name
                 if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
                     seen.add(id(buffer))
-                    if buffer.is_floating_point() and name not in ignored:
+                    if buffer.dtype in DTYPES and name not in ignored:
                         found.append(Averaged(name, buffer, is_buffer=True))
         _check_values(found)
         return found
@@ -168,6 +169,11 @@ class AveragedModel:
 
 def _check_values(found: Iterable[Averaged]) -> None:
     for each in found:
+        if each.value.dtype not in DTYPES:
+            raise GradientError(
+                f"{each.name} is trained in {each.value.dtype}, which has no mean, expected 16 bits or more; "
+                "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
+            )
         if each.tensor.is_meta:
             raise AttachError(
                 f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
