@@ -20,7 +20,7 @@ from pool import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError
-from training import flat, new_model, train
+from training import batch_of, flat, new_model, train
 
 LR = 0.05
 
@@ -180,3 +180,42 @@ def test_an_optimizer_that_communicates_is_refused(
         with pytest.raises(ConfigError, match=f"^{type(optimizer).__name__} .* in its step"):
             kind(model, optimizer)
     assert torch.equal(flat(model), before)
+
+
+class Gathering(Own):
+    """As Muon over several processes: each parameter's step is computed by one of them."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            dist.broadcast(parameter.detach(), number % dist.get_world_size())
+
+
+@in_each_process(2)
+def test_an_optimizer_that_is_seen_to_communicate_is_refused_in_its_first_step() -> None:
+    model = new_model()
+    optimizer, rank = Gathering(model.parameters()), dist.get_rank()
+    with (
+        pytest.raises(ConfigError, match=r"^Gathering communicates in its step"),
+        LocalSGD(model, optimizer, every_steps=4) as local,
+    ):
+        train(model, optimizer, range(2), rank)
+    assert local.steps == 0
+
+
+@in_each_process(2)
+def test_what_a_closure_sends_is_the_users() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(batch_of(0, 0)).square().mean()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        return float(loss.detach())
+
+    with LocalSGD(model, optimizer, every_steps=4) as local:
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    assert local.steps == 2

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from thinwire.channel import ProcessGroupTransport
 from thinwire.checks import checked_scaler
 from thinwire.errors import StepError
 from thinwire.localsgd.fragment import Fragments
-from thinwire.localsgd.inner import CopiesOfWeights
+from thinwire.localsgd.inner import CopiesOfWeights, silent_steps
 from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.model import AveragedModel, check_gradient_settings
 from thinwire.localsgd.outer import Outer, check_outer
@@ -166,7 +167,10 @@ class ModelAverager(Averager):
     def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop while this is open."""
         loads = self._model.loads.noted(self.module, self._optimizers, self._fragments.checksum)
-        with loads, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
+        transport = self._engine.transport
+        group = transport.group if isinstance(transport, ProcessGroupTransport) else None
+        silent = silent_steps(self._optimizers, group)
+        with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
             yield
 
     @abstractmethod

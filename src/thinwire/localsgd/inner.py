@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,45 @@ def _is_mesh(value: object) -> bool:
 
 def _has(optimizer: torch.optim.Optimizer, key: str) -> bool:
     return getattr(optimizer, key, None) is not None
+
+
+@contextmanager
+def silent_steps(
+    optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Refuse, in its first step while this is open, an optimizer that sends messages over a group.
+
+    Some gather what each process has computed (Muon), and hold nothing that shows it.
+    """
+    counts: dict[int, int | None] = {}  # of messages before the first step, None after it
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # What a closure sends are gradients.
+        if all(each is None for each in (*args[1:], *kwargs.values())):
+            counts.setdefault(id(optimizer), _num_messages(group))
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        count = counts.get(id(optimizer))
+        counts[id(optimizer)] = None
+        if count is not None and _num_messages(group) != count:
+            raise ConfigError(
+                f"{type(optimizer).__name__} communicates in its step, which replaces the averaging of "
+                "models: parameters would learn from some processes' data only; pass one that does not, such "
+                "as torch.optim.Muon, or average gradients with thinwire.attach"
+            )
+
+    with ExitStack() as attached:
+        for optimizer in optimizers if group is not None else ():
+            attached.callback(optimizer.register_step_pre_hook(before).remove)
+            attached.callback(optimizer.register_step_post_hook(after).remove)
+        yield
+
+
+def _num_messages(group: dist.ProcessGroup | None) -> int | None:
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # this backend does not count them
+        return None
 
 
 class Kept(NamedTuple):
