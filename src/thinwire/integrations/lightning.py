@@ -294,6 +294,7 @@ class _LeavesFirst(Callback):
         self._strategy = strategy
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `Callback.on_train_end`."""
         self._strategy._leave(None)
         trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
