@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -322,6 +323,22 @@ def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothin
         own = flat(member.model)
         local.average()
     assert torch.equal(own, flat(member.model))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"), [(POWER, "but the residual has"), (AllReduce(), "Nothing was av")]
+)
+def test_it_is_told_whether_memory_was_written_by_then(algorithm: Algorithm, told: str) -> None:
+    def body(member: Member) -> None:
+        with refused(StepError, "the mean change"), member.local(algorithm=algorithm) as local:
+            own = flat(member.model)
+            with pytest.raises(StepError, match=told):
+                member.train(2)
+            assert (flat(member.model) - own).norm() > 0.01  # its own steps stay
+            local.average()
+
+    with patch("thinwire.localsgd.flight.are_finite", return_value=False):
+        run(2, body)
 
 
 # Lost messages

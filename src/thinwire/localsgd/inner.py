@@ -82,7 +82,7 @@ def silent_steps(
         yield
 
 
-def _num_messages(group: dist.ProcessGroup | None) -> int | None:
+def _num_messages(group: Any) -> int | None:  # its stub lacks the method
     try:
         return None if group is None else int(group._get_sequence_number_for_group())
     except RuntimeError:  # this backend does not count them
@@ -166,12 +166,12 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
             found += _paired(key, parameters, _flat(value))
         masters = [each for group in own.param_groups for each in group["params"]]
         found += _paired("its parameters", parameters, masters)
-    for place, parameter, value in found:
-        if not isinstance(parameter, torch.Tensor) or not isinstance(value, torch.Tensor):
+    for place, owner, kept in found:
+        if not isinstance(owner, torch.Tensor) or not isinstance(kept, torch.Tensor):
             continue
-        is_alike = value.is_floating_point() and value.numel() == parameter.numel()
-        if is_alike and value is not parameter and not any(f"'{key}'" in place for key in ONLY_READ):
-            yield Kept(place, parameter, value)
+        is_alike = kept.is_floating_point() and kept.numel() == owner.numel()
+        if is_alike and kept is not owner and not any(f"'{key}'" in place for key in ONLY_READ):
+            yield Kept(place, owner, kept)
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:

@@ -40,8 +40,8 @@ class Loads:
         self._checksum = checksum
         with ExitStack() as attached:
             for part in module.modules():  # any of them may be loaded by itself
-                handle = part.register_load_state_dict_pre_hook(_BeforeLoad(self._note))
-                attached.callback(handle.remove)
+                register: Any = part.register_load_state_dict_pre_hook
+                attached.callback(register(_BeforeLoad(self._note)).remove)
             for optimizer in optimizers:
                 attached.callback(optimizer.register_step_pre_hook(lambda *_: self.check()).remove)
             yield
