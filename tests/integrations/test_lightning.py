@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -355,6 +355,62 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     told = "^expected a module with one optimizer, whose steps are counted, got 2"
     with pytest.raises(thinwire.ConfigError, match=told):
         fit(ThinwireStrategy(averaging), tmp_path, model=TwoOptimizers)
+
+
+class Finding(Regression):
+    lr = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Best(Callback):
+    """Puts other weights into the model when training ends, as those do that average or choose weights."""
+
+    def __init__(self) -> None:
+        self.weights = self.before = Tensor()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if trainer.global_step == 4:
+            self.weights = flat(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = flat(pl_module)
+        parts = self.weights.split([each.numel() for each in pl_module.parameters()])
+        state = dict(zip(pl_module.state_dict(), parts, strict=True))
+        pl_module.load_state_dict(
+            {name: state[name].view_as(it) for name, it in pl_module.state_dict().items()}
+        )
+
+
+@in_each_process(2)
+def test_weights_that_another_callback_puts_in_at_the_end_stay(tmp_path: Path) -> None:
+    best = Best()
+    strategy = ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=4))
+    trainer, module = fit(strategy, tmp_path, callbacks=[best], epochs=1)
+    assert strategy.local is not None
+    assert strategy.local.steps == 6
+    assert torch.equal(*gathered(best.before))  # what was left is averaged before
+    assert (best.before - best.weights).norm() > 0.1
+    assert torch.equal(flat(module), best.weights)
+    assert strategy.local.stats().compression_ratio > 2
+    assert trainer.callbacks == [best]
+
+
+@in_each_process(2)
+def test_a_learning_rate_finder_trains_before(tmp_path: Path) -> None:
+    """It saves before models are averaged, and again after it has trained."""
+    strategy = ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=2))
+    finder = LearningRateFinder(num_training_steps=8, update_attr=False)
+    callbacks = [finder, ThinwireCallback()]
+    trainer, module = fit(strategy, tmp_path, callbacks=callbacks, epochs=2, model=Finding)
+    assert trainer.global_step == 12
+    assert strategy.local is not None
+    assert strategy.local.steps == 12
+    assert agreed(module)
+    assert strategy.local.stats().compression_ratio > 2
 
 
 class Ending(Regression):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -30,6 +31,7 @@ from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import in_each_process
 from thinwire import elastic
+from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -96,7 +98,8 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
         dataloader_pin_memory=False,
         **settings,
     )
-    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Reporter()])
+    datasets = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter()], **datasets)
 
 
 def trained(
@@ -198,6 +201,43 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
         assert again.agreed == [True, False, True]
         assert callback.local is not None
         assert callback.local.steps == 6
+
+
+class Judge(TrainerCallback):
+    """Whatever is learnt, the first checkpoint is the best; keeps what the model was then."""
+
+    def __init__(self) -> None:
+        self.best, self.last = Tensor(), Tensor()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, model: Any = None, **kwargs: Any
+    ) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+        self.best = flat(model) if state.global_step == 2 else self.best
+        self.last = flat(model)
+
+
+@pytest.mark.parametrize("every_steps", [2, 4])
+@in_each_process(2)
+def test_the_best_model_is_the_one_at_the_end(tmp_path: Path, every_steps: int) -> None:
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "learning_rate": 0.01,
+    }
+    with several_processes():
+        trainer, judge = new_trainer(str(tmp_path), **settings), Judge()
+        trainer.add_callback(judge)
+        callback = attach(trainer, partial(thinwire.DiLoCo, every_steps=every_steps))
+        trainer.train()
+    assert callback.local is not None
+    assert callback.local.stats().compression_ratio > 2
+    assert (judge.last - judge.best).norm() > 0.1
+    assert torch.equal(flat(model_of(trainer)), judge.best)
 
 
 @in_each_process(2)
@@ -351,3 +391,32 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
     assert steps == 6
     assert torch.equal(straight, resumed)
+
+
+SCHEDULES: list[Any] = [
+    partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    partial(lr_scheduler.CosineAnnealingLR, T_max=20),
+    partial(lr_scheduler.ExponentialLR, gamma=0.9),
+    partial(lr_scheduler.LinearLR, total_iters=8),
+    partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_members_schedule_catches_up_with_the_others(make: Any) -> None:
+    def optimizer_and_schedule() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    optimizer, schedule = optimizer_and_schedule()
+    for _ in range(7):
+        optimizer.step()
+        schedule.step()
+    joined, its_schedule = optimizer_and_schedule()
+    joined.load_state_dict(optimizer.state_dict())  # as a member that joins is given it
+    catch_up(its_schedule, 7)
+    for _ in range(2):
+        rates = [each.param_groups[0]["lr"] for each in (optimizer, joined)]
+        assert rates[1] == pytest.approx(rates[0])
+        for each in (optimizer, schedule, joined, its_schedule):
+            each.step()

@@ -65,6 +65,7 @@ class StepFront(Joinable):
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         """Return the means of the gradients over the group, and whether the step was committed. Collective.

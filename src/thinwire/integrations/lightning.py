@@ -30,6 +30,7 @@ from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
     Makes,
+    catch_up,
     checked_averaging,
     checked_steps,
     makes_auto,
@@ -201,8 +202,12 @@ class ThinwireStrategy(DDPStrategy):
             )
             self._go_on_with(self.auto.sync)
         else:
-            self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
-            self._sync, self._before = self.local.sync, None
+            self._make_local()
+
+    def _make_local(self) -> None:
+        assert not isinstance(self.algorithm, Algorithm | None)
+        self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
+        self._sync, self._before = self.local.sync, None
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -213,9 +218,16 @@ class ThinwireStrategy(DDPStrategy):
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
         super().on_train_start()
-        if self.local is not None:
-            self.local.__enter__()
-            self._is_training = True
+        if self.local is None:
+            return
+        if self.local.has_state:  # a learning-rate finder has trained before
+            self._make_local()
+        # First of all at the end: others load the best model then, or a moving average.
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
+        self.local.__enter__()
+        self._is_training = True
 
     def on_validation_start(self) -> None:
         """Average the models first, so that one is validated. Collective."""
@@ -232,7 +244,7 @@ class ThinwireStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def on_train_end(self) -> None:
-        """Average what is left of the models. Collective."""
+        """Average what is left of the models, unless that is done. Collective."""
         super().on_train_end()
         self._leave(None)
 
@@ -280,6 +292,18 @@ class ThinwireStrategy(DDPStrategy):
             # Some parameters may have been frozen since the last fit.
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
+
+
+class _LeavesFirst(Callback):
+    """Lets a strategy average what is left before the other callbacks hear that training has ended."""
+
+    def __init__(self, strategy: ThinwireStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `Callback.on_train_end`."""
+        self._strategy._leave(None)
+        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
 
 class ThinwireCallback(Callback):
@@ -346,10 +370,15 @@ class ThinwireCallback(Callback):
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.local = new_local(self._make, pl_module, optimizer, scaler)
+        # First of all at the end, when others load the best model, or a moving average.
+        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
         self.local.__enter__()
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                catch_up(config.scheduler, self.local.steps // config.frequency)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Callback.on_validation_start`: average a member's model first."""
@@ -387,8 +416,12 @@ class ThinwireCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """See `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
+        remembering = self.local or (_remembering(trainer) if self._make is None else None)
+        # Before training there is nothing: a learning-rate finder saves then.
+        if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
+            return
         # Lightning has averaged models for the module's state just before: both are of one moment.
-        checkpoint[CHECKPOINT_KEY] = (self.local or _remembering(trainer)).state_dict()
+        checkpoint[CHECKPOINT_KEY] = remembering.state_dict()
         if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
@@ -112,3 +115,19 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
             sending.broadcast_buffers = True
         raise
     return local
+
+
+def catch_up(scheduler: object, steps: int) -> None:
+    """Let a scheduler that steps with the optimizer stand where a member that has joined does."""
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        return
+    missing = steps - scheduler.last_epoch
+    if missing <= 0:
+        return
+    # The member was given the others' rates, and many schedules multiply the last one.
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(missing):
+            scheduler.step()

@@ -31,6 +31,7 @@ from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.start import ALONE
 from thinwire.integrations.local import (
     Makes,
+    catch_up,
     checked_averaging,
     checked_steps,
     makes_auto,
@@ -201,14 +202,7 @@ class ThinwireCallback(TrainerCallback):
         # The step is the checkpoint's here: the Trainer has resumed.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self.averages_models:
-            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-            if self.local is not None:
-                self.local.__exit__(AttachError, None, None)
-            local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
-            if folder is not None:
-                local.load_state_dict(load(folder / STATE_NAME))
-            self.local, self._sync = local, local.sync
-            local.__enter__()
+            self._average_models(partial(cast(Makes, self._algorithm), **options), folder)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
@@ -222,6 +216,19 @@ class ThinwireCallback(TrainerCallback):
             self._model = model
         if folder is not None:
             load_local(self.sync, folder, strict=self._strict)
+
+    def _average_models(self, make: Makes, folder: Path | None) -> None:
+        trainer = self._trainer
+        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+        if self.local is not None:
+            self.local.__exit__(AttachError, None, None)
+        local = new_local(make, trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler)
+        if folder is not None:
+            local.load_state_dict(load(folder / STATE_NAME))
+        self.local, self._sync = local, local.sync
+        local.__enter__()
+        if makes_elastic(self._algorithm):
+            catch_up(trainer.lr_scheduler, local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""

@@ -20,11 +20,14 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled, way_in
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.inner import check_keeps_to_itself
+from thinwire.localsgd.loads import Loads
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
 from thinwire.localsgd.settings import Nesterov
 from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.sync.state import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,12 +48,13 @@ class AveragedModel:
     fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # in place of its values
+    loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
 
-        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
-        save (masks, position tables) are constants.
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
+        weights that stay; buffers that the module does not save (masks, position tables) are constants.
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
@@ -79,7 +83,7 @@ class AveragedModel:
                 name = f"{prefix}.{own_name}" if prefix else own_name
                 if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
                     seen.add(id(buffer))
-                    if buffer.is_floating_point() and name not in ignored:
+                    if buffer.dtype in DTYPES and name not in ignored:
                         found.append(Averaged(name, buffer, is_buffer=True))
         _check_values(found)
         return found
@@ -124,6 +128,7 @@ class AveragedModel:
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
+    @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
         """Let the model hold the last averages while this is open. What it held comes back afterwards."""
         lasts = self.fragments.lasts
@@ -164,6 +169,11 @@ class AveragedModel:
 
 def _check_values(found: Iterable[Averaged]) -> None:
     for each in found:
+        if each.value.dtype not in DTYPES:
+            raise GradientError(
+                f"{each.name} is trained in {each.value.dtype}, which has no mean, expected 16 bits or more; "
+                "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
+            )
         if each.tensor.is_meta:
             raise AttachError(
                 f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
@@ -245,13 +255,14 @@ def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 
 def checked_optimizers(
-    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module
+    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module, replica: Replica
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
     optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+        check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
         # Wrappers may derive from Optimizer without calling its __init__.
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise ConfigError(

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
+import torch
+
 from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError, StateError
 from thinwire.plan import Plan
@@ -56,6 +58,7 @@ class GradientSync:
         """Steps so far, those that were not finite included."""
         return self._engine.steps
 
+    @torch.inference_mode(False)
     def stats(self) -> Stats:
         """Return what has been done so far.
 
@@ -63,6 +66,7 @@ class GradientSync:
         """
         return self._engine.stats()
 
+    @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
         """Switch to a different algorithm from the next step on; to be called on every process alike.
 
@@ -76,6 +80,7 @@ class GradientSync:
         """
         self._engine.use(algorithm)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, the same on every process. Collective: call it on all processes.
 
@@ -102,6 +107,7 @@ class GradientSync:
         """
         return self._engine.state_dict()
 
+    @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
         """Return what this process remembers, its own residual in it, without a message; for slow links.
 
@@ -146,7 +152,8 @@ class GradientSync:
             StateError: It is not such a state, damaged, of a later version, or of a different model.
             StepError: A step is under way.
         """
-        self._engine.load_state_dict(state, strict=strict)
+        with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
+            self._engine.load_state_dict(state, strict=strict)
 
     def distributed_state(self) -> Stateful:
         """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.

@@ -61,8 +61,8 @@ class TorchftGroup(Group):
             `TORCHFT_LIGHTHOUSE`.
         min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
             or else 1. The lighthouse has a separate number, below which it forms no quorum.
-        timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
-            that stands still for longer is left behind.
+        timeout_seconds: How long a message may take, and with it all of the state that a newcomer is sent,
+            which is refused if it would take longer. A member that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
             than the time from one averaging to the next.
         hostname: Under which the other members reach this one; None for the environment's
@@ -257,7 +257,7 @@ class TorchftGroup(Group):
         newcomers = [member for member, is_new in enumerate(are_new) if is_new]
         if rank == source:
             send_state(self.provide(), transport, newcomers)
-        return receive_state(transport, source) if are_new[rank] else None
+        return receive_state(transport, source, self._timeout.total_seconds()) if are_new[rank] else None
 
     def leave(self) -> None:
         """As `Group.leave`."""
@@ -428,7 +428,7 @@ class _StateTransport:
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Receive a state."""
-        state = receive_state(self._group.transport(), src_rank)
+        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
         if state is None:
             # Raised: else torchft would count this member among those who have the state. And as the sender
             # says: this member's min_members may differ, for which it is refused only once they have met.
