@@ -266,6 +266,7 @@ class _Guard:
     # trained (averaged weights) work.
 
     def __init__(self, model: DistributedDataParallel | None, of: "_Guard | None" = None) -> None:
+        self._model: weakref.ref[DistributedDataParallel]
         self._model = of._model if of is not None else weakref.ref(cast(DistributedDataParallel, model))
         self._learn(model)
 

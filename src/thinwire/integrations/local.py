@@ -10,7 +10,6 @@ from inspect import Parameter, Signature, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.advice.automatic import Auto, auto

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.profiler import record_function
@@ -293,7 +293,9 @@ class Round:
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
             for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(request, num_members, task.requests.__qualname__)
+                tensor = _checked(
+                    request, num_members, getattr(task.requests, "__qualname__", "an algorithm")
+                )
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
@@ -323,11 +325,12 @@ class Round:
                 task.answer(of_task[0])
 
 
-def _checked(message: object, num_members: int, exchange: str) -> torch.Tensor:
+def _checked(message: object, num_members: int, asker: Requests) -> torch.Tensor:
     """Return a message's tensor, if it can be sent."""
+    name = cast(Any, asker).__qualname__
     if not isinstance(message, Message):
         raise ConfigError(
-            f"{exchange} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            f"{name} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
             "may stand in a tuple; or, alone, Jointly or Commit"
         )
     tensor: object = message.tensor
@@ -344,7 +347,7 @@ def _checked(message: object, num_members: int, exchange: str) -> torch.Tensor:
         wrong = f"{tensor.dtype}, expected a floating type; AllGather and AllToAll carry every type"
     else:
         return tensor
-    raise ConfigError(f"{exchange} has asked for {type(message).__name__} of {wrong}")
+    raise ConfigError(f"{name} has asked for {type(message).__name__} of {wrong}")
 
 
 def _packed(

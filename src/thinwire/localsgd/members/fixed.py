@@ -66,7 +66,8 @@ class Consensus:
         self._work.wait()
         rows = [[int(number) for number in row] for row in self._rows.tolist()]
         return [
-            Answer(step, *(bool(flags & bit) for bit in (1, 2, 4, 8)), outer) for step, flags, outer in rows
+            Answer(step, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), outer)
+            for step, flags, outer in rows
         ]
 
     def checked(self) -> list[Answer]:
