@@ -81,9 +81,8 @@ def trained_with(algorithm: Algorithm | None, passes: int = 1, **kind: Any) -> l
     options = {"static_graph": kind.pop("static_graph", False), "bucket_cap_mb": 25 if compiled else 0.01}
     model = DistributedDataParallel(Stack(**kind), **options)
     sync = None if algorithm is None else thinwire.attach(model, algorithm)
-    parameters = trained(
-        cast(nn.Module, torch.compile(model, backend="aot_eager")) if compiled else model, passes
-    )
+    whole: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    parameters = trained(whole, passes)
     if sync is not None:
         assert sync.stats().steps == 4
         assert are_alike(parameters)
