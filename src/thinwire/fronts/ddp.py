@@ -158,7 +158,9 @@ class BucketFront:
             with self.engine.clock.inside(self.engine.traffic), self._aside.after_here(flat.device):
                 lane = self._lane_of(bucket.parameters())
                 step = self._open_step or self._begin(bucket)
-                used = self._used and self._used.of(bucket.parameters(), is_pass=current != -1)
+                used = None
+                if self._used is not None:
+                    used = self._used.of(bucket.parameters(), is_pass=current != -1)
                 self._keep_unused(bucket, lane, used)
                 step.start(lane, flat, used)
             future = new_future(flat.device)
