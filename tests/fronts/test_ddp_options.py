@@ -459,7 +459,7 @@ def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
         optimizer.zero_grad()
         torch.autograd.backward(loss_of(plain, 0))
         # DDP averages no gradient of it.
-        assert not are_alike(p.grad for p in plain.parameters() if p.grad is not None)
+        assert not are_alike([p.grad for p in plain.parameters() if p.grad is not None])
         optimizer.step()
     assert are_alike(plain.parameters())
 
@@ -559,7 +559,9 @@ def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
         optimizers[parameter].step()  # type: ignore[index]
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
-    hooked.extend(parameter.register_post_accumulate_grad_hook(step) for parameter in optimizers)  # type: ignore[no-untyped-call]
+    parameter: Any
+    for parameter in optimizers:
+        hooked.append(parameter.register_post_accumulate_grad_hook(step))
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before attach", "after attach"])
@@ -583,8 +585,9 @@ def test_an_optimizer_in_a_hook_of_the_parameters_is_refused_before_it_steps(is_
 def test_hooks_that_only_look_and_models_that_are_not_attached_are_left_alone() -> None:
     seen, hooked = list[Any](), list[Any]()
     model, other = DistributedDataParallel(nn.Linear(24, 48)), nn.Linear(24, 48)
+    parameter: Any
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(seen.append)
     sync = thinwire.attach(model, POWER)
     stepping_in_hooks(other, hooked)
     torch.autograd.backward(loss_of(other, 0))

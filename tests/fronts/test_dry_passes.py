@@ -84,7 +84,8 @@ def check_gan(algorithm: Algorithm) -> None:
         generator.zero_grad()
         with sync.dry():
             torch.autograd.backward(cross_entropy(judge(generator(noise)), ones))
-        assert are_alike(p.grad for p in [*generator.parameters(), *judge.parameters()] if p.grad is not None)
+        both_models = [*generator.parameters(), *judge.parameters()]
+        assert are_alike([p.grad for p in both_models if p.grad is not None])
     assert sync.steps == 12
     assert ledger.gap(sync) < 1e-6
 

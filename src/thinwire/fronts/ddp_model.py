@@ -4,7 +4,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -248,7 +248,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
 def guard(model: DistributedDataParallel) -> None:
     """Let an attached model refuse passes that no hook would see: of copies, and of sharded parts."""
     unguard(model)
-    model.register_forward_pre_hook(_Guard(model))
+    model.register_forward_pre_hook(_Guard(weakref.ref(model), model))
 
 
 def unguard(model: DistributedDataParallel) -> None:
@@ -265,10 +265,11 @@ class _Guard:
     # conversion or a new layer makes; and a copy of a model has no communication hook. Copies that are not
     # trained (averaged weights) work.
 
-    def __init__(self, model: DistributedDataParallel | None, of: "_Guard | None" = None) -> None:
-        self._model: weakref.ref[DistributedDataParallel]
-        self._model = of._model if of is not None else weakref.ref(cast(DistributedDataParallel, model))
-        self._learn(model)
+    def __init__(
+        self, model: weakref.ref[DistributedDataParallel], its: DistributedDataParallel | None = None
+    ) -> None:
+        self._model = model
+        self._learn(its)
 
     def _learn(self, model: DistributedDataParallel | None) -> None:
         # fully_shard changes the class of each module that it takes: comparing classes is 50 times as fast as
@@ -286,7 +287,7 @@ class _Guard:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Guard":
         """Return a guard of the same model: so a copy knows that it is not the one that is attached."""
-        return _Guard(None, self)
+        return _Guard(self._model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise not_pickled()
