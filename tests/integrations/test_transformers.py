@@ -97,7 +97,7 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
         dataloader_pin_memory=False,
         **settings,
     )
-    datasets = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    datasets: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
     return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter()], **datasets)
 
 

@@ -217,7 +217,7 @@ class ThinwireStrategy(DDPStrategy):
             self._make_local()
         # First of all at the end: others load the best model then, or a moving average.
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer: Any = self.lightning_module.trainer  # its callbacks are not declared
         trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
         self.local.__enter__()
         self._is_training = True
@@ -296,7 +296,8 @@ class _LeavesFirst(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Callback.on_train_end`."""
         self._strategy._leave(None)
-        trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+        of_trainer: Any = trainer
+        of_trainer.callbacks = [each for each in of_trainer.callbacks if each is not self]
 
 
 class ThinwireCallback(Callback):
@@ -364,7 +365,8 @@ class ThinwireCallback(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.local = new_local(self._make, pl_module, optimizer, scaler)
         # First of all at the end, when others load the best model, or a moving average.
-        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        of_trainer: Any = trainer
+        of_trainer.callbacks = [self, *(each for each in of_trainer.callbacks if each is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None

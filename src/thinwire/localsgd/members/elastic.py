@@ -54,10 +54,12 @@ class Presence(NamedTuple):
     def of(cls, row: Sequence[float]) -> Presence:
         """Return what a row of numbers says."""
         member, lineage, doubt, step, min_members = map(int, row[:5])
-        weight, weight_behind_doubt, error_norm, *flags = row[5:12]
-        whole = member, lineage, doubt, step, min_members
+        weight, weight_behind_doubt, error_norm = row[5:8]
+        is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
         settings, averagings = map(int, row[12:])
-        return cls(*whole, weight, weight_behind_doubt, error_norm, *map(bool, flags), settings, averagings)
+        whole = member, lineage, doubt, step, min_members
+        flags = is_finite, is_leaving, is_new, is_saving
+        return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
 
 @dataclass
