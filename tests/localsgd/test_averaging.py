@@ -79,10 +79,11 @@ def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
 ) -> None:
     """They hold weights that stay; torch has no arithmetic on them."""
     model = new_model()
-    model.register_buffer("scale", torch.full((4,), 1.0 + member.rank).to(dtype))
+    scale = torch.full((4,), 1.0 + member.rank).to(dtype)
+    model.register_buffer("scale", scale)
     member.take(model)
     with member.local(every_steps=1, algorithm=Quantize(bits=4)) as local:
-        assert torch.equal(model.get_buffer("scale").float(), torch.ones(4))  # as the first one's on entry
+        assert torch.equal(scale.float(), torch.ones(4))  # as the first one's on entry
         member.train(2)
         held = local.state_dict()["last_average"]
     assert member.agreed()

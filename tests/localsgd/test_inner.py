@@ -33,7 +33,7 @@ class Own(torch.optim.Optimizer):
         self.steps, self.lag = 0, lag
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
@@ -185,7 +185,7 @@ def test_an_optimizer_that_communicates_is_refused(
 class Gathering(Own):
     """As Muon over several processes: each parameter's step is computed by one of them."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()
         for number, parameter in enumerate(self.param_groups[0]["params"]):
             dist.broadcast(parameter.detach(), number % dist.get_world_size())

@@ -53,7 +53,7 @@ BEST: dict[str, Any] = {"outer": NESTEROV, "algorithm": Quantize(bits=4)}
 
 def copy_in(model: nn.Module, weights: Tensor) -> None:
     """As callbacks do that keep a moving average."""
-    parts = weights.split_with_sizes([each.numel() for each in model.parameters()])
+    parts = torch.split(weights, [each.numel() for each in model.parameters()])
     for parameter, part in zip(model.parameters(), parts, strict=True):
         parameter.data.copy_(part.view_as(parameter))
 

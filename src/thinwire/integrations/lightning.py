@@ -224,7 +224,7 @@ class ThinwireStrategy(DDPStrategy):
             self._make_local()
         # First of all at the end: others load the best model then, or a moving average.
         assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
+        trainer: Any = self.lightning_module.trainer  # its callbacks are not declared
         trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
         self.local.__enter__()
         self._is_training = True

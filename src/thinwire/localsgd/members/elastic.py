@@ -57,22 +57,9 @@ class Presence(NamedTuple):
         weight, weight_behind_doubt, error_norm = row[5:8]
         is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
         settings, averagings = map(int, row[12:])
-        return cls(
-            member=member,
-            lineage=lineage,
-            doubt=doubt,
-            step=step,
-            min_members=min_members,
-            weight=weight,
-            weight_behind_doubt=weight_behind_doubt,
-            error_norm=error_norm,
-            is_finite=is_finite,
-            is_leaving=is_leaving,
-            is_new=is_new,
-            is_saving=is_saving,
-            settings=settings,
-            averagings=averagings,
-        )
+        whole = member, lineage, doubt, step, min_members
+        flags = is_finite, is_leaving, is_new, is_saving
+        return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
 
 @dataclass

@@ -45,6 +45,12 @@ class Answer(NamedTuple):
     has_loaded: bool  # its parameters, inside the context, with steps behind the last averaging
     outer: int  # digest of the outer optimizer's settings, which a schedule changes; below 2**32
 
+    @classmethod
+    def of(cls, step: int, flags: int, outer: int) -> Answer:
+        """Return what three numbers say."""
+        is_finite, contributes, has_changed, has_loaded = (bool(flags & bit) for bit in (1, 2, 4, 8))
+        return cls(step, is_finite, contributes, has_changed, has_loaded, outer)
+
 
 class Consensus:
     """The answers of all members of a group, under way until they are read. Collective.
@@ -65,10 +71,7 @@ class Consensus:
         """Return the answers, by rank. Blocks until all have come."""
         self._work.wait()
         rows = [[int(number) for number in row] for row in self._rows.tolist()]
-        return [
-            Answer(step, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), outer)
-            for step, flags, outer in rows
-        ]
+        return [Answer.of(*row) for row in rows]
 
     def checked(self) -> list[Answer]:
         """Return the answers, by rank, or refuse on all members alike. Blocks until all have come."""
