@@ -55,7 +55,7 @@ def ddp(algorithm: Algorithm, width: int, *, machines: Any = False) -> Step:
 
 def sharded(algorithm: Algorithm, width: int) -> Step:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    model: nn.Module = fully_shard(layers(width), mesh=mesh["shard"])
+    model: Any = fully_shard(layers(width), mesh=mesh["shard"])
     thinwire.attach(model, algorithm, replicas=mesh["replicate"])
     return partial(trained, model, new_optimizer(model))
 
