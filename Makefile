@@ -122,6 +122,7 @@ bench: .venv/.installed
 
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/resident.py
 
 # Real members and a real lighthouse; takes two or three hours. Cutting the link needs root or user namespaces. A
 # soak in build/elastic-soaks.jsonl is not repeated.

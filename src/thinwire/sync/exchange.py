@@ -293,9 +293,7 @@ class Round:
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
             for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(
-                    request, num_members, getattr(task.requests, "__qualname__", "an algorithm")
-                )
+                tensor = _checked(request, num_members, getattr(task.requests, "__qualname__", "an exchange"))
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
