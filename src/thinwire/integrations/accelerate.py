@@ -26,6 +26,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
@@ -36,15 +37,19 @@ from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
+    import accelerate
     from accelerate import Accelerator
-    from accelerate.parallelism_config import ParallelismConfig as StockParallelismConfig
     from accelerate.utils import DDPCommunicationHookType
     from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
 except ImportError as error:
     raise MissingExtraError(
-        "thinwire.integrations.accelerate needs accelerate 1.15 or later: "
+        "thinwire.integrations.accelerate needs accelerate 1.6 or later: "
         "pip install '.[accelerate]' in a clone of Thinwire"
     ) from error
+try:
+    from accelerate.parallelism_config import ParallelismConfig as StockParallelismConfig
+except ImportError:  # Accelerate has it from 1.10 on
+    StockParallelismConfig = object
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +85,22 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
 
     Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
 
+    Raises:
+        MissingExtraError: Accelerate is older than 1.15.
+
     Examples:
         >>> ParallelismConfig(dp_replicate_size=4, dp_shard_size=8).fsdp_dim_names
         ['dp_shard_cp']
     """
+
+    def __new__(cls, *args: Any, **settings: Any) -> ParallelismConfig:
+        """Refuse an Accelerate whose FSDP2 was not tried with it."""
+        if Version(accelerate.__version__).release < (1, 15):
+            raise MissingExtraError(
+                f"ParallelismConfig needs accelerate 1.15 or later, and this is {accelerate.__version__}; "
+                "pip install 'accelerate>=1.15', or shard and attach the model yourself (docs/sharded.md)"
+            )
+        return super().__new__(cls)  # type: ignore[no-any-return] # accelerate is untyped
 
     @property
     def fsdp_dim_names(self) -> list[str]:

@@ -56,7 +56,7 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise MissingExtraError(
-        "thinwire.integrations.transformers needs transformers 5 or later and accelerate: "
+        "thinwire.integrations.transformers needs transformers 4.51 or later and accelerate: "
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
 
@@ -123,7 +123,7 @@ def attach(
     if makes_elastic(algorithm) and trainer.args.world_size > 1:
         raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
-        config = trainer.accelerator.parallelism_config
+        config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
         has_replicas = config is not None and config.dp_replicate_enabled
         # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
         if not has_replicas or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1):
@@ -137,9 +137,11 @@ def attach(
     if callback.averages_models:
         if not strict:
             raise ConfigError("strict has no effect on models that are averaged; leave it out")
-        if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
+        if trainer.args.ddp_find_unused_parameters is None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
-            trainer.accelerator.ddp_handler.find_unused_parameters = False
+            trainer.args.ddp_find_unused_parameters = False
+            if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
+                trainer.accelerator.ddp_handler.find_unused_parameters = False
     # Before the callbacks that report the logs, to which this one adds; but after the one that decides what
     # is saved and evaluated, for which models are averaged.
     callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
