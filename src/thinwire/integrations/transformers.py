@@ -124,9 +124,12 @@ def attach(
         raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
         config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
-        has_replicas = config is not None and config.dp_replicate_enabled
         # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
-        if not has_replicas or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1):
+        if (
+            config is None
+            or not config.dp_replicate_enabled
+            or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
+        ):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "

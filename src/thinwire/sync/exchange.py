@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -293,7 +293,7 @@ class Round:
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
             for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(request, num_members, getattr(task.requests, "__qualname__", "an exchange"))
+                tensor = _checked(request, num_members, task.requests)
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
@@ -325,7 +325,7 @@ class Round:
 
 def _checked(message: object, num_members: int, asker: Requests) -> torch.Tensor:
     """Return a message's tensor, if it can be sent."""
-    name = cast(Any, asker).__qualname__
+    name = getattr(asker, "__qualname__", "an algorithm")
     if not isinstance(message, Message):
         raise ConfigError(
             f"{name} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
