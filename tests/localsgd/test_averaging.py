@@ -156,7 +156,8 @@ def test_every_algorithm_carries_changes(member: Member, algorithm: Algorithm, m
 @in_each_member(2)
 def test_in_few_bits_a_parameter_of_one_element_is_learnt(member: Member, bits: int) -> None:
     model = nn.Linear(1, 1)
-    model.weight.requires_grad_(requires_grad=False).zero_()
+    model.weight.requires_grad = False
+    model.weight.zero_()
     optimizer = torch.optim.SGD([model.bias], 0.3)
     settings: Any = {"every_steps": 20, "algorithm": Quantize(bits=bits), "replicas": member.transport}
     with LocalSGD(model, optimizer, **settings) as local:
