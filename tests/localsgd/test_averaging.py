@@ -181,6 +181,23 @@ def test_every_algorithm_carries_changes(member: Member, algorithm: Algorithm, m
     assert member.model(batch_of(99, 0)).square().mean().item() < 0.6 * before
 
 
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@in_each_member(2)
+def test_in_few_bits_a_parameter_of_one_element_is_learnt(member: Member, bits: int) -> None:
+    model = nn.Linear(1, 1)
+    model.weight.requires_grad = False
+    model.weight.zero_()
+    optimizer = torch.optim.SGD([model.bias], 0.3)
+    settings: Any = {"every_steps": 20, "algorithm": Quantize(bits=bits), "replicas": member.transport}
+    with LocalSGD(model, optimizer, **settings) as local:
+        for _ in range(200):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 1)) - 3).square().mean().backward()
+            optimizer.step()
+    assert local.stats().compression_ratio > 1
+    assert abs(model.bias.item() - 3) < 0.1
+
+
 @in_each_member(2)
 def test_what_powersgd_did_not_carry_is_residual(member: Member) -> None:
     """What all members got, plus the mean residual, is the exact mean of the models."""
