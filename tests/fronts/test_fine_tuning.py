@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -81,7 +81,9 @@ def trained_with(algorithm: Algorithm | None, passes: int = 1, **kind: Any) -> l
     options = {"static_graph": kind.pop("static_graph", False), "bucket_cap_mb": 25 if compiled else 0.01}
     model = DistributedDataParallel(Stack(**kind), **options)
     sync = None if algorithm is None else thinwire.attach(model, algorithm)
-    parameters = trained(torch.compile(model, backend="aot_eager") if compiled else model, passes)
+    parameters = trained(
+        cast(nn.Module, torch.compile(model, backend="aot_eager")) if compiled else model, passes
+    )
     if sync is not None:
         assert sync.stats().steps == 4
         assert are_alike(parameters)
@@ -116,7 +118,7 @@ def test_layers_that_are_computed_again_in_a_compiled_model() -> None:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @in_each_process(2)
 def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
-    kind = {"lora": True, "reentrant": reentrant}
+    kind: dict[str, Any] = {"lora": True, "reentrant": reentrant}
     start = [each.detach() for each in Stack(lora=True).parameters()]
     is_trained = [each.requires_grad for each in Stack(lora=True).parameters()]
     plain = trained_with(None, lora=True)

@@ -118,7 +118,9 @@ def attach(
     if makes_elastic(algorithm) and trainer.args.world_size > 1:
         raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
-        config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
+        config: Any = getattr(
+            trainer.accelerator, "parallelism_config", None
+        )  # Accelerate has it from 1.10 on
         has_replicas = config is not None and config.dp_replicate_enabled
         # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
         if not has_replicas or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1):
