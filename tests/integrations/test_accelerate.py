@@ -33,7 +33,7 @@ from pool import in_each_process
 from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
-from thinwire.integrations.accelerate import DistributedDataParallelKwargs
+from thinwire.integrations.accelerate import DistributedDataParallelKwargs, ParallelismConfig
 from thinwire.sync import engine_of
 from thinwire.watch import MetricsWriter, Watch
 from training import agreed, flat
@@ -454,6 +454,12 @@ def test_misuse_is_refused() -> None:
         with pytest.raises(thinwire.ConfigError, match="one for each"):
             new_accelerator(handler).prepare(new_model())
         del model
+
+
+def test_the_config_of_replicas_says_which_accelerate_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate, "__version__", "1.14.0")
+    with pytest.raises(thinwire.MissingExtraError, match=r"ParallelismConfig needs accelerate 1\.15"):
+        ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
 
 
 def test_the_names_and_settings_are_accelerates() -> None:
