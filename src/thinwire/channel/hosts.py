@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 
 import torch.distributed as dist
 
 from thinwire.channel.agreement import CALL, check_same
 from thinwire.channel.collectives import gather_bytes, gather_numbers
+from thinwire.channel.machines import is_told_its_machine
 from thinwire.channel.process_group import ProcessGroupTransport
 
 PURPOSE = "attach(), which processes have one host name"
@@ -20,9 +20,9 @@ MAGIC = 0x686F7374  # before what each process says of its host
 def why_by_itself(transport: ProcessGroupTransport) -> str:
     """Say why each process sends by itself, if by host names processes share machines; else "". Collective.
 
-    Cost: a gather of 32 bytes, of four or more processes without `LOCAL_WORLD_SIZE`.
+    Cost: a gather of 32 bytes, of four or more processes that no launcher has told of machines.
     """
-    if transport.size < 4 or os.environ.get("LOCAL_WORLD_SIZE", "").isdecimal():
+    if transport.size < 4 or is_told_its_machine():
         return ""
     name = socket.gethostname()
     own = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")

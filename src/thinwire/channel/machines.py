@@ -85,6 +85,11 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     return _grouped(transport, rows)
 
 
+def is_told_its_machine() -> bool:
+    """Return whether the launcher has told this process how many share its machine."""
+    return _Place.here(os.environ).local != -1
+
+
 def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
     """Return the group's ranks on each machine, as `machines_of` finds them; all in one if it can't tell."""
     everyone = dist.get_process_group_ranks(transport.group)
