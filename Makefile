@@ -12,7 +12,7 @@ CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-triton test-torch test-wheel $(STAGES) figures bench soak elastic-faults clean
+.PHONY: demo test test-triton test-torch test-frameworks test-wheel $(STAGES) figures bench soak elastic-faults clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -89,6 +89,17 @@ $(OTHER)/.installed: pyproject.toml
 	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
 	touch $@
 
+# The oldest Accelerate and Transformers that the extras take, in a separate environment.
+OLDEST := accelerate==1.6.0 transformers==4.51.3
+test-frameworks: .venv-frameworks/.installed
+	.venv-frameworks/bin/python -m pytest -n 2 --dist worksteal tests/integrations/test_accelerate.py \
+		tests/integrations/test_transformers.py
+
+.venv-frameworks/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/pip install --quiet --disable-pip-version-check -e '.[test,transformers]' $(OLDEST)
+	touch $@
+
 # Build the sdist and the wheel, and try them beside nothing but torch.
 CONSTRAINTS := -c constraints.txt
 RELEASE := build/release
@@ -122,6 +133,7 @@ bench: .venv/.installed
 
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
+	$(BIN)/python tests/resident.py
 
 # Real members and a real lighthouse; takes two or three hours. Cutting the link needs root or user namespaces. A
 # soak in build/elastic-soaks.jsonl is not repeated.
@@ -142,4 +154,4 @@ elastic-faults: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torch-* build
+	rm -rf .venv .venv-torch-* .venv-frameworks build

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from crash import listening_on
-from launcher import started_python
+from launcher import run_python, started_python
 from thinwire import ConfigError, exit_with_launcher, launch
 from thinwire.cli.common import run_here
 from thinwire.launch import ElasticJob, Job, LocalJob, end_signals, python_module
@@ -262,7 +262,7 @@ def assert_free(port: str) -> None:
 
 
 @elastic
-@pytest.mark.parametrize(("how", "exit_code"), [("done", 0), ("SIGTERM", 143), ("SIGKILL", -9)])
+@pytest.mark.parametrize(("how", "exit_code"), [("done", 1), ("SIGTERM", 143), ("SIGKILL", -9)])
 def test_however_the_command_ends_no_process_and_no_port_is_left(
     tmp_path: Path, how: str, exit_code: int
 ) -> None:
@@ -297,6 +297,31 @@ while not (folder / "done").exists():
     assert_all_have_ended(tmp_path)
     for port in (of_each["0-0"][1].rpartition(":")[2], *map(os.readlink, ports)):
         assert_free(port)
+
+
+@elastic
+@pytest.mark.parametrize(
+    ("code", "exit_code", "words"),
+    [
+        ("print('trained')", 1, "torchrun --nproc-per-node 4"),
+        ("raise SystemExit(3)", 3, ""),  # what it has failed of is said, and not this
+        ("from thinwire.elastic import TorchftGroup; TorchftGroup().leave()", 0, ""),
+    ],
+    ids=["an ordinary script", "one that fails", "one whose members meet"],
+)
+def test_an_ordinary_script_is_told_what_to_type(
+    tmp_path: Path, code: str, exit_code: int, words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    options = ["--min=2", "--max-restarts=0", f"--processes-per-member={1 if exit_code == 0 else 2}"]
+    ended = run_python("thinwire", "run", *options, str(script), "--epochs", "1")
+    assert ended.returncode == exit_code, ended.stderr
+    last = ended.stderr.strip().splitlines()[-1]
+    if words:
+        assert f"{words} {script} --epochs 1" in last
+    else:
+        assert "torchrun" not in ended.stderr
 
 
 @elastic

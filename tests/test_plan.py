@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from catalog import low_rank_routes, spec
-from thinwire import AllReduce, PowerSGD
+from thinwire import AllReduce, ConfigError, PowerSGD
 from thinwire.plan import ParameterSpec, Plan
 
 
@@ -74,3 +74,9 @@ def test_half_precision_factors_and_passengers_travel_as_fp32() -> None:
 def test_an_empty_plan() -> None:
     assert AllReduce().plan([]).compression_ratio == 1.0
     assert "total" in str(Plan(()))
+
+
+@pytest.mark.parametrize("name", ["first … last", "experts @ shard 0.weight"])
+def test_a_name_that_saved_states_could_not_tell_apart_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"a parameter is called '{name}'.*rename"):
+        ParameterSpec.of(name, torch.zeros(2))

@@ -154,8 +154,9 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
 def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
     """Go on from what `save_local` has written; to be called on every process.
 
-    On as many processes, laid out alike, each reads its own file and goes on to the bit. On any other number
-    each reads the files of all and takes what `merge` returns: the mean residual is kept.
+    On as many processes, laid out alike, each reads its own file and goes on to the bit. On any other number,
+    or if others share a machine, each reads the files of all and takes what `merge` returns: the mean
+    residual is kept. If machines have their own disks, put the files of all into each folder then.
 
     Args:
         sync: The handle of the model.

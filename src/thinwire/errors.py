@@ -73,7 +73,11 @@ class StepError(ThinwireError, RuntimeError):
 
 
 class CommunicationError(ThinwireError, RuntimeError):
-    """A collective failed. The backend's own error is attached as the cause; the memory is as before."""
+    """A collective failed. The backend's own error is attached as the cause; the memory is as before.
+
+    Except on machines of several processes, if it was the last message inside a machine: then the memory
+    holds a step whose gradients did not come. Steps and `state_dict()` are refused until a state is loaded.
+    """
 
 
 class LeftError(ThinwireError, RuntimeError):

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.errors import ConfigError
+
 __all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route", "compression_ratio"]
 
 BUCKET_SEPARATOR = " … "
@@ -47,7 +49,16 @@ class ParameterSpec(NamedTuple):
         Examples:
             >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
             (1, 2)
+
+        Raises:
+            ConfigError: The name has what separates names in saved states.
         """
+        for mark in (BUCKET_SEPARATOR, SHARD_MARK):
+            if mark in name:
+                raise ConfigError(
+                    f"a parameter is called {name!r}, and {mark!r} is what saved states have between names; "
+                    "rename the module or the parameter"
+                )
         tensor = tensor.detach()
         # DDP lays out the gradients of complex parameters as real numbers with a last dimension of two, and
         # of those whose memory has gaps or overlaps as contiguous.

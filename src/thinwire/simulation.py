@@ -13,6 +13,7 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, Machines, run_members
 from thinwire.checks import whole_number
+from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import HostCheck, LossScale, OnNonfinite
@@ -59,6 +60,12 @@ class Simulation:
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         whole_number("num_workers", num_workers, minimum=1)
+        whole_number("workers_per_machine", workers_per_machine, minimum=1)
+        if num_workers % workers_per_machine:
+            raise ConfigError(
+                f"num_workers={num_workers} is no multiple of workers_per_machine={workers_per_machine}, and "
+                "each machine has as many; change one of them"
+            )
         self.buckets = list(buckets)
         # All known from the start, as of a model that was handed over, so a state is checked when it is
         # loaded.

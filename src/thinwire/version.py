@@ -1,3 +1,3 @@
 """The version, once: the package's metadata is made from it, and processes compare it."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

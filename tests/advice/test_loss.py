@@ -107,19 +107,35 @@ def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_table")
 def test_the_nearest_training_tells_and_an_unknown_optimizer_gets_the_worst() -> None:
     def few(optimizer: str | None, members: int) -> float | None:
-        return expected_loss("few", Training(optimizer, members, 10**6)).percent
+        return expected_loss("few", Training(optimizer, members, 10**6, 5000)).percent
 
-    assert few("AdamW", 2) == 1.0  # the long one
+    assert few("AdamW", 2) == 1.0
     assert few("AdamW", 64) == 3.0
     assert few("SGD", 64) == 0.25
     assert few("Sophia", 2) == few(None, 2) == 1.0
-    assert expected_loss("rare", Training("SGD", 2, 10**6)).kind == "unknown"  # known with AdamW only
+    assert expected_loss("rare", Training("SGD", 2, 10**6, 5000)).kind == "unknown"  # known with AdamW only
     assert expected_loss("nothing", Training(None, 2, 10**6)).short == "?"
     assert optimizer_name(" adamw ") == "AdamW"
     assert optimizer_name(torch.optim.SGD([torch.ones(1)], lr=0.1)) == "SGD"
 
 
-def test_a_model_nearer_in_size_counts_if_it_lost_more_and_a_single_training_if_for_sure(
+@pytest.mark.usefixtures("small_table")
+def test_a_longer_run_promises_nothing_for_a_shorter_one() -> None:
+    def few(steps: int | None, optimizer: str | None = "AdamW") -> ExpectedLoss:
+        return expected_loss("few", Training(optimizer, 2, 10**6, steps))
+
+    assert [few(steps).percent for steps in (2001, 2000, 1999, 10)] == [1.0, 1.0, 9.0, 9.0]
+    # Without a length, what the shortest run lost.
+    assert few(None).percent == few(None, None).percent == 9.0
+    for shorter in (few(9), few(1999, "SGD"), few(1999, None)):
+        assert (shorter.kind, shorter.short, shorter.order) == ("shorter", "?", math.inf)
+        assert "so short a run is not known" in shorter.in_words
+    advised = advice_of(way("few", 10, 11, few(9)), budget=0.2)
+    assert advised.best is SIXTEEN
+    assert "none was measured in so short a run" in "\n".join(verdict(advised))
+
+
+def test_size_length_and_members_tell_which_is_nearest_and_a_single_training_counts_if_it_lost_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     once = {"seeds": 1, "low_percent": None, "high_percent": None}
@@ -132,22 +148,26 @@ def test_a_model_nearer_in_size_counts_if_it_lost_more_and_a_single_training_if_
         row("alone", "AdamW", 2, 0.1, parameters=10**8, **once),
         row("two", "AdamW", 4, -0.5),
         row("two", "AdamW", 2, 0.2, parameters=10**8),
+        row("two", "AdamW", 2, 3.0, parameters=10**8, steps=500),
         row("two", "AdamW", 2, -0.1, parameters=10**7),
     )
     monkeypatch.setattr("thinwire.advice.loss.loss_gaps", lambda: table)
-    sizes = (10**6, 10**7, 3 * 10**7, 10**8, 10**10)
-    found = [expected_loss("few", Training("AdamW", 2, size)) for size in sizes]
-    assert [each.percent for each in found] == [1.0, 1.0, 1.0, 4.0, 4.0]
-    once_of_a_large_one = "measured once with AdamW, 2 members, 100 M parameters, 2,000 steps (here)"
-    assert str(found[-1].gaps[0]) == f"+4.0 %, {once_of_a_large_one}"
+    sizes = (10**6, 10**7, 4 * 10**7, 10**8, 10**10)
+    found = [expected_loss("few", Training("AdamW", 2, size, 2000)) for size in sizes]
+    assert [each.percent for each in found] == [1.0, 1.0, 4.0, 4.0, 4.0]
+    once_of_a_large_one = (
+        "measured once with AdamW, 2 members, a transformer of 100 M parameters, 2,000 steps"
+    )
+    assert str(found[-1].gaps[0]) == f"+4.0 %, {once_of_a_large_one} (here)"
     # Within what chance does: told, and not counted.
-    four = expected_loss("four", Training("AdamW", 2, 10**8))
+    four = expected_loss("four", Training("AdamW", 2, 10**8, 2000))
     assert (four.percent, [gap.percent for gap in four.gaps]) == (1.0, [1.0, 1.6])
     # Of several seeds the mean decides, though of fewer members.
-    two = [expected_loss("two", Training("AdamW", 4, size)).percent for size in (10**6, 10**7, 10**8)]
-    assert two == [-0.5, -0.5, 0.2]
+    two = [expected_loss("two", Training("AdamW", 4, size, 2000)).percent for size in (10**6, 10**7, 10**8)]
+    assert two == [-0.5, -0.1, 0.2]
+    assert expected_loss("two", Training("AdamW", 4, 10**8, 1900)).percent == 3.0
     # By itself it is no proof that there is no harm.
-    assert expected_loss("alone", Training("AdamW", 2, 10**8)).kind == "unknown"
+    assert expected_loss("alone", Training("AdamW", 2, 10**8, 2000)).kind == "unknown"
 
 
 @pytest.mark.usefixtures("small_table")
@@ -157,10 +177,14 @@ def test_own_measurements_come_before_bounds_and_those_before_what_was_published
     beside = published_gap("rare", Training("AdamW", 4, 10**9))
     assert beside is not None
     assert beside.percent == 0.5
-    assert str(beside).startswith("+0.5 % (+0.3 to +0.7), published with AdamW, 4 members, 1 B parameters")
-    between = expected_loss("x", Training("AdamW", 2, 10**6), loses_more_than="few", loses_less_than="rare")
+    assert str(beside).startswith(
+        "+0.5 % (+0.3 to +0.7), published with AdamW, 4 members, a transformer of 1 B"
+    )
+    between = expected_loss(
+        "x", Training("AdamW", 2, 10**6, 2000), loses_more_than="few", loses_less_than="rare"
+    )
     assert (between.kind, between.short, between.low_percent) == ("between", "≤ +7.0", 1.0)
-    above = expected_loss("x", Training("AdamW", 2, 10**6), loses_more_than="few")
+    above = expected_loss("x", Training("AdamW", 2, 10**6, 2000), loses_more_than="few")
     assert (above.kind, above.percent, above.short) == ("above", None, "> +1.0")
     published = expected_loss("rarer", Training("AdamW", 2, 10**6), loses_more_than="few")
     assert (published.kind, published.short) == ("published", "p +2.5")
@@ -169,28 +193,44 @@ def test_own_measurements_come_before_bounds_and_those_before_what_was_published
 def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     """docs/optimizers.md, docs/choosing.md."""
 
-    def gap(name: str, optimizer: str, members: int, numel: int) -> ExpectedLoss:
-        return expected_loss(name, Training(optimizer, members, numel))
+    def gap(name: str, optimizer: str, numel: int, steps: int | None, members: int = 2) -> ExpectedLoss:
+        return expected_loss(name, Training(optimizer, members, numel, steps))
 
-    two_bits, four_bits = (gap(f"Quantize(bits={bits})", "AdamW", 4, 10**7) for bits in (2, 4))
-    assert two_bits.short == "-0.3"
+    two_bits, four_bits = (gap(f"Quantize(bits={bits})", "AdamW", 10**7, 2000, 4) for bits in (2, 4))
+    assert (two_bits.short, four_bits.short) == ("-0.1", "-0.2")
     assert two_bits.order == four_bits.order == 0
-    assert two_bits.is_tied_with(gap("Quantize(bits=8)", "AdamW", 4, 10**7))
-    assert not two_bits.is_tied_with(gap("DiLoCo(every_steps=30)", "AdamW", 4, 10**7))
-    # Of two members, but of a model as large: it lost more than a small one.
-    assert {gap("Quantize(bits=2)", "AdamW", members, 10**8).short for members in (2, 4, 8)} == {"+0.9"}
-    assert gap("Quantize(bits=2)", "AdamW", 2, 3 * 10**6).short == "-2.4"  # the longer run
-    assert gap("Quantize(bits=1)", "Lion", 4, 10**5).short == "+19.3"
-    assert gap("PowerSGD(matrix_rank=2)", "SGD", 2, 10**7).short == "+2.9"
-    recurrent = Training.of(nn.LSTM(8, 8), "AdamW", 4)
-    assert recurrent == Training("AdamW", 4, parameters=576, is_recurrent=True)
+    assert not two_bits.is_tied_with(gap("DiLoCo(every_steps=30)", "AdamW", 10**7, 2000))
+    # The length of the run decides; if it is not known, it may be short.
+    by_length = [gap("Quantize(bits=2)", "AdamW", 85_000_000, steps) for steps in (130, 1799, 1800, None)]
+    assert [each.short for each in by_length] == ["?", "+3.5", "+0.9", "+3.0"]
+    assert [gap("Quantize(bits=2)", "AdamW", 3_300_000, steps).short for steps in (400, 1500)] == [
+        "+3.0",
+        "-2.4",
+    ]
+    assert gap("Quantize(bits=4)", "AdamW", 85_000_000, 450).short == "+0.4"
+    assert gap("Quantize(bits=4)", "AdamW", 85_000_000, 130).short == "?"
+    # 8 bits, measured in long runs only, lose less than 4 in short ones.
+    bits = expected_losses(Training("AdamW", 2, 85_000_000, 450))["Quantize(bits=8)"]
+    assert (bits.kind, bits.order) == ("between", 0)
+    # 16 bits lose nothing, however short the run.
+    for steps in (1, None):
+        losses = expected_losses(Training("AdamW", 2, 85_000_000, steps))
+        assert losses['Cast("bf16")'].order == losses["AllReduce()"].order == 0
+    assert gap("Quantize(bits=1)", "Lion", 10**5, 2000, 4).short == "+19.3"
+    assert gap("PowerSGD(matrix_rank=2)", "SGD", 10**7, 2000).short == "+2.9"
+    recurrent = Training.of(nn.LSTM(8, 8), "AdamW", 4, 400)
+    assert recurrent == Training("AdamW", 4, parameters=576, steps=400, is_recurrent=True)
     assert expected_loss("Quantize(bits=2)", recurrent).short == "+4.8"
     assert expected_loss("Quantize(bits=4)", recurrent).order == 0
     # An LSTM of as many parameters lost more, and tells a transformer nothing.
-    assert gap("Quantize(bits=3)", "AdamW", 4, 6 * 10**5).short == "-0.3"
+    assert gap("Quantize(bits=3)", "AdamW", 6 * 10**5, 2000, 4).short == "-0.3"
     # Of transformers, for want of its own.
     assert expected_loss("PowerSGD(matrix_rank=2)", recurrent).short == "+7.5"
     assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
+    convolutional = Training.of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 8)), "AdamW", 4, 2000)
+    (of_text,) = convolutional.notes()
+    assert of_text.startswith("The model has convolutions, and all gaps are of models of text.")
+    assert list(Training("AdamW", 4, 10**6, 2000).notes()) == []
     scaling_law = published_gap("DiLoCo(every_steps=30)", Training("AdamW", 4, 10**8))
     assert scaling_law is not None
     assert (scaling_law.percent, scaling_law.parameters) == (1.5, 90_000_000)
@@ -258,7 +298,7 @@ def test_of_ties_in_time_and_loss_the_most_bits_win_in_advice_and_in_the_run() -
     """Two bits' gap in the table is −0.3 %, and that of four bits +0.1 %."""
     ways = [SIXTEEN]
     for name, ms, size in (("Quantize(bits=4)", 72.7, 140), ("Quantize(bits=2)", 72.3, 70)):
-        loss = expected_loss(name, Training("AdamW", 4, 10**6))
+        loss = expected_loss(name, Training("AdamW", 4, 140_000, 2000))
         ways.append(way(name, ms - 2, ms + 2, loss, message_bytes=size))
     assert best_names(ways) == {"Quantize(bits=4)"}
     # On a quiet machine too: what wins no more than `least_gain` is not worth rougher messages.
@@ -276,7 +316,7 @@ def best_names(ways: list[Prediction]) -> set[str]:
 
 def on_links(optimizer: str, budget_loss: float) -> list[str]:
     """What the rule says from the fastest link to the slowest, for a step that hides 60 of its 100 ms."""
-    training = Training(optimizer, 4, 10**6)
+    training = Training(optimizer, 4, 140_000, 3000)
     # As wide as in the trainings of the table: there matrix rank 16 sends 6 times fewer bytes.
     specs = [ParameterSpec.of("weight", torch.zeros(192, 192))]
     group = InProcessTransport.group(4)[0]
@@ -346,9 +386,9 @@ def test_what_is_known_of_a_loss_names_its_sources() -> None:
     assert "published with AdamW" in losses_of(both)
     assert losses_of(EXACT) == "none: it is exact averaging"
     assert sources(advice_of(both, TWO, UNKNOWN, budget=0.005)) == [
-        "measured with AdamW, 4 members, 1 M parameters, 2,000 steps (here): "
+        "measured with AdamW, 4 members, a transformer of 1 M parameters, 2,000 steps (here): "
         "it +12.0 %; it +0.3 %; it -0.1 %",
-        "published with AdamW, 4 members, 1 M parameters, 2,000 steps (arXiv 1): it +1.5 %",
+        "published with AdamW, 4 members, a transformer of 1 M parameters, 2,000 steps (arXiv 1): it +1.5 %",
     ]
     above = ExpectedLoss("above", low_percent=1.0, gaps=(row("few", "AdamW", 2, 1.0),))
     assert losses_of(replace(TWO, loss=above)).startswith("more than few: +1.0 %")
@@ -357,7 +397,7 @@ def test_what_is_known_of_a_loss_names_its_sources() -> None:
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        (measured(0.3), "It may lose 0.5 %, though no loss could be measured."),
+        (measured(0.3), "We could measure no loss: between +0.1 and +0.5 %."),
         (measured(4.5), "It may lose 4.5 %: compare losses."),
         (ExpectedLoss("between", 4.4, 1.0, 4.4), "It may lose up to 4.4 %: compare losses."),
         (ExpectedLoss("published", 1.5), "It may lose 1.5 %, as others have published: compare losses."),
@@ -397,7 +437,8 @@ def test_what_makes_it_less_certain_is_said() -> None:
     assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
     assert "messages on cuda" in of_another_device
     assert told(adamw, replace(here, hosts=[]), 1) == told(adamw, here, 8) == []
-    (of_kind,) = told(replace(adamw, is_recurrent=True), here, 8)
+    (of_length, of_kind) = replace(adamw, is_recurrent=True).notes()
+    assert "The length of the run decides" in of_length
     assert "has the gap of transformers" in of_kind
     (of_one_machine,) = told(adamw, here, 1)
     assert f"All processes of the probe ran on one machine, {gethostname()}; for a training" in of_one_machine

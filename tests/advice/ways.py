@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction
 from thinwire.advice.loss import EXACT_LOSS
-from thinwire.advice.result import choose, tied
+from thinwire.advice.result import choose, contenders
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 
@@ -80,12 +80,11 @@ def advice_of(
 ) -> Advice:
     """By the rule; the last of `careful` is the baseline."""
     ranked = sorted([*careful, *predictions], key=lambda each: each.step_seconds)
-    within = [each for each in ranked if each.is_within(budget)]
     return Advice(
         tuple(ranked),
         careful[-1],
-        choose(ranked, 0.05, budget),
-        tuple(tied(within, 0.05)),
+        choose(ranked, 0.05, budget, compute_ms / 1000),
+        tuple(contenders(ranked, 0.05, budget, compute_ms / 1000)),
         1e8,
         compute_ms / 1000,
         0.05,

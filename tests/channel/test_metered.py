@@ -43,6 +43,7 @@ def test_counts_messages_and_bytes(num_members: int, message_bytes: int) -> None
     run_members(num_members, lambda rank: send_all_kinds(members[rank]))
     for traffic in (member.traffic for member in members):
         assert (traffic.messages, traffic.message_bytes) == (6, message_bytes)
+        assert traffic.members == num_members
 
 
 def test_counts_go_on_where_another_transport_takes_over() -> None:

@@ -31,7 +31,7 @@ SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
     "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --streams --json",
-    "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --sharded --json",
+    "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",
     "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",
@@ -94,6 +94,25 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> No
     assert debugged.returncode != 0
     assert "Traceback (most recent call last)" in debugged.stderr
     assert "ConfigError" in debugged.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "mistyped", "meant"),
+    [("lab", "--hosts", ""), ("lab", "--mashines", "--machines"), ("advise", "--optimiser", "--optimizer")],
+)
+def test_only_what_is_spelled_alike_is_suggested(
+    command: str,
+    mistyped: str,
+    meant: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert exit_code(monkeypatch, command, mistyped, "2") == 2
+    told = capsys.readouterr().err.partition("No such option")[2]
+    assert mistyped in told
+    suggested = told.partition("(")[2]
+    assert meant in suggested
+    assert bool(suggested) is bool(meant)
 
 
 def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:

@@ -79,9 +79,11 @@ class Run(InTurns[LocalSGD]):
         wait_seconds: float = 60.0,
         weigh_by: str = "steps",
         send_optimizer: bool = True,
+        rate: Callable[[int, int], float] | None = None,
         **shared: Any,
     ) -> None:
         self.steps, self.kind, self.options = steps, kind, options or {}
+        self.rate = rate  # by the steps of all, and a member's own
         self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, **shared}
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
@@ -104,6 +106,8 @@ class Run(InTurns[LocalSGD]):
                     self.end(end, member)
                 for parameter in model.parameters():
                     parameter.grad = torch.randn(parameter.shape, generator=generator)
+                if self.rate is not None:
+                    optimizer.param_groups[0]["lr"] = self.rate(local.steps, local._steps_here)
                 if (local._pending_steps + 1) * shared.get("streaming", Streaming()).fragments >= EVERY:
                     self.note_before(member, local, model, optimizer)
                 optimizer.step()
@@ -482,7 +486,9 @@ def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
 
 # After an averaging, and between two.
 @pytest.mark.parametrize("step", [4, 5])
-def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others_go_on(step: int) -> None:
+def test_a_member_that_changes_its_model_says_so_at_its_next_averaging_and_the_others_go_on(
+    step: int,
+) -> None:
     class Freezing(Run):
         def end(self, how: str, member: int) -> None:
             cast(nn.Linear, self.fronts[member].module).bias.requires_grad_(False)
@@ -490,7 +496,7 @@ def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others
     run = Freezing([0, 0, 0], ends={1: (step, "freeze")})
     assert run.results == ["done", "StepError", "done"]
     assert "others than on entry: ['bias']; leave the context before you freeze" in str(run.errors[1])
-    assert run.fronts[1].steps == step
+    assert run.fronts[1].steps == 6
     assert run.fronts[0].membership().members == 2
     run.check_equal()
 
@@ -745,3 +751,28 @@ def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:
     assert [point.value for point in run.points("members")] == [1.0] * 4
     assert [point.value for point in run.points("averagings")] == [0, 1, 1, 2]
     assert set(run.logged) == set(vars(local.membership()))
+
+
+def by_own_steps(steps: int, own: int) -> float:
+    return 0.1 / (1 + own)
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_a_schedule_that_counts_a_members_own_steps_is_refused(kind: Any) -> None:
+    run = Run([0, 0, 4], kind=kind, rate=by_own_steps)
+    assert run.results == ["done", "done", "StepError"]
+    told = "lr of SGD is 0.05 on this member and 0.0125 on the others at step 8"
+    assert str(run.errors[2]).startswith(told)
+    by_steps = Run([0, 0, 4], kind=kind, rate=lambda steps, _: 0.1 / (1 + steps))
+    assert by_steps.results == ["done"] * 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{"send_optimizer": False}, {"every_steps": None, "every_seconds": 1e-9}]
+)
+def test_where_members_differ_anyway_it_is_told(
+    settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run([0, 0, 4], rate=by_own_steps, **settings)
+    assert run.results == ["done"] * 3
+    assert any(record.message.startswith("lr of SGD is") for record in caplog.records)

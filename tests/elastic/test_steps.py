@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,9 +40,11 @@ class Run(InTurns[Steps]):
         works: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
         algorithm: Algorithm = FEW_BITS,
         lr: float = LR,
+        rate: Callable[[int, int], float] | None = None,
     ) -> None:
         self.steps, self.adam, self.works = steps, adam, works
         self.algorithm, self.algorithms, self.lr = algorithm, algorithms or {}, lr
+        self.rate = rate  # by the steps of all, and a member's own
         self.put_in: dict[int, dict[int, torch.Tensor]] = {}
         super().__init__(joins_at, ends=ends, faults=faults)
 
@@ -55,6 +59,7 @@ class Run(InTurns[Steps]):
         algorithm = self.algorithms.get(member, self.algorithm)
         steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=self.groups[member])
         end_step, end = self.ends.get(member, (-1, ""))
+        own_steps = 0
         with steps:
             self.note(member, optimizers)
             while steps.steps < self.steps:
@@ -64,7 +69,10 @@ class Run(InTurns[Steps]):
                     parameter.grad = torch.randn(parameter.shape, generator=draws)
                 flat = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
                 self.put_in.setdefault(steps.steps, {})[member] = flat.double()
+                for group in (group for each in optimizers for group in each.param_groups):
+                    group["lr"] = group["lr"] if self.rate is None else self.rate(steps.steps, own_steps)
                 steps.step(self.works[member])
+                own_steps += 1
                 wait_for(Turn())
                 self.note(member, optimizers)
         return "left" if steps.is_leaving else "done"
@@ -142,6 +150,26 @@ def test_a_member_joins_where_a_setting_is_numpys_float() -> None:
     run = Run([0, 0, 2], lr=np.float64(LR))
     assert run.results == ["done"] * 3
     run.check_equal(since=1)
+
+
+def test_a_schedule_that_counts_a_members_own_steps_is_refused() -> None:
+    """Models would part: it began later, as after a kill and a restart; the others go on."""
+    run = Run([0, 0, 3], rate=lambda steps, own: LR / (1 + own))
+    assert run.results == ["done", "done", "StepError"]
+    told = "^lr of AdamW is 0.1 on this member and 0.02 on the others at step 4"
+    assert re.match(told, str(run.errors[2]))
+    run.check_equal(since=1)
+
+
+def test_of_two_the_one_that_has_been_there_longer_goes_on() -> None:
+    run = Run([0, 2], rate=lambda steps, own: LR / (1 + own))
+    assert run.results == ["done", "StepError"]
+
+
+def test_a_schedule_that_goes_by_the_steps_of_all_is_taken() -> None:
+    # Rounded otherwise, by who came later.
+    run = Run([0, 0, 3], rate=lambda steps, own: LR / (1 + steps) * (1 + 1e-15 * (own < 2)))
+    assert run.results == ["done"] * 3
 
 
 def test_who_is_configured_otherwise_is_refused_and_the_others_go_on() -> None:

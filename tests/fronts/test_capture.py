@@ -43,7 +43,7 @@ def test_in_local_sgd(make: type[LocalSGD] | type[DiLoCo]) -> None:
     (transport,) = InProcessTransport.group(1)
     with make(model, optimizer, every_steps=1, replicas=transport) as local:
         assert refused(optimizer.step) == "StepError"
-        assert local.sync.stats().steps == 0
+        assert local.sync.stats().averagings == 0
 
 
 @in_each_process(2)

@@ -370,6 +370,26 @@ class Tabled(nn.Module):
         self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "words"),
+    [
+        ("transformers.trainer", "Trainer", "thinwire.integrations.transformers.attach(trainer, algorithm)"),
+        ("lightning.pytorch.trainer.trainer", "Trainer", "strategy=thinwire.integrations.lightning.Thinwire"),
+        ("pytorch_lightning.core.module", "LightningModule", "strategy=thinwire.integrations.lightning"),
+        ("lightning.fabric.fabric", "Fabric", "give the model that fabric.setup(…) returns"),
+        ("accelerate.accelerator", "Accelerator", "give the model that accelerator.prepare(…) returns"),
+        ("elsewhere", "Trainer", "give the model"),
+    ],
+)
+def test_objects_of_frameworks_are_told_where_they_belong(package: str, name: str, words: str) -> None:
+    kind = type("Own", (type(name, (), {"__module__": package}),), {"__module__": "__main__"})
+    for call in (lambda: thinwire.attach(kind(), POWER), lambda: thinwire.join(kind()).__enter__()):
+        error, message = raised_by(call)
+        assert error == "AttachError"
+        assert words in message
+        assert "wrap it" not in message
+
+
 @in_each_process(2)
 def test_what_is_not_ddp_is_told_what_to_do() -> None:
     sharded = nn.Linear(8, 8)
@@ -405,6 +425,176 @@ def test_what_is_not_ddp_is_told_what_to_do() -> None:
         ),
     ):
         kind, message = raised_by(call)
-        assert kind == "AttachError"
+        assert kind == "AttachError", message
         assert words in message
         assert ("wrap it first" in message) == ("wrap it first" in words)
+
+
+# A DDP model inside of something else
+
+
+class Wrapper(nn.Module):
+    """Stands for what a framework, or a user, puts around a model."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inside:
+            x = module(x)
+        return x
+
+
+@in_each_process(2)
+def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
+    plain, ours = (Wrapper(Wrapper(DistributedDataParallel(two_types()))) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, POWER)
+    with thinwire.join(ours):
+        assert are_alike(train(ours, range(3)))
+    assert sync.stats().compression_ratio > 1.5
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with thinwire.LocalSGD(plain, optimizer, every_steps=2):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(plain, 0))
+        # DDP averages no gradient of it.
+        assert not are_alike([p.grad for p in plain.parameters() if p.grad is not None])
+        optimizer.step()
+    assert are_alike(plain.parameters())
+
+
+@in_each_process(2)
+def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
+    two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
+    more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
+    for call, words in (
+        (lambda: thinwire.attach(two, POWER), "the Wrapper holds 2 DDP models"),
+        (lambda: thinwire.join(two).__enter__(), "the Wrapper holds 2 DDP models"),
+        (
+            lambda: thinwire.LocalSGD(more, torch.optim.SGD(more.parameters(), lr=0.1), every_steps=2),
+            "inside.1.weight of the Wrapper is trained outside of the DDP model",
+        ),
+    ):
+        kind, message = raised_by(call)
+        assert kind == "AttachError"
+        assert words in message
+
+
+# A model that changes after it was wrapped
+
+
+def grown(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Linear(48, 48))
+
+
+def dropped_and_added(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Dropout(0.0))
+
+
+def converted(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def converted_back(model: nn.Module) -> None:
+    model.bfloat16()
+    model.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (converted, "the model was converted"),
+        (converted_back, "the model was converted"),
+        (grown, "1.weight is trained, and DDP averages no gradient of it"),
+    ],
+    ids=["converted", "converted back", "a layer more"],
+)
+@in_each_process(2)
+def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: Any, words: str) -> None:
+    for steps in (0, 2):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+        sync = thinwire.attach(model, POWER)
+        train(model, range(steps))
+        change(model)
+        dtype = next(model.parameters()).dtype
+        # To evaluate it is no harm.
+        with torch.no_grad():
+            model(inputs_of(0).to(dtype))
+        kind, message = raised_by(lambda: model(inputs_of(0).to(dtype)))  # noqa: B023
+        assert kind == "StepError"
+        assert words in message
+        assert sync.stats().steps == steps
+
+
+@in_each_process(2)
+def test_a_model_that_was_converted_before_it_was_attached_is_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48)).to(torch.bfloat16)
+    kind, message = raised_by(lambda: thinwire.attach(model, POWER))
+    assert kind == "AttachError"
+    assert "the model was converted after DDP was built" in message
+
+
+@in_each_process(2)
+def test_a_change_that_trains_nothing_more_is_none() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    train(model, range(1))
+    dropped_and_added(model)
+    assert are_alike(train(model, range(1, 3)))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 3
+
+
+# Optimizers inside the backward pass
+
+
+def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
+    """Each parameter has an optimizer of its own, in a hook, as torch's tutorial has it."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    parameter: Any
+    for parameter in optimizers:
+        hooked.append(parameter.register_post_accumulate_grad_hook(step))
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before attach", "after attach"])
+@in_each_process(2)
+def test_an_optimizer_in_a_hook_of_the_parameters_is_refused_before_it_steps(is_late: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48))
+    start, hooked = [p.detach().clone() for p in model.parameters()], list[Any]()
+    if not is_late:
+        stepping_in_hooks(model, hooked)
+    sync = thinwire.attach(model, POWER)
+    if is_late:
+        stepping_in_hooks(model, hooked)
+    kind, message = raised_by(lambda: torch.autograd.backward(loss_of(model, 0)))
+    assert kind == "StepError"
+    assert "SGD.step() was called inside of the backward pass" in message
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    assert sync.stats().steps == 0
+
+
+@in_each_process(2)
+def test_hooks_that_only_look_and_models_that_are_not_attached_are_left_alone() -> None:
+    seen, hooked = list[Any](), list[Any]()
+    model, other = DistributedDataParallel(nn.Linear(24, 48)), nn.Linear(24, 48)
+    parameter: Any
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    sync = thinwire.attach(model, POWER)
+    stepping_in_hooks(other, hooked)
+    torch.autograd.backward(loss_of(other, 0))
+    assert are_alike(train(model, range(2)))
+    assert len(seen) == 4
+    assert sync.stats().compression_ratio > 1.5
+    # A detached model is DDP's and the user's own again.
+    sync.detach()
+    stepping_in_hooks(model, hooked)
+    torch.autograd.backward(loss_of(model, 2))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,15 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import are_alike, in_each_process
-from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire import AllReduce, Cast, ConfigError, PowerSGD, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.fronts.common import counted, divide_by_contributors
+from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
+from training import refused
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
 POWER = PowerSGD(matrix_rank=2)
@@ -44,7 +49,8 @@ def batch_of(step: int, process_rank: int) -> Tensor:
 
 def gradients_of(model: nn.Module, step: int, process_rank: int) -> list[Tensor]:
     model.zero_grad()
-    torch.autograd.backward(model(batch_of(step, process_rank)).square().mean())
+    batch = batch_of(step, process_rank).to(next(model.parameters()).dtype)
+    torch.autograd.backward(model(batch).square().mean())
     return [p.grad.double() for p in model.parameters() if p.grad is not None]
 
 
@@ -194,6 +200,32 @@ def test_four_processes_end_with_the_same_model(stock: bool, options: dict[str, 
     assert are_alike(after)
 
 
+@pytest.mark.parametrize("front", ["attach", "hook", "aggregator"])
+@in_each_process(4)
+def test_gradients_of_64_bits_are_divided_by_contributors_in_64_bits(front: str) -> None:
+    """By three of four: 4/3 has more than 24 bits."""
+    num_batches = (2, 2, 2, 0)
+    plain = copy.deepcopy(new_model().module).double()
+    model = DistributedDataParallel(copy.deepcopy(plain))
+    aggregator = AlgorithmAggregator(plain.parameters(), AllReduce())
+    if front == "attach":
+        thinwire.attach(model, AllReduce())
+    else:
+        model.register_comm_hook(None, hooks.allreduce_hook)
+    total = [torch.zeros_like(p) for p in plain.parameters()]
+    joined: Any = aggregator if front == "aggregator" else model
+    with thinwire.join(joined, divide_by_initial_world_size=False):
+        for step in range(num_batches[dist.get_rank()]):
+            if front == "aggregator":
+                means = aggregator.aggregate(gradients_of(plain, step, dist.get_rank()))
+            else:
+                means = gradients_of(model, step, dist.get_rank())
+            for each, mean in zip(total, means, strict=True):
+                each.add_(mean)
+    if dist.get_rank() == 0:
+        assert gap_of(total, true_sum(plain, num_batches, divide_by_initial=False)) < 1e-14
+
+
 @pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
 @in_each_process(2)
 def test_without_a_hook_ddp_divides_as_asked(by_contributors: bool) -> None:
@@ -319,3 +351,25 @@ def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> N
             assert scaled() == [3, 3]
         assert scaled() == [2, 1]
     assert scaled() == [1, 1]
+
+
+@in_each_process(2)
+def test_an_optimizer_that_sends_is_refused_and_torchs_join_takes_both() -> None:
+    model = new_model()
+    sync = thinwire.attach(model, POWER)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its import warns
+        zero: Any = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.1)
+    start = [p.detach().clone() for p in model.parameters()]
+    with refused(ConfigError, "ZeroRedundancyOptimizer.step()", "Join([ddp_model"), thinwire.join(model):
+        gradients_of(model, 0, dist.get_rank())
+        optimizer.step()
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    with Join([model, optimizer]):
+        for step in range(1 + 2 * dist.get_rank()):
+            gradients_of(model, step, dist.get_rank())
+            optimizer.step()
+    assert are_alike(model.parameters())
+    assert sync.stats().steps == 4
+    assert sync.stats().compression_ratio > 1.5

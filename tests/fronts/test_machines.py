@@ -170,9 +170,9 @@ def test_uneven_inputs_are_divided_by_those_that_have_some() -> None:
 @in_each_process(4)
 def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
-    own = [dist.get_rank()]
+    # A new one, of which no machines are known yet.
+    own, transport = [dist.get_rank()], ProcessGroupTransport(dist.new_group())
     one_more = dist.new_group(own, use_local_synchronization=True) if own == [0] else None
-    transport = ProcessGroupTransport()
     # As in a job of one process more.
     with patch.object(dist, "get_world_size", lambda *_: 5):
         machines, why = machines_of(transport, PAIRS)
@@ -217,6 +217,87 @@ def test_a_launcher_need_tell_no_more_than_the_processes_of_each_machine(sizes: 
     else:
         assert machines is None
         assert f"machines have {', '.join(map(str, sizes))} processes" in why
+
+
+def of_launcher(kind: str, machines: list[list[int]]) -> dict[str, str]:
+    """What a launcher tells this process, of four."""
+    rank = dist.get_rank()
+    (machine,) = (number for number, row in enumerate(machines) if rank in row)
+    local, number = str(len(machines[machine])), str(machines[machine].index(rank))
+    return {
+        "by hand": {"LOCAL_WORLD_SIZE": local, "LOCAL_RANK": number},
+        "Open MPI": {
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": local,
+            "OMPI_COMM_WORLD_LOCAL_RANK": number,
+        },
+        "MPICH": {"PMI_SIZE": "4", "MPI_LOCALNRANKS": local, "MPI_LOCALRANKID": number},
+        "Cray": {
+            "PMI_SIZE": "4",
+            "PMI_LOCAL_SIZE": local,
+            "PMI_LOCAL_RANK": number,
+            "PALS_NODEID": str(machine),
+        },
+        "srun": {
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": ",".join(str(len(row)) for row in machines),
+            "SLURM_LOCALID": number,
+            "SLURM_NODEID": str(machine),
+        },
+        "srun, and the size by hand": {
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_LOCALID": number,
+            "SLURM_NODEID": str(machine),
+            "LOCAL_WORLD_SIZE": local,
+        },
+    }[kind]
+
+
+KINDS = ("by hand", "Open MPI", "MPICH", "Cray", "srun", "srun, and the size by hand")
+NUMBERED = KINDS[3:]  # which number machines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@in_each_process(4)
+def test_other_launchers_tell_it_too_on_machines_of_one_host_name(kind: str) -> None:
+    in_blocks, in_turn = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    for machines in (in_blocks, in_turn) if kind in NUMBERED else (in_blocks,):
+        with (
+            patch.dict(os.environ, of_launcher(kind, machines)),
+            patch("socket.gethostname", lambda: "clone"),
+        ):
+            found, why = machines_of(ProcessGroupTransport())
+        assert found is not None
+        assert (why, found.rows) == ("", tuple(map(tuple, machines)))
+        assert (found.inside.size, found.between.size) == (2, 2)
+    # Of different names, as far as the machines are not numbered.
+    told = of_launcher(kind, in_turn)
+    with patch.dict(os.environ, told), patch("socket.gethostname", lambda: f"host {dist.get_rank() % 2}"):
+        found, _ = machines_of(ProcessGroupTransport())
+    assert found is not None
+    assert found.rows == tuple(map(tuple, in_turn))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NUMBERED])
+@in_each_process(4)
+def test_where_machines_of_one_name_can_not_be_told_apart_the_name_is_named(kind: str) -> None:
+    with patch("socket.gethostname", lambda: "clone"):
+        # Machine after machine, of other sizes: they can.
+        with patch.dict(os.environ, of_launcher(kind, [[0], [1, 2, 3]])):
+            assert machines_of(ProcessGroupTransport())[1].startswith("machines have 1, 3")
+        told, model = patch.dict(os.environ, of_launcher(kind, [[0, 2], [1, 3]])), ddp_model()
+        with told, pytest.raises(AgreementError, match=r"have one host name.*GROUP_RANK"):
+            thinwire.attach(model, Quantize(bits=4))
+
+
+@in_each_process(4)
+def test_a_launcher_of_other_processes_is_not_asked() -> None:
+    """Of two, on a machine each, that have each started two more."""
+    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    told |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "0"}
+    with patch.dict(os.environ, told):
+        assert machines_of(ProcessGroupTransport()) == (None, "")
 
 
 @pytest.mark.parametrize(
@@ -307,3 +388,27 @@ def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal() -> None:
     state = sync.state_dict()
     assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
     assert "2 machines of 2 processes" in str(sync)
+
+
+def handles() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+@in_each_process(4)
+def test_who_attaches_again_and_again_opens_nothing_more() -> None:
+    model, layer, held = ddp_model(), nn.Linear(3, 2), []
+    pair = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
+    for step in range(20):
+        sync = thinwire.attach(model, Quantize(bits=4), machines=PAIRS)
+        assert are_alike([gradients(model, step)])
+        assert sync.stats().compression_ratio > 2
+        assert sync.state_dict()
+        sync.detach()
+        optimizer = torch.optim.SGD(layer.parameters())
+        with thinwire.LocalSGD(layer, optimizer, every_steps=1, subgroup=pair) as local:
+            layer(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        assert local.stats().steps == 1
+        held.append(handles())
+    assert held[-1] == held[1]

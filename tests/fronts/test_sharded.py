@@ -494,6 +494,10 @@ def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     model = Branches()
     fully_shard(model, mesh=mesh_of()["shard"])
     sync = attach(model, AllReduce(), replicas=mesh_of())
+    shard, replica = dist.get_rank() % 2, dist.get_rank() // 2
+    assert f"4 processes, 2 replicas of 2 shards, of which this is shard {shard} of replica {replica}" in str(
+        sync
+    )
     state = sync.state_dict()
     owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
     state["error"] = (("branches.2.weight", owed),)
@@ -513,6 +517,44 @@ def test_parameters_that_some_or_all_replicas_do_not_use() -> None:
     assert max(halves) <= 1e-6
     assert unused.weight.grad is None
     assert (still - owed).abs().max() <= 1e-6
+
+
+class Turns(nn.Module):
+    """Two branches, of which each pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        out: Tensor = self.branches[number](x)
+        return out.square().mean()
+
+
+@in_each_process(4)
+def test_a_gradient_of_an_earlier_step_is_not_averaged_again() -> None:
+    """Each branch's optimizer zeroes its own gradients only."""
+    model, exact = Turns(), Turns()
+    for each in (model, exact):
+        torch.manual_seed(3)
+        for parameter in each.parameters():
+            nn.init.normal_(parameter)
+        fully_shard(each, mesh=mesh_of()["shard"])
+    sync = attach(model, PowerSGD(matrix_rank=1, min_compression_ratio=1), replicas=mesh_of())
+    attach(exact, AllReduce(), replicas=mesh_of())
+    applied = {each: torch.zeros(2, 24, 24) for each in (model, exact)}
+    for step in range(6):
+        number = step % 2
+        batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+        for each, totals in applied.items():
+            branch: Any = each.branches[number]
+            branch.zero_grad()
+            torch.autograd.backward(each(batch, number))
+            totals[number] += whole(branch.weight.grad)
+    error = dict(sync.state_dict()["error"])
+    owed = torch.stack([error[f"branches.{number}.weight"] for number in range(2)])
+    assert owed.norm() > 0.1 * applied[exact].norm()
+    assert (applied[model] + owed - applied[exact]).norm() <= 1e-6 * applied[exact].norm()
 
 
 @in_each_process(4)

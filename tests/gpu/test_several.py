@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpu import exact_products, gap, on_both
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from gpu.test_gpu import exact_products, gap, on_both
 from pool import Pool, are_alike
 from thinwire import AllReduce, DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm

@@ -214,7 +214,7 @@ REGISTERED = {
     'Cast("bf16")': (4, 3.1, 0),
     "Quantize(bits=8)": (157, 38.7, 0),
     "Quantize(bits=4)": (237, 48.6, 0),
-    "Quantize(bits=2)": (261, 55.2, 0),
+    "Quantize(bits=2)": (316, 70.8, 0),
     'TopK(error_decay=1, merge="members")': (474, 26.0),
     "PowerSGD(matrix_rank=1)": (113, 8.1),
     "PowerSGD(matrix_rank=2)": (125, 8.2),

@@ -137,6 +137,18 @@ def test_what_a_checkpoint_does_to_memory_is_seen(monkeypatch: pytest.MonkeyPatc
     assert compare("no host check", save_and_load, monkeypatch) >= MEMBERS * 2 * 4
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_steps_that_are_taken_back_are_replayed_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dry_step(engine: Engine, step: int) -> None:
+        draw = torch.Generator().manual_seed(1_000 * step + engine.transport.rank)
+        with engine.dry():
+            flats = [torch.randn(sum(spec.numel for spec in specs), generator=draw) for specs in buckets()]
+            engine.average(list(zip(buckets(), flats, strict=True)))
+
+    # Half of all steps are dry, and none of them makes the recordings useless.
+    assert compare(name, dry_step, monkeypatch) >= 2 * MEMBERS * 4 * 4
+
+
 class Waiting(UncompressedPlan):
     """Says that it can be recorded, and waits for the device."""
 

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import thinwire
-from accelerated import assert_chosen_alike
+from accelerated import assert_chosen_alike, assert_knows_its_steps
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pasted import lines_for, run
 from pool import Pool, in_each_process
@@ -129,7 +129,9 @@ def test_a_checkpoint_is_resumed_and_so_is_one_made_without_thinwire(tmp_path: P
     file = str(tmp_path / "epoch=0.ckpt")
     for is_ours in (True, False):
         resuming = ThinwireStrategy(POWER)
-        _, resumed = fit(resuming, tmp_path, resume=file, callbacks=[ThinwireCallback()])
+        with patch("thinwire.integrations.lightning.logger.warning") as warned:
+            _, resumed = fit(resuming, tmp_path, resume=file, callbacks=[ThinwireCallback()])
+        assert warned.called != is_ours
         assert torch.equal(flat(straight), flat(resumed)) == is_ours
         assert agreed(resumed)
         assert resuming.sync.stats().steps == (12 if is_ours else 6)
@@ -213,7 +215,7 @@ def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
 
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
-    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    # What is chosen, the machine has to say.
     strategy = ThinwireStrategy(
         partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0), find_unused_parameters=False
     )
@@ -221,6 +223,7 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     assert strategy.auto is not None
     first = strategy.auto
     assert_chosen_alike(first)
+    assert_knows_its_steps(first)
     # A second fit of the same module goes on, and chooses again.
     with lightning_environment():
         trainer.fit_loop.max_epochs = 5
@@ -352,6 +355,62 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     told = "^expected a module with one optimizer, whose steps are counted, got 2"
     with pytest.raises(thinwire.ConfigError, match=told):
         fit(ThinwireStrategy(averaging), tmp_path, model=TwoOptimizers)
+
+
+class Finding(Regression):
+    lr = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Best(Callback):
+    """Puts other weights into the model when training ends, as those do that average or choose weights."""
+
+    def __init__(self) -> None:
+        self.weights = self.before = Tensor()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if trainer.global_step == 4:
+            self.weights = flat(pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = flat(pl_module)
+        parts = torch.split(self.weights, [each.numel() for each in pl_module.parameters()])
+        state = dict(zip(pl_module.state_dict(), parts, strict=True))
+        pl_module.load_state_dict(
+            {name: state[name].view_as(it) for name, it in pl_module.state_dict().items()}
+        )
+
+
+@in_each_process(2)
+def test_weights_that_another_callback_puts_in_at_the_end_stay(tmp_path: Path) -> None:
+    best = Best()
+    strategy = ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=4))
+    trainer, module = fit(strategy, tmp_path, callbacks=[best], epochs=1)
+    assert strategy.local is not None
+    assert strategy.local.steps == 6
+    assert torch.equal(*gathered(best.before))  # what was left is averaged before
+    assert (best.before - best.weights).norm() > 0.1
+    assert torch.equal(flat(module), best.weights)
+    assert strategy.local.stats().compression_ratio > 2
+    assert vars(trainer)["callbacks"] == [best]
+
+
+@in_each_process(2)
+def test_a_learning_rate_finder_trains_before(tmp_path: Path) -> None:
+    """It saves before models are averaged, and again after it has trained."""
+    strategy = ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=2))
+    finder = LearningRateFinder(num_training_steps=8, update_attr=False)
+    callbacks = [finder, ThinwireCallback()]
+    trainer, module = fit(strategy, tmp_path, callbacks=callbacks, epochs=2, model=Finding)
+    assert trainer.global_step == 12
+    assert strategy.local is not None
+    assert strategy.local.steps == 12
+    assert agreed(module)
+    assert strategy.local.stats().compression_ratio > 2
 
 
 class Ending(Regression):

@@ -7,12 +7,16 @@ import os
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import lr_scheduler
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -24,11 +28,12 @@ from transformers import (
 )
 
 import thinwire
-from accelerated import assert_chosen_alike, several_processes
+from accelerated import assert_chosen_alike, assert_knows_its_steps, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import in_each_process
 from thinwire import elastic
+from thinwire.integrations.local import catch_up
 from thinwire.integrations.transformers import ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -37,12 +42,20 @@ ALGORITHM = thinwire.PowerSGD(matrix_rank=1)
 
 pytestmark = pytest.mark.usefixtures("_offline")
 
+IS_FIVE = Version(transformers.__version__) >= Version("5")
+if not IS_FIVE:
+    # It loads its optimizer's state to "cpu:0", which torch does not know: it resumes on accelerators only.
+    torch.serialization.register_package(
+        0, lambda _: None, lambda storage, where: storage if where == "cpu:0" else None
+    )
+
 
 @pytest.fixture
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.mark.skipif(not IS_FIVE, reason="Transformers 4 resumes on accelerators only")
 def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
     example = EXAMPLES / "transformers_trainer.py"
     straight = run_processes(example, "--folder", str(tmp_path))
@@ -95,7 +108,8 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
         dataloader_pin_memory=False,
         **settings,
     )
-    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Reporter()])
+    datasets: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
+    return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter()], **datasets)
 
 
 def trained(
@@ -199,6 +213,43 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
         assert callback.local.steps == 6
 
 
+class Judge(TrainerCallback):
+    """Whatever is learnt, the first checkpoint is the best; keeps what the model was then."""
+
+    def __init__(self) -> None:
+        self.best, self.last = Tensor(), Tensor()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, model: Any = None, **kwargs: Any
+    ) -> None:
+        metrics["eval_loss"] = float(state.global_step)
+        self.best = flat(model) if state.global_step == 2 else self.best
+        self.last = flat(model)
+
+
+@pytest.mark.parametrize("every_steps", [2, 4])
+@in_each_process(2)
+def test_the_best_model_is_the_one_at_the_end(tmp_path: Path, every_steps: int) -> None:
+    settings: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": False,
+        "learning_rate": 0.01,
+    }
+    with several_processes():
+        trainer, judge = new_trainer(str(tmp_path), **settings), Judge()
+        trainer.add_callback(judge)
+        callback = attach(trainer, partial(thinwire.DiLoCo, every_steps=every_steps))
+        trainer.train()
+    assert callback.local is not None
+    assert callback.local.stats().compression_ratio > 2
+    assert (judge.last - judge.best).norm() > 0.1
+    assert torch.equal(flat(model_of(trainer)), judge.best)
+
+
 @in_each_process(2)
 def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
     lines = lines_for("Trainer")
@@ -214,7 +265,7 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     told: list[str] = []
-    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    # What is chosen, the machine has to say.
     averaging = partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0, log=told.append)
     with several_processes():
         _, callback = trained(tmp_path, averaging, max_steps=40, save_steps=30)
@@ -222,25 +273,49 @@ def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
         assert callback.auto.sync is callback.sync
         assert len(told) == (1 if dist.get_rank() == 0 else 0)
         assert_chosen_alike(callback.auto)
+        assert_knows_its_steps(callback.auto)
     with several_processes():
         # From the checkpoint the run chooses again.
-        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-30"), max_steps=40)
+        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-30"), max_steps=36)
         assert callback.auto is not None
         assert callback.auto.is_choosing
-        assert callback.sync.stats().steps == 40
+        assert callback.sync.stats().steps == 36
     with pytest.raises(thinwire.ConfigError, match=r"functools\.partial\(thinwire\.auto"):
         attach(new_trainer(str(tmp_path)), averaging, on_nonfinite="zero")
 
 
 @in_each_process(2)
+def test_a_run_that_began_without_thinwire_is_resumed_with_it(tmp_path: Path) -> None:
+    with several_processes():
+        new_trainer(str(tmp_path), max_steps=3).train()
+    dist.barrier()
+    for algorithm in (ALGORITHM, thinwire.Quantize(bits=4), partial(thinwire.DiLoCo, every_steps=4)):
+        with several_processes(), patch("thinwire.integrations.transformers.logger.warning") as warned:
+            trainer = new_trainer(str(tmp_path), save_strategy="no")
+            callback = attach(trainer, algorithm)
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            assert (callback.local or callback.sync).stats().compression_ratio > 5
+            assert (callback.local or callback.sync).steps == 3  # of six
+            assert agreed(model_of(trainer))
+        warned.assert_called_once()
+
+
+@in_each_process(2)
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Without our file; from a folder that is not the trainer's, or that has a different run's checkpoint."""
+    """With a part of our files; from a folder not the trainer's, or that has a different run's checkpoint."""
     for folder, steps in (("a", 1), ("b", 2)):
         with several_processes():
-            new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3).train()
+            trainer = new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3)
+            attach(trainer, ALGORITHM)
+            trainer.train()
             dist.barrier()
+    if dist.get_rank() == 0:
+        files = tmp_path / "a" / "checkpoint-3"
+        (files / "thinwire_0.pt").unlink()
+        (files / "thinwire_1.pt").rename(files / "thinwire_7.pt")
+    dist.barrier()
     for trained, attached, message in (
-        ("a", "a", r"has no thinwire_\*\.pt"),
+        ("a", "a", r"the states of all processes, of 2, got 1$"),
         ("b", "c", "checkpoint="),
         ("b", "a", "checkpoint="),
     ):
@@ -283,12 +358,17 @@ def test_only_weights_are_saved_when_asked_and_attach_gets_its_settings(tmp_path
     assert not any("thinwire" in name for name in files)
 
 
-def test_one_process_has_nothing_to_attach(tmp_path: Path) -> None:
+def test_one_process_has_nothing_to_attach_and_is_told_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trainer = new_trainer(str(tmp_path), save_strategy="no", max_steps=1)
     callback = attach(trainer, ALGORITHM)
     trainer.train()
     with pytest.raises(thinwire.AttachError, match="several processes"):
         _ = callback.sync
+    assert [text.startswith("nothing is averaged") for text in caplog.messages if "averaged" in text] == [
+        True
+    ]
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
@@ -321,3 +401,32 @@ def test_a_member_that_comes_and_goes_has_a_trainer_of_its_own_and_resumes(tmp_p
     resumed, steps = trained(tmp_path / "again", str(tmp_path / "checkpoint-3"))
     assert steps == 6
     assert torch.equal(straight, resumed)
+
+
+SCHEDULES: list[Any] = [
+    partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
+    partial(lr_scheduler.CosineAnnealingLR, T_max=20),
+    partial(lr_scheduler.ExponentialLR, gamma=0.9),
+    partial(lr_scheduler.LinearLR, total_iters=8),
+    partial(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=20),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_members_schedule_catches_up_with_the_others(make: Any) -> None:
+    def optimizer_and_schedule() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    optimizer, schedule = optimizer_and_schedule()
+    for _ in range(7):
+        optimizer.step()
+        schedule.step()
+    joined, its_schedule = optimizer_and_schedule()
+    joined.load_state_dict(optimizer.state_dict())  # as a member that joins is given it
+    catch_up(its_schedule, 7)
+    for _ in range(2):
+        rates = [each.param_groups[0]["lr"] for each in (optimizer, joined)]
+        assert rates[1] == pytest.approx(rates[0])
+        for each in (optimizer, schedule, joined, its_schedule):
+            each.step()

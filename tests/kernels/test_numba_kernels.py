@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.lib import tracemalloc_domain
 
 from catalog import spec
 from kernel_calls import asked, wanted
-from thinwire import PowerSGD
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Subtraction
@@ -221,3 +225,28 @@ def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) 
 def test_compiled_code_reads_only_what_it_may(tensor: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="not contiguous or not fp32"):
         compiler.addresses([tensor])
+
+
+@pytest.mark.usefixtures("one_for_all")
+@pytest.mark.parametrize(
+    "algorithm",
+    [Quantize(bits=4), Quantize(bits=2, error_feedback=True), TopK(), PowerSGD(matrix_rank=4)],
+    ids=str,
+)
+def test_steps_leave_nothing_behind(algorithm: Algorithm) -> None:
+    """A few bytes a step would do harm: they lie between large tensors, and the heap grows by those."""
+    sim = Simulation(algorithm, [(spec("weight", 64, 48), spec("bias", 7))], num_workers=2)
+    gradients = [[factor_of(64 * 48 + 7, seed=rank)] for rank in range(2)]
+    held = []
+    tracemalloc.start()
+    try:
+        for _ in range(4):
+            for _ in range(10):
+                assert sim.step(gradients)
+            gc.collect()
+            snapshot = tracemalloc.take_snapshot()
+            held.append(sum(trace.size for trace in snapshot.traces if trace.domain == tracemalloc_domain))
+    finally:
+        tracemalloc.stop()
+    assert sim.engines[0].plan.compression_ratio > 2
+    assert held[-1] == held[0]

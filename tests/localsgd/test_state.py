@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,11 +13,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, POWER, Member, in_each_member, run
+from pool import in_each_process
 from thinwire import StateError, Streaming, checkpoint
-from thinwire.algorithms import Quantize
-from training import flat, new_model, refused
+from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.fronts.attach import attach
+from thinwire.powersgd import AlgorithmAggregator
+from training import batch_of, flat, new_model, new_optimizer, refused, train
 
 EVERY_4: dict[str, Any] = {"every_steps": 4, "algorithm": POWER}
 IN_THREE: dict[str, Any] = {
@@ -241,3 +246,74 @@ def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_
         other.__enter__()
     assert torch.equal(before, flat(member.model))
     assert other.outer is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [EVERY_4 | {"outer": NESTEROV}, IN_THREE | {"algorithm": POWER}],
+    ids=["whole", "in fragments"],
+)
+@in_each_member(2)
+def test_inference_mode_changes_nothing(member: Member, settings: dict[str, Any]) -> None:
+    """An evaluation is in it, and what is made inside could not be written to afterwards."""
+
+    def trained(mode: Callable[[], AbstractContextManager[object]]) -> tuple[Tensor, Tensor]:
+        member.take(new_model())
+        first = member.local(**settings)
+        with first:
+            member.train(5)
+            with mode():
+                first.average()
+                assert first.stats().messages
+                state = first.state_dict()
+                with first.averaged():
+                    shown = member.model(batch_of(0, 0))
+            member.train(5, 9)
+        second = member.local(**settings)
+        with mode():
+            second.load_state_dict(state)
+        with second:
+            with mode(), second.averaged():
+                pass
+            member.train(9, 20)
+        return flat(member.model), shown
+
+    (expected, _), (got, shown) = trained(nullcontext), trained(torch.inference_mode)
+    assert shown.is_inference()  # the evaluation itself is still in it
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=2, error_feedback=True)])
+@in_each_process(2)
+def test_a_handle_takes_inference_mode(algorithm: Algorithm) -> None:
+    rank = torch.distributed.get_rank()
+
+    def trained(mode: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        model = DistributedDataParallel(new_model())
+        sync, optimizer = attach(model, algorithm), new_optimizer(model)
+        train(model, optimizer, range(3), rank)
+        with mode():
+            state = sync.state_dict()
+            assert sync.stats().compression_ratio > 2
+            sync.load_state_dict(state)
+        train(model, optimizer, range(3, 6), rank)
+        with mode():
+            sync.load_state_dict(sync.local_state_dict())
+            sync.use(AllReduce())
+        train(model, optimizer, range(6, 9), rank)
+        return flat(model)
+
+    assert torch.equal(trained(torch.inference_mode), trained(nullcontext))
+
+
+@in_each_process(2)
+def test_an_aggregator_takes_inference_mode() -> None:
+    rank = torch.distributed.get_rank()
+    model = new_model()
+    aggregator = AlgorithmAggregator(model.parameters(), POWER)
+    for mode in (torch.inference_mode, nullcontext):
+        gradients = [torch.full_like(each, rank + 1.0) for each in model.parameters()]
+        with mode():
+            means = aggregator.aggregate(gradients)
+        assert not any(mean.is_inference() for mean in means)
+    assert aggregator.stats().compression_ratio > 2

@@ -541,6 +541,16 @@ def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> No
     assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)
 
 
+def test_statistics_of_one_process_print_no_ratio() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
+    simulation.step(random_gradients(buckets(), num_workers=1, seed=0))
+    stats = simulation.syncs[0].stats()
+    assert stats.members == 1
+    assert stats.compression_ratio > 5  # of what would have been sent
+    assert str(stats).splitlines()[1] == "averaged with no other process, so nothing was sent"
+    assert "ratio" not in str(stats)
+
+
 # Parts of a model in steps of their own
 
 IN_TURNS: list[Algorithm] = [

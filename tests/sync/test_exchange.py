@@ -238,6 +238,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: asks(Mean(torch.zeros(2, dtype=torch.int64))),
         r"Mean of torch\.int64, expected a floating type",
     ),
+    "every second": (
+        lambda: asks(Mean(torch.zeros(8)[::2])),
+        r"asks has asked for Mean of strides \(2,\), expected a contiguous tensor; send tensor",
+    ),
     "matrix": (
         lambda: asks(Mean(torch.zeros(2, 3))),
         r"Mean of shape \(2, 3\), expected a flat tensor; send tensor",

@@ -22,6 +22,7 @@ from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
+from thinwire.sync.settings import loss_scale_of
 from training import error_of, flat
 
 POWER = PowerSGD(matrix_rank=2)
@@ -222,21 +223,28 @@ def test_an_optimizer_with_momentum_moves_on_at_zeros() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def unit_scale() -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
-    ("on_nonfinite", "scaled", "host_check", "said"),
+    ("on_nonfinite", "scaler", "host_check", "said"),
     [
-        ("nan", False, True, "became NaN"),
-        ("nan", False, False, "became NaN"),
-        ("zero", False, True, "became zeros"),
-        ("nan", True, True, None),
+        ("nan", None, True, "became NaN"),
+        ("nan", None, False, "became NaN"),
+        ("zero", None, True, "became zeros"),
+        ("nan", GradScaler("cpu", init_scale=1.0), True, None),
+        # Both skip nothing: neither one that is not enabled, as without mixed precision, nor a number.
+        ("nan", GradScaler("cpu", enabled=False), True, "became NaN"),
+        ("nan", unit_scale, True, "became NaN"),
     ],
+    ids=["nan", "unseen", "zero", "scaler", "disabled", "function"],
 )
 @in_each_process(2)
 def test_it_is_said_once_where_no_scaler_is_known(
-    on_nonfinite: Any, scaled: bool, host_check: bool, said: str | None
+    on_nonfinite: Any, scaler: Any, host_check: bool, said: str | None
 ) -> None:
     model = new_ddp_model()
-    scaler = GradScaler("cpu", init_scale=1.0) if scaled else None
     sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
     with patch("thinwire.sync.engine.logger.warning") as warning:
         for step in range(4):
@@ -246,6 +254,11 @@ def test_it_is_said_once_where_no_scaler_is_known(
     lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     assert len(lines) == (said is not None)
     assert said is None or said in lines[0]
+
+
+def test_a_scaler_that_is_not_enabled_costs_nothing() -> None:
+    assert loss_scale_of(GradScaler("cpu", enabled=False)) is None
+    assert loss_scale_of(GradScaler("cpu")) is not None
 
 
 # What is refused.

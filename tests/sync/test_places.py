@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from algorithms.test_conformance import assert_same_state, over, warmup_steps
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.channel import InProcessTransport, Work
+from thinwire.errors import CommunicationError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.sync.places import Division
@@ -182,6 +185,19 @@ def test_whole_matrices_are_divided_evenly() -> None:
         assert max(loads) <= most * sum(loads) / places
 
 
+def test_whole_buckets_are_divided_evenly_once_there_are_several() -> None:
+    """DDP has one bucket in its first step, and smaller ones from the second on."""
+    sim = machines(BatchedPowerSGD(), TOGETHER)
+    models: list[Buckets] = [TOGETHER, LAYERS, LAYERS, TOGETHER, LAYERS]
+    for step, model in enumerate(models):
+        sim.buckets = list(model)
+        assert sim.step(random_gradients(model, num_workers=4, seed=step))
+        if step in (1, 2):
+            shares = [engine.residual_bytes() for engine in sim.engines]
+            assert shares == [sum(shares) / 4] * 4
+    assert sim.syncs[0].stats().compression_ratio > 10
+
+
 def test_the_plan_says_who_sends_what() -> None:
     sim = machines(PowerSGD(matrix_rank=2), LAYERS)
     assert str(sim.syncs[3]).startswith(
@@ -239,3 +255,44 @@ def test_processes_ask_each_other_only_while_one_remembers_something() -> None:
     message_bytes = sim.syncs[0].stats().message_bytes
     assert sim.step(random_gradients(model, num_workers=4, seed=0))
     assert sim.syncs[0].stats().message_bytes - message_bytes == 96 * 64 * 4
+
+
+@pytest.mark.parametrize("host_check", [True, False])
+def test_a_gather_that_fails_behind_the_commit_leaves_a_state_that_is_refused(host_check: bool) -> None:
+    """Memory has written the step then, and the gradients have not come: until a checkpoint is loaded."""
+    algorithm = PowerSGD(matrix_rank=2)
+    sim = Simulation(algorithm, LAYERS, num_workers=4, workers_per_machine=2, host_check=host_check)
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
+    assert sim.syncs[0].plan.compression_ratio > 1
+    saved = sim.state_dicts()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InProcessTransport, "gather_parts", Mock(side_effect=CommunicationError("gone")))
+        with pytest.raises(CommunicationError, match="gone"):
+            sim.step(random_gradients(LAYERS, num_workers=4, seed=1))
+    engine, sync = sim.engines[0], sim.syncs[0]
+    for call in (sync.state_dict, sync.local_state_dict, engine.begin):
+        with pytest.raises(StepError, match=r"after step 1 had failed .*; load_state_dict\(\)"):
+            call()
+    for sync, state in zip(sim.syncs, saved, strict=True):
+        sync.load_state_dict(state)
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=1))
+    assert sim.syncs[0].stats().steps == 2
+
+
+def test_workers_that_do_not_fill_their_machines_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_workers=5 .* workers_per_machine=2"):
+        Simulation(AllReduce(), LAYERS, num_workers=5, workers_per_machine=2)
+
+
+def test_a_state_takes_one_broadcast_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sim, sent, broadcast = machines(PowerSGD(matrix_rank=2), LAYERS), [], InProcessTransport.broadcast
+
+    def counted(self: InProcessTransport, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        sent.append(purpose)
+        return broadcast(self, tensor, source, purpose)
+
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
+    monkeypatch.setattr(InProcessTransport, "broadcast", counted)
+    (state, *_) = sim.state_dicts()
+    assert len(state["error"]) == 6
+    assert len(sent) == 2 * 4  # what both of each machine have

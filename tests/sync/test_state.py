@@ -218,12 +218,12 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "parameters of another model": (
         meant(parameters=(("enc.weight", (3, 4)),), error=(), factor=()),
-        "enc.weight, but this one trains body.weight, conv.weight, empty, head.bias and 3 more",
+        "not train enc.weight, and the state has no body.weight, conv.weight, empty, head.bias and 3 more",
     ),
-    "a parameter more": (put("parameters", "new.bias", (3,)), "new.bias, but this one trains nothing"),
+    "a parameter more": (put("parameters", "new.bias", (3,)), "this one does not train new.bias;"),
     "a parameter less": (
         lambda s: s.update(parameters=[p for p in s["parameters"] if p[0] != "scale"], checksum=None),
-        "nothing, but this one trains scale;.*strict=False",
+        "different model: the state has no scale;.*strict=False",
     ),
     "parameters that are no pairs": (meant(parameters=["a"]), "parameters must hold pairs.*str"),
     "parameters that are a mapping": (meant(parameters={}), "parameters must be a tuple.*mapping"),

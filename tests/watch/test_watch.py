@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -335,6 +336,15 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
     assert f"step 2: watching ends, training goes on: {failure!r}" in caplog.text
     assert len(full.of("step")) == 1
     assert simulated.syncs[0].steps == 4
+
+
+def test_numbers_of_numpy_are_numbers(simulated: Simulation, tmp_path: Path) -> None:
+    with Watch(simulated.syncs[0], tmp_path / "run.jsonl") as watch:
+        train(simulated, range(1))
+        values: Any = {"loss": np.float32(0.5), "epoch": np.int64(3)}
+        watch.log(**values)
+    last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    assert (last["loss"], last["epoch"]) == (0.5, 3)
 
 
 def test_loggers_take_numbers_by_name(simulated: Simulation) -> None:

@@ -43,6 +43,7 @@ def auto(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | str,
     *,
+    total_steps: int | None = None,
     budget_loss: float = 0.01,
     least_gain: float = 0.05,
     probe_steps: int = 5,
@@ -68,6 +69,8 @@ def auto(
         model: As of `attach`.
         optimizer: What trains the model, or its name: loss gaps depend on it. With one that was not measured
             with, the largest gap of those that were counts, and it is said.
+        total_steps: Of the whole run. Few bits lose more in short ones, so of the runs that were measured
+            only those count that were not longer; with None, the shortest. Lightning and the Trainer tell it.
         budget_loss: The largest expected gap to exact averaging's loss, as a share of it, at most 0.2; or
             `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
         least_gain: What an approximation must win over exact and 16-bit averaging, as a share of the step.
@@ -87,6 +90,8 @@ def auto(
         ThinwireError: As of `attach`.
     """
     name, trainer = optimizer_name(optimizer), unwrapped_optimizer(optimizer)
+    if total_steps is not None:
+        total_steps = whole_count("total_steps", total_steps, minimum=1)
     rules = Rules(
         checked_budget(budget_loss),
         checked_gain(least_gain),
@@ -101,14 +106,15 @@ def auto(
         check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
     sync = attach(model, AllReduce(), **settings)
     engine = engine_of(sync)
-    training = Training.of(model, name, engine.between.size)
+    training = Training.of(model, name, engine.between.size, total_steps)
+    notes = [*optimizer_notes(optimizer), *training.notes()]
     # An accelerator's messages travel while the host has gone on.
     sees_waiting = all(each.device.type == "cpu" for each in model.parameters() if each.requires_grad)
 
     def clock() -> Reading:
         return time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan
 
-    return Auto(sync, training, rules, optimizer_notes(optimizer), log or logger.info, clock)
+    return Auto(sync, training, rules, notes, log or logger.info, clock)
 
 
 class Rules(NamedTuple):
@@ -169,6 +175,7 @@ class Auto:
         # All must make the same steps with the same algorithms, or they would wait for each other forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
         described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
+        described["total_steps"] = str(training.steps)
         for group in self._groups:
             agree(group, described, "auto()")
         if rules.enabled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from thinwire.errors import ConfigError
 
@@ -21,7 +22,7 @@ NOISE_PERCENT = 0.5
 SGD_MOMENTUM = 0.9
 MAX_NAME_LENGTH = 100  # it is printed
 
-Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
+Kind = Literal["exact", "measured", "between", "published", "above", "shorter", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class LossGap:
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured once" if self.is_single else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
-        model = f"{'an LSTM of ' * self.is_recurrent}{self.parameters / unit:.3g} {letter} parameters"
+        kind = "an LSTM" if self.is_recurrent else "a transformer"
+        model = f"{kind} of {self.parameters / unit:.3g} {letter} parameters"
         return f"{how} with {self.optimizer}, {self.members} members, {model}{steps} ({self.source})"
 
 
@@ -83,14 +85,34 @@ class Training:
     optimizer: str | None  # None for the worst of all
     members: int
     parameters: int
+    steps: int | None = None  # None for as few as were measured
     is_recurrent: bool = False
+    has_convolutions: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
+    def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
         """Return that of a model."""
         numel = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        is_recurrent = any(isinstance(each, (nn.RNNBase, nn.RNNCellBase)) for each in model.modules())
-        return cls(optimizer, members, numel, is_recurrent)
+        kinds = {type(each) for each in model.modules()}
+        is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
+        has_convolutions = any(issubclass(kind, _ConvNd) for kind in kinds)
+        return cls(optimizer, members, numel, steps, is_recurrent, has_convolutions)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what its gaps hold for, as far as the model and the length of the run go."""
+        if self.steps is None:
+            yield (
+                "The length of the run decides what few bits lose: without it (--steps, total_steps=) the "
+                "gaps of the shortest runs that were measured count."
+            )
+        if self.is_recurrent:
+            transformers = "what no LSTM was tried with has the gap of transformers, perhaps less"
+            yield f"The model has an RNN: {transformers}."
+        if self.has_convolutions:
+            yield (
+                "The model has convolutions, and all gaps are of models of text. With CNNs accuracies alone "
+                "were measured, at 26 thousand parameters (docs/optimizers.md): compare yours."
+            )
 
 
 @dataclass(frozen=True)
@@ -99,8 +121,8 @@ class ExpectedLoss:
 
     Attributes:
         kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured;
-            `gaps` holds a lower and an upper bound. "above": only the lower one. "unknown": nothing was
-            measured.
+            `gaps` holds a lower and an upper bound. "above": only the lower one. "shorter": measured in
+            longer runs only, which promise nothing for this one. "unknown": nothing was measured.
         percent: To be counted with: the mean, or of what is between the larger one; None if there is no
             upper bound.
         low_percent: The least that it may be, as far as known.
@@ -133,11 +155,14 @@ class ExpectedLoss:
         """What may be lost, in a sentence."""
         if self.kind == "exact":
             return "It loses nothing: it is exact averaging."
+        if self.kind == "shorter":
+            return "What it loses in so short a run is not known: compare losses."
         if self.percent is None:
             least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
             return f"What it loses is not known{least}: compare losses."
         if self.order == 0:
-            return f"It may lose {max(0.0, self._interval[1]):.1f} %, though no loss could be measured."
+            low, high = self._interval
+            return f"We could measure no loss: between {signed(low)} and {signed(high)} %."
         most = "up to " if self.kind == "between" else ""
         who = ", as others have published" if self.kind == "published" else ""
         return f"It may lose {most}{self.percent:.1f} %{who}: compare losses."
@@ -218,13 +243,16 @@ def expected_loss(
 ) -> ExpectedLoss:
     """Return what is known of a way of averaging: measured here, else between others, else published."""
     # The project's own come first: how they were made is known, and none was chosen to look well.
-    if own := _own_gaps(name, training):
+    own = _own_gaps(name, training)
+    if own and _is_as_short(own[0], training):
         return ExpectedLoss("measured", own[0].percent, own[0].low_percent, own[0].high_percent, own)
     less = next(iter(_own_gaps(loses_more_than, training)), None)
     more = next(iter(_own_gaps(loses_less_than, training)), None)
-    if less is not None and more is not None:
+    if less is not None and more is not None and _is_as_short(more, training):
         # The larger one counts, so that what is within a budget is so for sure.
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
+    if own:
+        return ExpectedLoss("shorter", gaps=own)
     published = published_gap(name, training)
     if published is not None:
         return ExpectedLoss("published", published.percent, gaps=(published,))
@@ -246,45 +274,44 @@ def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
     found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
     if found is None:
         return ()
-    # Gaps grow with members, so those come first. But two bits lost nothing in small models, and lost at 85 M
-    # parameters. So a model nearer in size counts if its mean is half a percent higher. A single seed must be
-    # above the interval.
-    alike = [each for each in rows if each.is_recurrent == found.is_recurrent]
-    nearer = [each for each in alike if _apart(each, training) < _apart(found, training)]
-    nearest = _worst_of_optimizers(nearer, training, by_size=True)
-    if nearest is None:
+    # A single seed is no proof that there is no harm. It counts if it is nearer, and above the interval.
+    single = _worst_of_optimizers([each for each in rows if each.is_single], training)
+    if single is None or _apart(single, training) > _apart(found, training):
         return (found,)
-    high_percent = found.percent + NOISE_PERCENT if found.high_percent is None else found.high_percent
-    most_percent = high_percent if nearest.is_single else found.percent
-    return (nearest, found) if nearest.percent - NOISE_PERCENT > most_percent else (found, nearest)
+    assert found.high_percent is not None
+    return (single, found) if single.percent - NOISE_PERCENT > found.high_percent else (found, single)
+
+
+def _is_as_short(gap: LossGap, training: Training) -> bool:
+    """Return whether a measured run was no longer than a training: longer ones lose less."""
+    return gap.steps is None or training.steps is None or gap.steps <= training.steps
 
 
 def _apart(gap: LossGap, training: Training) -> float:
-    """Return how far the sizes of two models are apart."""
-    return abs(math.log(max(1, training.parameters) / gap.parameters))
+    """Return how far two trainings are apart in the size of the model, the length and the members."""
+    ratios = [training.parameters / gap.parameters, training.members / gap.members]
+    if gap.steps is not None and training.steps is not None:
+        ratios.append(training.steps / gap.steps)
+    return sum(abs(math.log(ratio)) for ratio in ratios)
 
 
-def _worst_of_optimizers(
-    rows: Sequence[LossGap], training: Training, *, by_size: bool = False
-) -> LossGap | None:
+def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
     """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
-
-    def distance(gap: LossGap) -> tuple[float, ...]:
-        # Gaps grow with members. Of one size, the longest training is the most like a user's.
-        members_apart = abs(math.log(training.members / gap.members))
-        apart = (_apart(gap, training), members_apart) if by_size else (members_apart, _apart(gap, training))
-        return *apart, -(gap.steps or 0), -gap.seeds
-
-    # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
-    of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
     nearest: dict[str, LossGap] = {}
-    for gap in sorted(of_kind or rows, key=distance):
-        nearest.setdefault(gap.optimizer, gap)
+    for optimizer in dict.fromkeys(each.optimizer for each in rows):
+        # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
+        found = [each for each in rows if each.optimizer == optimizer]
+        found = [each for each in found if each.is_recurrent == training.is_recurrent] or found
+        shortest = min(each.steps or 0 for each in found)
+        # Longer runs lose less, and promise nothing for a shorter one.
+        most_steps = max(shortest, training.steps or 0)
+        short = [each for each in found if (each.steps or 0) <= most_steps]
+        nearest[optimizer] = min(short, key=lambda gap: (_apart(gap, training), -gap.seeds))
     if training.optimizer in known_optimizers():
         # What a different optimizer lost would tell nothing, even if this one was not measured.
         return nearest.get(training.optimizer)
     # For an optimizer that no one has measured with, the worst is the honest guess.
-    return max(nearest.values(), key=lambda gap: gap.percent, default=None)
+    return max(nearest.values(), key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)
 
 
 def signed(percent: float | None) -> str:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
-from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, tied
+from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, contenders
 from thinwire.advice.timeline import Network, Stopwatch, Transfer
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
@@ -35,9 +34,9 @@ from thinwire.channel import (
     round_trips_over_gloo,
     wire_bytes,
 )
-from thinwire.checks import number
+from thinwire.checks import number, whole_count
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.result import ring_share
@@ -61,6 +60,7 @@ def advise(
     least_gain: float = 0.05,
     budget_loss: float = 0.01,
     optimizer: torch.optim.Optimizer | str | None = None,
+    total_steps: int | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
@@ -89,6 +89,8 @@ def advise(
             0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
         optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With one that
             was not measured with, and with None, the largest gap of those that were counts.
+        total_steps: Of the run. Few bits lose more in short ones, so of the runs that were measured only
+            those count that were not longer; with None, the shortest.
         progress: Gets what is being measured, in words.
 
     Call it on every process of the default process group, or in a group of one (of a sharded model: of one
@@ -107,11 +109,13 @@ def advise(
     """
     name = None if optimizer is None else optimizer_name(optimizer)
     budget_loss, least_gain = checked_budget(budget_loss), checked_gain(least_gain)
+    if total_steps is not None:
+        total_steps = whole_count("total_steps", total_steps, minimum=1)
     if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
     module, device = _trainable(model)
     link, transport = _link_of(module, probe, replicas), ProcessGroupTransport()
-    training = Training.of(module, name, link.members)
+    training = Training.of(module, name, link.members, total_steps)
     with ExitStack() as entered:
         stopwatch = Stopwatch(link.members, device)
         kind = import_module(SHARDED).Sharded if is_fsdp2(module) else Replicated
@@ -124,15 +128,17 @@ def advise(
     ranked = forecast.ranked()
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
-    within = [each for each in advisable if each.is_within(budget_loss)]
-    best = choose(advisable, least_gain, budget_loss)
     compute_seconds, low_seconds, high_seconds = forecast.compute_seconds()
+    rules = least_gain, budget_loss, compute_seconds
+    best = choose(advisable, *rules)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == bench.baseline),
         best=best,
-        tied=tuple(tied(within, least_gain)),
-        break_even_bits_per_second=forecast.break_even({each.name for each in within}, least_gain),
+        tied=tuple(contenders(advisable, *rules)),
+        break_even_bits_per_second=forecast.break_even(
+            {each.name for each in advisable if each.is_within(budget_loss)}, least_gain
+        ),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
         budget_loss=budget_loss,
@@ -142,6 +148,7 @@ def advise(
         others_share=others,
         notes=(
             *optimizer_notes(optimizer),
+            *training.notes(),
             *cost_of_saving(best, link.transfer),
             *disturbance(others, low_seconds, high_seconds),
             *notes_on(training, link.probe, transport.size, device, link.shards, link.processes),
@@ -214,8 +221,9 @@ class Link:
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     """Return what is trained here, and its device: a copy of the module, but a sharded model itself."""
-    # What is compiled can't be copied: take the module inside.
-    given = getattr(model, "_orig_mod", model)
+    # What is compiled can't be copied, and a wrapper's copy would average: take the module inside.
+    ddp = ddp_inside(model)
+    given = uncompiled(model) if ddp is None else ddp.module
     if not isinstance(given, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
     if is_sharded(given) and not is_fsdp2(given):
@@ -232,7 +240,7 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
     if is_fsdp2(given):
         return given, device
     # A copy: neither gradients nor hooks are left behind.
-    return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
+    return copy.deepcopy(given), device
 
 
 def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None) -> Link:

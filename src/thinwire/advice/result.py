@@ -12,7 +12,8 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError
 
 MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
-MAX_SLOWDOWN = 1.1  # of an approximation that ties with the fastest
+COMPUTING = "computing alone"
+MAX_SLOWDOWN = 1.1  # of what ties with the fastest
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,11 @@ class Prediction:
     seconds_at: Mapping[int, float] = field(default_factory=dict)
 
     @property
+    def label(self) -> str:
+        """As a table has it."""
+        return f"{self.name}, as without Thinwire" if self.loss.kind == "exact" else self.name
+
+    @property
     def compresses(self) -> bool:
         """Whether gradients travel rougher than in 16 bits."""
         return self.is_lossy and not self.averages_less_often
@@ -80,8 +86,8 @@ class Advice:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
         best: What is advised. Never fp16, whose range large gradients leave: bf16 sends the same.
-        tied: Within the loss budget the fastest, and those over which it wins at most `least_gain`, or not
-            for sure.
+        tied: What `best` was chosen from: within the loss budget the fastest that wins enough, and what is
+            as fast as it, as far as can be told.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
             wins so much over the baseline; 0 if never, infinite if always. If none is within it, of any
             compression.
@@ -113,20 +119,28 @@ class Advice:
     @property
     def headline(self) -> tuple[str, str, str]:
         """What to do, how long a step takes then, and what it may lose, in a sentence each."""
-        best, baseline = self.best, self.baseline
-        do = "leave DDP as it is" if self.adds_nothing else best.code.splitlines()[-1]
+        do = "leave DDP as it is" if self.adds_nothing else self.best.code.splitlines()[-1]
+        plain, ms = self.plain, 1e3 * self.best.step_seconds
+        name = "DDP as it is" if plain.loss.kind == "exact" else plain.name
+        others = "" if plain is self.best else f", with {name} {1e3 * plain.step_seconds:.1f} ms"
         return (
             f"Do this: {do}",
-            f"A step takes {best.step_seconds / baseline.step_seconds:.0%} of one with 16 bits: "
-            f"{1e3 * best.step_seconds:.1f} ms in place of {1e3 * baseline.step_seconds:.1f}.",
-            best.loss.in_words,
+            f"A step takes {ms:.1f} ms{others}, without any averaging {1e3 * self.compute_seconds:.1f} ms.",
+            self.best.loss.in_words,
         )
+
+    @property
+    def plain(self) -> Prediction:
+        """What a user has without Thinwire: DDP as it is, or of a sharded model native HSDP."""
+        plain = (each for each in self.predictions if each.loss.kind == "exact" and self.shards is None)
+        return next(plain, self.baseline)
 
     def __str__(self) -> str:
         """Return the headline, the predicted steps, fastest first, and notes."""
-        width = max(len(each.name) for each in self.predictions)
-        rows = [(each.name, f"{1e3 * each.step_seconds:.1f}", each.loss.short) for each in self.predictions]
+        rows = [(each.label, f"{1e3 * each.step_seconds:.1f}", each.loss.short) for each in self.predictions]
+        rows.insert(0, (COMPUTING, f"{1e3 * self.compute_seconds:.1f}", ""))
         table = [("predicted, fastest first", "ms a step", "loss, %"), *rows]
+        width = max(len(name) for name, *_ in table)
         lines = [f"{name:<{width}}  {ms:>9}  {loss:>7}" for name, ms, loss in table]
         return "\n".join([*self.headline, "", *lines, *self.notes])
 
@@ -197,36 +211,67 @@ def checked_gain(least_gain: object) -> float:
     return gain
 
 
-def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
+def choose(
+    found: Sequence[AnyPrediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
+) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
-    Among those within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
-    least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
-    nothing. Anything rougher must win more than `least_gain` over the faster of those two.
+    Of the contenders it is what loses least; of equal losses what sends the most, that is, the most bits.
     """
-    within = [each for each in found if each.is_within(budget_loss)]
-    within.sort(key=lambda each: each.step_seconds)
-    careful = [each for each in within if not each.is_lossy]
-    max_seconds = (1 - least_gain) * careful[0].step_seconds
-    # If steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.
-    slowest = MAX_SLOWDOWN * within[0].step_seconds
-    worth = [
-        each
-        for each in tied(within, least_gain)
-        if not each.is_lossy or (each.step_seconds < max_seconds and each.step_seconds <= slowest)
-    ]
     return min(
-        worth or tied(careful, least_gain),
-        key=lambda each: (each.is_lossy, each.is_lossy and each.loss.order, -each.message_bytes),
+        contenders(found, least_gain, budget_loss, compute_seconds),
+        key=lambda each: (each.is_lossy and each.loss.order, each.loss.kind != "exact", -each.message_bytes),
     )
 
 
-def tied(ranked: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
-    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
+def contenders(
+    found: Sequence[AnyPrediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
+) -> list[AnyPrediction]:
+    """Return the fastest within the budget (the first), and what is as fast as it, as far as can be told.
+
+    Exact and 16-bit averaging lose nothing. What is rougher must win more than `least_gain` over both, and
+    for sure: quartiles do not overlap. Where no averaging at all would win no more than that over exact
+    averaging, what seems faster is chance.
+    """
+    exact = [each for each in found if each.loss.kind == "exact"]
+    if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
+        return exact
+    careful = tied([each for each in found if not each.is_lossy], least_gain)
+    rough = [each for each in worth(found, least_gain) if each.is_within(budget_loss)]
+    return tied(rough, least_gain) if rough else careful
+
+
+def worth(found: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
+    """Return what is rougher than 16 bits and wins more than `least_gain` over those and exact averaging."""
+    careful = min((each for each in found if not each.is_lossy), key=lambda each: each.step_seconds)
+    max_seconds = (1 - least_gain) * careful.step_seconds
+    return [
+        each
+        for each in found
+        if each.is_lossy and each.step_seconds < max_seconds and each.high_seconds < careful.low_seconds
+    ]
+
+
+def tied(found: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
+    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure.
+
+    None of them takes more than a tenth longer.
+    """
+    ranked = sorted(found, key=lambda each: each.step_seconds)
     fastest = ranked[0]
     return [
         each
         for each in ranked
-        if each.low_seconds <= fastest.high_seconds
-        or fastest.step_seconds >= (1 - least_gain) * each.step_seconds
+        if fastest.step_seconds >= (1 - least_gain) * each.step_seconds
+        # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
+        or (
+            each.low_seconds <= fastest.high_seconds
+            and each.step_seconds <= MAX_SLOWDOWN * fastest.step_seconds
+        )
     ]

@@ -9,7 +9,7 @@ from socket import gethostname
 import torch
 
 from thinwire.advice.loss import NOISE_PERCENT, ExpectedLoss, Training, signed
-from thinwire.advice.result import Advice, Prediction
+from thinwire.advice.result import MAX_SLOWDOWN, Advice, Prediction, worth
 from thinwire.advice.timeline import Network
 from thinwire.probe import Probe
 
@@ -19,33 +19,50 @@ MIN_SHARE, MIN_SPREAD = 0.1, 0.2
 LOSS_LEGEND = (
     "loss: the gap to exact averaging's held-out loss to be expected, in percent; up to "
     f"{NOISE_PERCENT:g} counts as none. p 4.4: published by others. ≤ 4.4: not measured; a rougher setting "
-    "lost 4.4. > 12: not measured; a finer setting lost 12. ?: not known. Measured with small models; yours "
-    "may differ."
+    "lost 4.4. > 12: not measured; a finer setting lost 12. ?: not known, or of longer runs only. Measured "
+    "with small models of text; yours may differ."
 )
 
 
 def verdict(advice: Advice) -> list[str]:
     """Return why it is advised, a sentence or two for each item: what follows `Advice.headline`."""
-    best, gained = advice.best, f"{advice.least_gain:.0%} over 16 bits"
+    best = advice.best
     lines = [] if best.is_lossy else [_why_not(advice)]
     if len(advice.tied) > 1:
-        is_all = len(advice.tied) == len(advice.predictions)
         # A name has its own commas: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
-        names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
+        names = "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
         lines.append(f"These take about the same time, as far as can be told: {names}.")
-        if best in advice.tied and best.is_lossy:
-            least = f"Among those that win enough, {best.name} is expected to lose the least"
-            lines[-1] += f" {least}; of equal gaps the most bits win."
-        elif best in advice.tied:
-            lines[-1] += f" Of these, {best.name} loses nothing, and has the most bits."
+        least = "is expected to lose the least; of equal gaps the most bits win"
+        lines[-1] += f" Of these, {best.name} {least if best.is_lossy else 'is the most exact'}."
+    lines += _slower(advice)
+    if not advice.nothing_to_win:
+        lines.append(_break_even(advice))
+    return [*lines, *_about_losses(advice), *advice.notes]
+
+
+def _break_even(advice: Advice) -> str:
+    """Return on which links compressed messages pay."""
     bits = advice.break_even_bits_per_second
     where = f"links below {bits / 1e6:,.0f} Mbit/s" if bits else "no link"
     where = "every link" if math.isinf(bits) else where
     # The rate knows of no spread, and what is advised counts it: said if the two could contradict each other.
-    what = "Compressed messages" if best.is_lossy else "Judged by medians alone, compressed messages"
-    lines.append(f"{what} win more than {gained} on {where}.")
-    return [*lines, *_about_losses(advice), *advice.notes]
+    what = "Compressed messages" if advice.best.is_lossy else "Judged by medians alone, compressed messages"
+    return f"{what} win more than {advice.least_gain:.0%} over 16 bits on {where}."
+
+
+def _slower(advice: Advice) -> Iterator[str]:
+    """Yield what loses less than what is advised, and is too slow for it; of several the fastest."""
+    best, fastest = advice.best, advice.tied[0]
+    others = worth(advice.predictions, advice.least_gain) if best.is_lossy else []
+    less = [each for each in others if each not in advice.tied and each.loss.order < best.loss.order]
+    if less:
+        first = min(less, key=lambda each: each.step_seconds)
+        longer = f"{first.step_seconds / fastest.step_seconds - 1:.0%} longer than {fastest.name}"
+        yield (
+            f"{first.name} is expected to lose less ({first.loss.short} %), and takes {longer}: up to "
+            f"{MAX_SLOWDOWN - 1:.0%} counts as the same time, if steps vary as much."
+        )
 
 
 def losses_of(prediction: Prediction) -> str:
@@ -56,6 +73,7 @@ def losses_of(prediction: Prediction) -> str:
         "exact": ["none: it is exact averaging"],
         "between": [f"between {' and '.join(named)}"],
         "above": [f"more than {each}" for each in named],
+        "shorter": [f"not known of so short a run; {each}" for each in gaps],
         "unknown": ["not known"],
     }.get(loss.kind, list(map(str, gaps)))
     # Beside the project's own: of larger models, at other batches, by others.
@@ -74,7 +92,9 @@ def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and what is nearest to it."""
     found = nearest(losses)
-    told = "no gap is known" if found is None else f"the nearest is {found}"
+    is_short = any(loss.kind == "shorter" for loss in losses.values())
+    none = "none was measured in so short a run" if is_short else "no gap is known"
+    told = none if found is None else f"the nearest is {found}"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
 
 
@@ -97,10 +117,9 @@ def _why_not(advice: Advice) -> str:
         return f"Nothing to win by compressing: {told}, 16 bits {bytes_16:,.0f}."
     if advice.nothing_to_win:
         told = f"a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}"
-        return f"Nothing to win: {told}, {1e3 * advice.compute_seconds:.1f} ms without any averaging."
-    return (
-        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
-    )
+        return f"Nothing more to win: {told}, {1e3 * advice.compute_seconds:.1f} ms without any averaging."
+    gain = f"wins more than {advice.least_gain:.0%} over {best.name} for sure"
+    return f"Nothing rougher than that: no approximation {gain}."
 
 
 def _about_losses(advice: Advice) -> Iterator[str]:
@@ -154,8 +173,6 @@ def notes_on(
     processes: int = 1,
 ) -> Iterator[str]:
     """Yield what is uncertain besides the optimizer."""
-    if training.is_recurrent:
-        yield "The model has an RNN: what no LSTM was tried with has the gap of transformers, perhaps less."
     members, predicted_processes = training.members, training.members * shards * processes
     if processes > 1:
         yield (

@@ -14,7 +14,6 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from thinwire.algorithms.requests import Requests
-from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -117,6 +116,23 @@ class Memory:
             if kept:  # on an accelerator one launch copies many
                 torch._foreach_copy_(list(copies[slot].values()), list(kept.values()))
         return Memory(self.step, copies)
+
+    def restore(self, before: Memory) -> None:
+        """Become what was copied `before`, of all labels.
+
+        Tensors of the same shape are written in place: recorded steps know where they lie.
+        """
+        self.step = before.step
+        for slot, tensors in self.slots.items():
+            old = before[slot]
+            for label in tensors.keys() - old.keys():
+                del tensors[label]
+            for label, was in old.items():
+                now = tensors.get(label)
+                if now is not None and (now.shape, now.dtype) == (was.shape, was.dtype):
+                    now.copy_(was)
+                else:
+                    tensors[label] = was
 
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
         """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
@@ -303,13 +319,6 @@ class Algorithm(ABC):
             ConfigError: A setting does not fit the model.
         """
         self.plan(specs)
-
-
-def no_algorithm(given: object) -> str:
-    """Return how an error shows what is not an algorithm; in place of a class, what makes one."""
-    if isinstance(given, type) and issubclass(given, Algorithm):
-        return f"the class; write {given.__name__}()"
-    return shown(given)
 
 
 def _respelt(

@@ -6,7 +6,7 @@ Feedback Fixes SignSGD" (arXiv 1901.09847).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +28,18 @@ def parts_with_residual(
             parts.append(part)
             errors.append(memory[ERROR][spec.name])
     return parts, errors
+
+
+def residuals_of(memory: Memory, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return copies of the residuals of some parameters; none of those that have none."""
+    return {name: memory[ERROR][name].clone() for name in names if name in memory[ERROR]}
+
+
+def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str, torch.Tensor]) -> None:
+    """Make the residuals of some parameters those that `residuals_of` has returned."""
+    for name in names:
+        memory[ERROR].pop(name, None)
+    memory[ERROR].update(before)
 
 
 class Compensated(NamedTuple):

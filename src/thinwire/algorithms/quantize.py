@@ -42,8 +42,8 @@ class Quantize(Algorithm):
 
     Args:
         bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
-            3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
-            times its mean magnitude.
+            3 and 2 bits the best levels of a Gaussian, with the scale that fits the block best, and 1 bit is
+            the sign times its mean magnitude.
         block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
             block. Shorter ones are more exact: with 64, a scale adds a quarter of a bit to each element.
         rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
@@ -59,8 +59,9 @@ class Quantize(Algorithm):
 
     A scale has fp32's range: fp64 gradients beyond it are not finite. For any type, what is beyond half of it
     (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for. Blocks whose
-    scale would be below 1.2e-38 become zeros. After an algorithm with error feedback (`GradientSync.use`),
-    the first step without sends gradients and residual uncompressed, so nothing is lost.
+    scale would be below 1.2e-38 become zeros; of any other, both roundings (to the nearest level) leave less
+    than there was, so that a residual does not grow. After an algorithm with error feedback
+    (`GradientSync.use`), the first step without sends gradients and residual uncompressed: nothing is lost.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -7,6 +7,7 @@ milliseconds. `Metered` and `Recording` wrap either.
 
 from thinwire.channel.agreement import CALL, Description, agree
 from thinwire.channel.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
+from thinwire.channel.hosts import why_by_itself
 from thinwire.channel.in_process import InProcessTransport, run_members
 from thinwire.channel.machines import Layout, Machines, machines_of, machines_of_subgroups, ranks_by_machine
 from thinwire.channel.metered import Metered, Note, Recording, Traffic, message_bytes_of, wire_bytes
@@ -55,5 +56,6 @@ __all__ = [
     "round_trips_over_gloo",
     "run_members",
     "true_for_all",
+    "why_by_itself",
     "wire_bytes",
 ]

@@ -83,8 +83,9 @@ class Traffic:
         message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
         rounds: Of the messages, the longest chain of such as were each sent after the one before had come.
         waiting_seconds: Time the host was blocked until results had come back.
-        machine_bytes: Of the messages of all processes of this machine, if they share them; not read back.
-        planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
+        machine_bytes: Of the messages of all processes of this machine, if they share them; as told by each,
+            or by the plan where the host reads no answer.
+        members: Of the largest group that messages were sent to, this process included.
         counted_bytes: Of the messages of this process, how many are in these.
         inside_bytes: What this process has sent to others of its machine for that.
     """
@@ -93,10 +94,15 @@ class Traffic:
     message_bytes: int = 0
     rounds: int = 0
     waiting_seconds: float = 0.0
-    machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    planned_machine_bytes: int = 0
+    machine_bytes: int = 0
+    members: int = 1
     counted_bytes: int = 0
     inside_bytes: int = 0
+
+    def count_machine(self, sent_bytes: int) -> None:
+        """Count what the processes of this machine have sent in a step."""
+        self.machine_bytes += sent_bytes
+        self.counted_bytes = self.message_bytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -120,6 +126,7 @@ class Metered(Wrapped):
         handed_bytes, work = message.tensor.nbytes, super().start(message)
         # Only now: what could not be sent has cost nothing.
         self.traffic.messages += 1
+        self.traffic.members = max(self.traffic.members, self.size)
         self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, self.size)
         return _TimedWork(work, self.traffic, self.traffic.rounds + 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from thinwire.channel.direct import ASKED_AHEAD, HEAD_BYTES, Direct, Post, Sum, 
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.transport import Collective, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
+from thinwire.tensors import accelerators
 
 Result = TypeVar("Result")
 Works: TypeAlias = "Sequence[dist.Work | Direct | Sum]"
@@ -46,6 +47,9 @@ MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 MAX_DIRECT_SUM_OF_TWO_BYTES, MAX_DIRECT_SUM_BYTES = 1 << 22, 1 << 19
 # What all others are sent whole, so that a sum takes one message: 5 ms at 100 Mbit/s.
 MAX_GATHERED_SUM_BYTES = 1 << 16
+# Groups that were made of a group's processes. Torch ends none by itself, and a handle still uses its groups
+# when it is detached: so they are made once, and belong to the group as well.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
 # Belongs to the group, as what Gloo's collectives count by does: members may use several transports of it.
 _POSTS: WeakKeyDictionary[Any, Post] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
@@ -381,14 +385,18 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
     return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
-def alone() -> dist.ProcessGroup:
-    """Return a new process group of this process only. Called on all processes at the same time.
+def made_of(group: dist.ProcessGroup) -> dict[Hashable, Sequence[dist.ProcessGroup]]:
+    """Return the groups that were made of processes of a group, to be added to."""
+    return _MADE.setdefault(group, {})
 
-    Collective over them if the default group is bound to a device (`init_process_group(device_id=…)`), since
-    torch then splits its communicator.
+
+def alone() -> dist.ProcessGroup:
+    """Return a process group of this process only. Called on all processes at the same time.
+
+    Collective over them the first time if the default group is bound to a device
+    (`init_process_group(device_id=…)`), since torch then splits its communicator.
     """
-    # Without that flag torch would compare the ranks with those of all other processes, which differ.
-    return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    return group_of([dist.get_rank()])
 
 
 def processes_of_job(timeout_seconds: float) -> Transport:
@@ -402,8 +410,12 @@ def processes_of_job(timeout_seconds: float) -> Transport:
 
 
 def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return a new group of some processes of the job, all of which call this. Collective."""
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+    """Return a group of some processes of the job, all of which call this. Collective the first time."""
+    made, key = made_of(checked_group(None)), tuple(ranks)
+    if key not in made:
+        # Without that flag torch would compare the ranks with those of all other processes, which may differ.
+        made[key] = [cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))]
+    return made[key][0]
 
 
 def over_connections(interface: str, number: int) -> ProcessGroupTransport:
@@ -439,8 +451,9 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
         return None
     # The join context has asked already; to ask once more would send a message that no one shadows.
     (contributors,) = work.get_future().wait()
-    # Torch counts in its default type, in which 4/3 would be rounded if that is bf16.
-    return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
+    # Torch counts in its default type, in which 4/3 would be rounded; gradients may be of 64 bits.
+    exact = contributors.to(accelerators.widest_dtype(contributors.device))
+    return joinable.join_process_group.size() / exact  # type: ignore[no-any-return]
 
 
 def notify_of_step(joinable: Joinable) -> None:

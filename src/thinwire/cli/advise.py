@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from thinwire.advice.measure import advise as measure
-from thinwire.advice.result import MAX_BUDGET_LOSS, Advice
+from thinwire.advice.result import COMPUTING, MAX_BUDGET_LOSS, Advice
 from thinwire.advice.variants import lines_to_paste
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
@@ -54,6 +54,11 @@ def advise(
         help="What trains the model, such as AdamW.",
         show_default="the worst of all known",
     ),
+    steps: int | None = typer.Option(
+        None,
+        help="Of the whole run: in short ones few bits lose more.",
+        show_default="as few as were measured",
+    ),
     sharded: int | None = typer.Option(
         None,
         metavar="SHARDS",
@@ -71,7 +76,7 @@ def advise(
 
     Example: `… --sharded 8`, with a probe of one process on each machine
 
-    Example: `… --optimizer AdamW --budget-loss 0.5%`
+    Example: `… --optimizer AdamW --steps 3000 --budget-loss 0.5%`
     """
     # What can be refused at once is, before anything is measured.
     share = _share(budget_loss)
@@ -99,6 +104,7 @@ def advise(
                 budget_seconds=budget_seconds,
                 budget_loss=share,
                 optimizer=optimizer,
+                total_steps=steps,
                 progress=show_measuring,
             )
     if not is_first:
@@ -207,14 +213,20 @@ def show(advice: Advice, console: Console) -> None:
 
 
 def _table(advice: Advice, width: int) -> list[str]:
-    """Return a heading, and a line for each prediction; two if the name has no room beside the numbers."""
-    names, rows = [each.name for each in advice.predictions], [COLUMNS]
+    """Return a heading, and a line for computing alone and each prediction; or two if names have no room."""
+    names, rows = [COMPUTING], [COLUMNS]
+
+    def share(seconds: float) -> str:
+        return f"{100 * seconds / advice.baseline.step_seconds:.0f}"
+
+    rows.append((f"{1e3 * advice.compute_seconds:.1f}", "", share(advice.compute_seconds), "", "", ""))
     for each in advice.predictions:
+        names.append(each.label)
         megabytes = each.sent_bytes / 1e6
         row = (
             f"{1e3 * each.step_seconds:.1f}",
             f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:>6.1f}",
-            f"{100 * each.step_seconds / advice.baseline.step_seconds:.0f}",
+            share(each.step_seconds),
             # Digits enough for what is sent once in many steps.
             f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
             f"{each.memory_bytes / 1e6:.1f}",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import typer
 
 from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
 from thinwire.launch import ElasticJob
+from thinwire.localsgd.members.torchft_group import ASKED
 
 
 def run(
@@ -63,7 +66,8 @@ def run(
     lines begin with [1.0] and [1.1]. If one of them dies, its member ends, and is started again as a whole.
 
     Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
-    with the exit code of the first that died for good (128 + the signal that ended it).
+    with the exit code of the first that died for good (128 + the signal that ended it). Exits with 1 if no
+    member has asked the lighthouse: an ordinary script trains as many models as there are members.
 
     Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
     """
@@ -85,7 +89,19 @@ def run(
         say=_say,
         out=sys.stdout.buffer,
     )
-    job.run()
+    with TemporaryDirectory(prefix="thinwire-run-") as folder:
+        os.environ[ASKED] = folder
+        job.run()
+        has_asked = any(Path(folder).iterdir())
+    if job.exit_code == 0 and not has_asked:
+        processes = members * processes_per_member
+        start = " ".join(["torchrun", "--nproc-per-node", str(processes), str(script), *(arguments or [])])
+        _say(
+            f"no member has asked the lighthouse, so nothing was averaged: {script} does not use "
+            "thinwire.elastic. Put thinwire.elastic.DiLoCo around its loop; or, if it averages in a process "
+            f"group, type {start}"
+        )
+        raise typer.Exit(1)
     raise typer.Exit(job.exit_code)
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import hooks
 from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its modules when imported)
@@ -33,7 +32,7 @@ from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its mod
     quantization_hooks,
 )
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import register, wrong_model
+from thinwire.fronts.ddp_model import ddp_inside, register, wrong_model
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
@@ -48,7 +47,8 @@ class _Registration:
     def __call__(
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
+        ddp_model = ddp_inside(model)
+        if ddp_model is None:
             raise AttachError(wrong_model(model))
         # torch's values take a group here, and make the state of it themselves.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
@@ -63,7 +63,7 @@ class _Registration:
                 made.start_powerSGD_iter = start_powerSGD_iter
         elif start_powerSGD_iter is not None:
             raise ConfigError("start_powerSGD_iter is for PowerSGD's hooks; leave it out")
-        register(model, state, self.comm_hook)
+        register(ddp_model, state, self.comm_hook)
 
 
 class DDPCommHookType(Enum):
@@ -104,6 +104,7 @@ def register_ddp_comm_hook(
         AttachError: Not a DDP model, or it has a hook already.
 
     Examples:
+        >>> from torch.nn.parallel import DistributedDataParallel
         >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
         >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp_model)
         >>> ddp_model(torch.ones(1, 8)).sum().backward()

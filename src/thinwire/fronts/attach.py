@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
-from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, uncompiled
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
 
@@ -41,12 +40,12 @@ def attach(
     The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
 
     Args:
-        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any backend,
-            over any process group, with any of DDP's options but `mixed_precision` and
-            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook: training it raises an error
-            until you attach it. Or an FSDP2 model: of `fully_shard` over a mesh of the shards of one replica,
-            or of replicas and shards (native HSDP), or of `replicate`; see docs/sharded.md. Replicas become
-            equal here, parameters and buffers.
+        model: A `DistributedDataParallel` model, or a module that holds one (the result of `torch.compile`
+            or of Fabric's `setup`, a wrapper of your own), on any backend and process group, with any of
+            DDP's options but `mixed_precision` and `skip_all_reduce_unused_params`. A `copy.deepcopy` of it
+            has no hook: training it raises an error until you attach it. Or an FSDP2 model: of `fully_shard`
+            over a mesh of the shards of one replica, or of replicas and shards (native HSDP), or of
+            `replicate`; see docs/sharded.md. Replicas become equal here, parameters and buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
         replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
@@ -56,24 +55,26 @@ def attach(
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
             gradients are averaged exactly inside each machine first; then each process averages a part of
             them by the algorithm, with the processes of its place on the other machines. So everything
-            leaves a machine once; see docs/machines.md. True finds it out from `LOCAL_WORLD_SIZE`, which
-            torchrun sets. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
+            leaves a machine once; see docs/machines.md. True finds it out from the variables of torchrun,
+            srun or mpirun. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
             dimensions, (machines, processes of each). With False each process sends by itself.
         grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
             what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
             units, so that a change of scale changes no result.
-        host_check: Whether the host waits for the device in each step to see whether all means are finite.
-            With False it mostly does not wait, and steps that are not finite count in `steps`. "auto" is
-            False on accelerators with low-rank algorithms, whose kernels keep memory as it was at no cost,
-            and True elsewhere, with `find_unused_parameters`, and with "raise"; see
-            docs/ddp.md#without-a-host-check.
+        host_check: Whether the host waits for the device in each step to see whether all means are finite, if
+            anyone looks (see `on_nonfinite`). With False it mostly does not wait, and steps that are not
+            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, whose kernels
+            keep memory as it was at no cost, and True elsewhere, with `find_unused_parameters`, and with
+            "raise"; see docs/ddp.md#without-a-host-check.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
             memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
             without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
             momentum or weight decay still moves the parameters. "raise": `backward()` raises
             `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
-            runs without a `GradScaler`, which would never see an overflow; with them `AllReduce` and `Cast`
-            look at the means as well: a pass over the gradients and a host synchronisation per step.
+            runs without a `GradScaler`, which would never see an overflow. With "nan" only algorithms that
+            remember something look, and count such steps (`stats().nonfinite_steps`); with the last two
+            `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host synchronisation
+            per step, and for the first two a pass over the gradients.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -93,6 +94,7 @@ def attach(
 
     Examples:
         >>> import thinwire
+        >>> from torch.nn.parallel import DistributedDataParallel
         >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
         >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
         >>> ddp_model(torch.ones(1, 64)).sum().backward()
@@ -111,8 +113,7 @@ def attach(
             "the gradients of every step Quantize(bits=4) loses less",
             algorithm,
         )
-    # What torch.compile was given.
-    plain = getattr(model, "_orig_mod", model)
+    plain = uncompiled(model)
     if is_fsdp2(plain):
         if not isinstance(machines, bool):
             raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
@@ -120,7 +121,7 @@ def attach(
         attach_sharded = import_module("thinwire.fronts.sharded.front").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
-    if replicas is not None and isinstance(plain, DistributedDataParallel):
+    if replicas is not None and ddp_inside(model) is not None:
         raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
     # What is neither is refused there, with what was expected.
     return attach_ddp(model, algorithm, settings, machines)

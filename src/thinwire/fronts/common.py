@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Layout, ProcessGroupTransport, Transport, machines_of
+from thinwire.channel import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+
+logger = logging.getLogger(__name__)
 
 
 def new_engine(
@@ -30,6 +36,10 @@ def new_engine(
     machines, why_flat = None, ""
     if isinstance(transport, ProcessGroupTransport):
         machines, why_flat = machines_of(transport, layout)
+        if layout is True and machines is None and not why_flat:
+            why_flat = why_by_itself(transport)
+            if why_flat and not transport.rank:
+                logger.warning("%s", why_flat)
     engine = Engine(algorithm, transport, specs, settings, machines=machines)
     if why_flat:
         engine.shortfalls[why_flat] = None
@@ -64,7 +74,12 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
     Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
     """
     if parameters and parameters[0] in _scales:
-        flat.mul_(_scales[parameters[0]])
+        multiply(flat, _scales[parameters[0]])
+
+
+def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply gradients by a scale of one element, in place, in their type or in fp32 if that is wider."""
+    flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
 
 
 class Shadow(JoinHook):
@@ -132,3 +147,36 @@ def _members_of(transport: Transport) -> set[object]:
         return set(dist.get_process_group_ranks(transport.group))
     except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more
         return set()
+
+
+# Parameters whose gradients are means only when `backward()` has returned, by what averages them.
+_averaged_in_backward: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
+
+
+def refuse_steps_inside(owner: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to step an optimizer of these in a backward pass, as in their hooks, while `owner` lives."""
+    _look_at_steps()
+    # The owner holds the parameters, so no other object takes over an id.
+    _averaged_in_backward[owner] = frozenset(map(id, parameters))
+
+
+def allow_steps_inside(owner: object) -> None:
+    """Undo `refuse_steps_inside`."""
+    _averaged_in_backward.pop(owner, None)
+
+
+@cache
+def _look_at_steps() -> RemovableHandle:
+    # Torch calls it before every step of every optimizer: so whatever makes the step shows.
+    return register_optimizer_step_pre_hook(_refuse_step_inside)
+
+
+def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):
+        raise StepError(
+            f"{type(optimizer).__name__}.step() was called inside of the backward pass, before gradients "
+            "were averaged; step after backward(), and restart all processes from a checkpoint"
+        )

@@ -16,12 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
-from thinwire.fronts.common import divide_by_contributors, new_engine, refuse_averaged_twice
+from thinwire.fronts.common import (
+    allow_steps_inside,
+    divide_by_contributors,
+    new_engine,
+    refuse_averaged_twice,
+    refuse_steps_inside,
+)
 from thinwire.fronts.ddp_model import (
     DetachedFront,
     check_attachable,
     check_options,
     completed_future,
+    ddp_inside,
     ddp_model_of,
     ddp_models_with,
     dense_buffer,
@@ -31,9 +38,12 @@ from thinwire.fronts.ddp_model import (
     not_pickled,
     num_trained,
     register,
+    unaveraged,
     unguard,
     wrong_model,
 )
+from thinwire.fronts.ddp_used import Used
+from thinwire.fronts.start import tell_start
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
@@ -49,15 +59,15 @@ def attach_ddp(
     given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    # What torch.compile was given has the hook.
-    model = getattr(given, "_orig_mod", given)
-    if not isinstance(model, DistributedDataParallel):
+    model = ddp_inside(given)
+    if model is None:
         raise AttachError(wrong_model(given))
     check_attachable(model)
     transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(model, algorithm, transport, settings, layout)
     switch = switched(model, lambda: front, ATTACHED)
+    tell_start(front.engine, model.parameters())
     # A new handle, since what this one holds leads back to the front.
     return GradientSync(front.engine, switch.free)
 
@@ -79,7 +89,9 @@ def front_of(
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
-    return BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
+    front = BucketFront(new_engine(algorithm, transport, specs, settings, layout), names, model)
+    refuse_steps_inside(front, names)
+    return front
 
 
 def front_of_hook(
@@ -97,9 +109,12 @@ def front_of_hook(
     if not models:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
-        return BucketFront(new_engine(algorithm, transport, (), settings, layout))
+        front = BucketFront(new_engine(algorithm, transport, (), settings, layout))
+        tell_start(front.engine, ())
+        return front
     front = front_of(models[0], algorithm, transport, settings, layout)
     guard(models[0])
+    tell_start(front.engine, models[0].parameters())
     return front
 
 
@@ -123,6 +138,11 @@ class BucketFront:
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
+        self._used: Used | None = None
+        # Gradients in a bucket that the step may leave as they are: name, place in the bucket, copy.
+        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        if model is not None:
+            self._note_used(model)
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket, and finish them all at the last one; return a future of its mean."""
@@ -143,7 +163,11 @@ class BucketFront:
             with self.engine.clock.inside(self.engine.traffic), self._aside.after_here(flat.device):
                 lane = self._lane_of(bucket.parameters())
                 step = self._open_step or self._begin(bucket)
-                step.start(lane, flat)
+                used = None
+                if self._used is not None:
+                    used = self._used.of(bucket.parameters(), is_pass=current != -1)
+                self._keep_unused(bucket, lane, used)
+                step.start(lane, flat, used)
             future = new_future(flat.device)
             self._waiting.append((future, flat))
             is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
@@ -151,10 +175,12 @@ class BucketFront:
                 self._parameters.refuse_unaveraged()
                 with self._aside.after_here(flat.device):
                     self._finish(step)
+                if self._used is not None and current != -1:
+                    self._used.forget()
                 self._aside.rejoin()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
-            self._waiting = []
+            self._waiting, self._kept = [], []
             self.engine.abandon()
             self._aside.rejoin()
             raise
@@ -205,6 +231,10 @@ class BucketFront:
             # hook has returned: what our callback queues comes behind it, and the model stays usable.
             queue_callback = Variable._execution_engine.queue_callback
             queue_callback(lambda: queue_callback(raise_it))
+        for name, gradient, before in self._kept:
+            if name in step.unused:
+                gradient.copy_(before)
+        self._kept = []
         self._parameters.are_all_known = True
         self._release()
 
@@ -220,7 +250,29 @@ class BucketFront:
         if model is not None:
             check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
+            self._note_used(model)
         self._is_new = False
+
+    def _note_used(self, model: DistributedDataParallel) -> None:
+        if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
+            self._used = Used(names_of(model.module, model.parameters_to_ignore))
+
+    def _keep_unused(self, bucket: GradBucket, lane: Lane | Specs, used: list[bool] | None) -> None:
+        """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
+        if used is None or all(used):
+            return
+        specs = lane.specs if isinstance(lane, Lane) else lane
+        parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
+        for spec, parameter, gradient, is_used in parts:
+            before = None if is_used else parameter.grad
+            if before is not None and before.data_ptr() == gradient.data_ptr():
+                self._kept.append((spec.name, gradient, gradient.clone()))
+
+    def let_go(self) -> None:
+        """Take off what the model's backward pass would go on to call, and allow what was refused."""
+        allow_steps_inside(self)
+        if self._used is not None:
+            self._used.remove()
 
     def _check_finished(self) -> None:
         """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
@@ -309,10 +361,7 @@ class _Parameters:
             self._outside = [known for each, known in self._names.items() if each not in inside]
         for parameter, name in self._outside:
             if parameter.requires_grad:
-                raise StepError(
-                    f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
-                    "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
-                )
+                raise unaveraged(name)
 
 
 class Switch:
@@ -340,6 +389,8 @@ class Switch:
         """Average as DDP would without a hook, from the next pass on."""
         if (model := self._model()) is not None:  # else there is nothing to average any more
             unguard(model)
+            if (front := self.front_now()) is not None:
+                front.let_go()
             names = names_of(model.module, model.parameters_to_ignore)
             front = BucketFront(Engine(AllReduce(), _transport_of(model)), names, model)
             self.front_now, self.taken_by = lambda: front, ""

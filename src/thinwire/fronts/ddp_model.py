@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo as disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.checks import shown
 from thinwire.errors import AttachError, GradientError, StateError, StepError
 
 # What torch puts around a module shows in the names of its parameters.
@@ -25,6 +27,14 @@ PYTHON_REDUCER = (
     'under torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets for a communication hook; '
     "set it to True or False before the DDP model is built"
 )
+
+# As DDP's reducer calls the types of parameters.
+REDUCERS_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 
 # If gradients can't be averaged because of how a model is divided, models still can.
 DIVIDED = 'or average such a model by DiLoCo or LocalSGD, with replicas=mesh["replicate"]'
@@ -50,9 +60,37 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
     return names
 
 
+def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
+    """Return the node that adds up a parameter's gradient, frozen or not."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return get_gradient_edge(parameter).node
+    finally:
+        parameter.requires_grad_(trained)
+
+
 def num_trained(parameters: Iterable[torch.Tensor]) -> int:
     """Return how many are trained: those frozen after the model was wrapped still lie in a bucket."""
     return sum(parameter.requires_grad for parameter in parameters)
+
+
+def ddp_inside(model: object) -> DistributedDataParallel | None:
+    """Return the DDP model that was given, or that a wrapper such as Fabric's holds; None without one."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if len(found) > 1:
+        raise AttachError(
+            f"the {type(model).__name__} holds {len(found)} DDP models, expected one; give them one by one"
+        )
+    return found[0] if found else None
+
+
+def uncompiled(model: object) -> object:
+    """Return what `torch.compile` was given, if this is the result."""
+    return getattr(model, "_orig_mod", model)
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
@@ -78,6 +116,8 @@ def _ddp_models() -> list[DistributedDataParallel]:
 
 # Models that can't be attached.
 
+LIGHTNING = "make the Trainer with strategy=thinwire.integrations.lightning.ThinwireStrategy(algorithm)"
+
 
 def is_sharded(model: object, kinds: Collection[str] = (FSDP2, FSDP1)) -> bool:
     """Return whether FSDP holds a part of the model: of either kind, or of the first (`is_fsdp2`)."""
@@ -95,9 +135,30 @@ def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
+# What to do with objects of frameworks, by package and base class: importing them takes seconds.
+WAYS_IN = {
+    ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
+    ("lightning", "Trainer"): LIGHTNING,
+    ("pytorch_lightning", "Trainer"): LIGHTNING,
+    ("lightning", "LightningModule"): LIGHTNING,
+    ("pytorch_lightning", "LightningModule"): LIGHTNING,
+    ("lightning", "Fabric"): "give the model that fabric.setup(…) returns",
+    ("accelerate", "Accelerator"): "give the model that accelerator.prepare(…) returns",
+}
+
+
+def way_in(given: object) -> str:
+    """Return what to do with a framework's object in place of giving it to Thinwire; "" if it is none."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
+
+
 def wrong_model(given: object) -> str:
     """Return what to say to someone who gave something other than a DDP model."""
-    parameters = given.parameters() if isinstance(given, torch.nn.Module) else ()
+    if way := way_in(given):
+        return f"expected a DistributedDataParallel model, got {type(given).__name__}; {way}"
+    if not isinstance(given, torch.nn.Module):
+        return f"expected a DistributedDataParallel model, got {shown(given)}; give the model"
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
     ddp = "torch.nn.parallel.DistributedDataParallel"
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
@@ -107,7 +168,7 @@ def wrong_model(given: object) -> str:
     elif isinstance(given, torch.nn.DataParallel):
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
-    elif any(hasattr(each, "to_local") for each in parameters):
+    elif any(hasattr(parameter, "to_local") for parameter in given.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
     return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
 
@@ -120,9 +181,16 @@ def check_attachable(model: DistributedDataParallel) -> None:
     if model.mixed_precision is not None:
         words = "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself"
         raise AttachError(f"{words}; leave it out and use torch.autocast, or a wire_dtype of the algorithm")
+    built_with = model._get_ddp_logging_data().get("dtypes", "").split(", ")  # type: ignore[no-untyped-call]
+    trained = {parameter.dtype for parameter in model._module_parameters if parameter.requires_grad}
+    if all(REDUCERS_NAMES.get(dtype, built_with[0]) not in built_with for dtype in trained):
+        raise AttachError(
+            "the model was converted after DDP was built, which sees no gradient of it any more; convert the "
+            "module first, then build the DDP model"
+        )
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
-            owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
+            owner = type(uncompiled(model.module)).__name__
             where = f'"{plain_name(name)}" of the {owner}' if plain_name(name) else "that is the model"
             raise AttachError(
                 f"the {type(module).__name__} {where} makes sparse gradients, which can't be averaged here; "
@@ -180,7 +248,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
 def guard(model: DistributedDataParallel) -> None:
     """Let an attached model refuse passes that no hook would see: of copies, and of sharded parts."""
     unguard(model)
-    model.register_forward_pre_hook(_Guard(weakref.ref(model), model.module.modules()))
+    model.register_forward_pre_hook(_Guard(weakref.ref(model), model))
 
 
 def unguard(model: DistributedDataParallel) -> None:
@@ -193,16 +261,29 @@ def unguard(model: DistributedDataParallel) -> None:
 class _Guard:
     """Sees, before each pass, that gradients will reach no hook: DDP itself would train without a word."""
 
-    # DDP has hooks on the parameters that it was built with, not on those that `fully_shard` makes of them;
-    # and a copy of a model has no communication hook. Copies that are not trained (averaged weights) work.
+    # DDP has hooks on the nodes of the parameters that it was built with, not on those that `fully_shard`, a
+    # conversion or a new layer makes; and a copy of a model has no communication hook. Copies that are not
+    # trained (averaged weights) work.
 
     def __init__(
-        self, model: weakref.ref[DistributedDataParallel], modules: Iterable[torch.nn.Module] = ()
+        self, model: weakref.ref[DistributedDataParallel], its: DistributedDataParallel | None = None
     ) -> None:
         self._model = model
+        self._learn(its)
+
+    def _learn(self, model: DistributedDataParallel | None) -> None:
         # fully_shard changes the class of each module that it takes: comparing classes is 50 times as fast as
         # asking for their bases, and each step does it.
-        self._types = [(module, type(module)) for module in modules]
+        self._modules = [
+            (module, type(module), len(module._modules), len(module._parameters))
+            for module in (() if model is None else model.module.modules())
+        ]
+        self._known = set(() if model is None else map(id, model.parameters()))
+        # One of each type and device: a conversion of the whole model changes some, and DDP itself finds out
+        # if only a part of the model takes no part.
+        trained = () if model is None else (p for p in model._module_parameters if p.requires_grad)
+        some = {(each.dtype, each.device): each for each in trained}
+        self._nodes = [(each, accumulator_of(each)) for each in some.values()]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "_Guard":
         """Return a guard of the same model: so a copy knows that it is not the one that is attached."""
@@ -213,26 +294,57 @@ class _Guard:
 
     @disable_dynamo
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
+        if not torch.is_grad_enabled():
+            return
         if model is not self._model():
-
-            def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
-                raise AttachError(
-                    "this DDP model is a copy of one that averages with Thinwire, and DDP copies no "
-                    "communication hook, so it would train uncompressed; copy again and "
-                    "attach(copied_model, …) before its first step"
+            _refuse_to_train_copy(model)
+            return
+        has_changed = _is_one_of(model, FSDP2) or any(
+            type(module) is not kind or len(module._modules) != parts or len(module._parameters) != parameters
+            for module, kind, parts, parameters in self._modules
+        )
+        if has_changed:
+            self._look_again(model)
+        for parameter, node in self._nodes:
+            if parameter.requires_grad and accumulator_of(parameter) is not node:
+                raise StepError(
+                    "the model was converted (to another type or device) after DDP was built, which sees no "
+                    "gradient of it any more; convert first, then build a new DDP model and attach it"
                 )
 
-            if torch.is_grad_enabled() and hook_of(model) == ("", False):
-                model.register_comm_hook(None, refuse)
-        elif _is_one_of(model, FSDP2) or any(type(each) is not kind for each, kind in self._types):
-            # A parametrization gives a module a different class as well.
-            for name, module in model.named_modules():
-                if _is_one_of(module, FSDP2):
-                    where = plain_name(name.removeprefix("module").removeprefix(".")) or "the whole model"
-                    raise StepError(
-                        f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
-                        "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
-                    )
+    def _look_again(self, model: DistributedDataParallel) -> None:
+        # A parametrization gives a module a different class as well.
+        for name, module in model.named_modules():
+            if _is_one_of(module, FSDP2):
+                where = plain_name(name.removeprefix("module").removeprefix(".")) or "the whole model"
+                raise StepError(
+                    f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so "
+                    "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
+                )
+        for parameter, name in names_of(model.module, model.parameters_to_ignore).items():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                raise unaveraged(name)
+        self._learn(model)
+
+
+def _refuse_to_train_copy(model: DistributedDataParallel) -> None:
+    def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
+        raise AttachError(
+            "this DDP model is a copy of one that averages with Thinwire, and DDP copies no "
+            "communication hook, so it would train uncompressed; copy again and "
+            "attach(copied_model, …) before its first step"
+        )
+
+    if hook_of(model) == ("", False):
+        model.register_comm_hook(None, refuse)
+
+
+def unaveraged(name: str) -> StepError:
+    """Return what to raise for a parameter that is trained and not averaged."""
+    return StepError(
+        f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
+        "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
+    )
 
 
 def not_pickled() -> StateError:

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.common import counted, leave_join
 from thinwire.fronts.ddp import Switch
-from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
+from thinwire.fronts.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync, engine_of
+from thinwire.tensors import accelerators
 
 
 @contextmanager
@@ -50,7 +52,8 @@ def join(
         AttachError: `joined` is none of these.
         ConfigError: The model has SyncBatchNorm, whose collectives no one can shadow; or a foreign
             communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
-            `throw_on_early_termination`.
+            `throw_on_early_termination`. Or (from `optimizer.step()`) the optimizer sends something too, such
+            as `ZeroRedundancyOptimizer`: use torch's `Join([ddp_model, optimizer])`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 
     Examples:
@@ -75,6 +78,7 @@ def join(
             "join(…, throw_on_early_termination=True) or BatchNorm"
         )
     options = (enable, throw_on_early_termination)
+    refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
     try:
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
             # The counter first: of several, only the first notifies the context, and DDP's own notification
@@ -87,10 +91,22 @@ def join(
             with Join([joinable], *options, divide_by_initial_world_size=divide):
                 yield
     finally:
+        if refusal is not None:
+            refusal.remove()
         leave_join(joinable)
         # Or it would divide by the last number of contributors forever.
         if model is not None:
             model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+
+
+def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse an optimizer whose steps send something, which processes without input would not answer."""
+    if isinstance(optimizer, Joinable):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}.step() sends parameters, and in thinwire.join no process without input takes part in "
+            "that; use torch.distributed.algorithms.join.Join([ddp_model, optimizer]) in its place"
+        )
 
 
 class _Counter(Joinable):
@@ -102,7 +118,7 @@ class _Counter(Joinable):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
         self._model = model
-        self.scale = torch.ones(1, dtype=torch.float32, device=model.device)
+        self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
 
     def count(self, *unused: Any) -> None:
         """Say, before each forward pass, that this process contributes, and learn how many do."""
@@ -143,8 +159,7 @@ def _joinable(joined: object) -> Joinable:
                 "this GradientSync is not attached to a DDP model; pass the object that owns it"
             )
         return models[0]
-    # What torch.compile was given.
-    joinable = getattr(joined, "_orig_mod", joined)
+    joinable = joined if isinstance(joined, Joinable) else ddp_inside(joined)
     if not isinstance(joinable, Joinable):
         others = "Or pass the GradientSync attached to one, a LocalSGD or a thinwire.powersgd aggregator"
         raise AttachError(f"{wrong_model(joined)}. {others}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,14 +15,13 @@ from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.common import Shadow, new_engine, refuse_averaged_twice
+from thinwire.fronts.common import Shadow, multiply, new_engine, refuse_averaged_twice
+from thinwire.fronts.start import tell_start
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.tensors import accelerators
-
-logger = logging.getLogger(__name__)
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 
@@ -62,10 +60,12 @@ class StepFront(Joinable):
         self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
+        tell_start(self.engine, self.parameters)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         """Return the means of the gradients over the group, and whether the step was committed. Collective.
@@ -94,7 +94,7 @@ class StepFront(Joinable):
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
             # Scale what goes in, not what comes out: the residual keeps one unit.
             if scale is not None and not self._divides_by_initial:
-                flat.mul_(scale)
+                multiply(flat, scale)
             # Views: the engine averages in place, so the means are in these tensors when it returns.
             for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
                 means[index] = self.in_layout(index, part)
@@ -182,7 +182,6 @@ def _transport_over(process_group: dist.ProcessGroup | None, device: torch.devic
     # If torchrun has started several, each would train a model by itself without a word.
     if process_group is not None or not started_alone or dist.is_initialized():
         return ProcessGroupTransport(process_group, device)
-    logger.warning("torch.distributed is not initialised: averaging over this process alone")
     return InProcessTransport.group(1)[0]
 
 

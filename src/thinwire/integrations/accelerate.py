@@ -16,13 +16,17 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
@@ -33,15 +37,21 @@ from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
+    import accelerate
     from accelerate import Accelerator
-    from accelerate.parallelism_config import ParallelismConfig as StockParallelismConfig
     from accelerate.utils import DDPCommunicationHookType
     from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
 except ImportError as error:
     raise MissingExtraError(
-        "thinwire.integrations.accelerate needs accelerate 1.15 or later: "
+        "thinwire.integrations.accelerate needs accelerate 1.6 or later: "
         "pip install '.[accelerate]' in a clone of Thinwire"
     ) from error
+try:
+    from accelerate.parallelism_config import ParallelismConfig as StockParallelismConfig
+except ImportError:  # Accelerate has it from 1.10 on
+    StockParallelismConfig = object
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs", "ParallelismConfig"]
 
@@ -75,10 +85,22 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
 
     Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
 
+    Raises:
+        MissingExtraError: Accelerate is older than 1.15.
+
     Examples:
         >>> ParallelismConfig(dp_replicate_size=4, dp_shard_size=8).fsdp_dim_names
         ['dp_shard_cp']
     """
+
+    def __new__(cls, *args: Any, **settings: Any) -> ParallelismConfig:
+        """Refuse an Accelerate whose FSDP2 was not tried with it."""
+        if Version(accelerate.__version__).release < (1, 15):
+            raise MissingExtraError(
+                f"ParallelismConfig needs accelerate 1.15 or later, and this is {accelerate.__version__}; "
+                "pip install 'accelerate>=1.15', or shard and attach the model yourself (docs/sharded.md)"
+            )
+        return super().__new__(cls)  # type: ignore[no-any-return] # accelerate is untyped
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -124,6 +146,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     )
     strict: bool = field(default=True, init=False, repr=False, compare=False)
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
+    _place: int = field(default=0, init=False, repr=False, compare=False)  # among the registered objects
 
     def __post_init__(self) -> None:
         # Made to be checked: a bad setting is an error here, and not when the model is prepared.
@@ -183,8 +206,10 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         )
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
-            self._accelerator = accelerator
+            self._accelerator, self._place = accelerator, len(accelerator._custom_objects)
             accelerator.register_for_checkpointing(self)
+            accelerator.register_save_state_pre_hook(lambda *_: self._take_part())
+            accelerator.register_load_state_pre_hook(lambda _, folder: self._prepare_to_load(Path(folder)))
 
     def _calling_accelerator(self) -> Accelerator:
         """Return the Accelerator: its handler is given the model only, but it is one of the callers."""
@@ -198,6 +223,31 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         who = "accelerator.prepare(model), of the Accelerator that has this handler"
         own = "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
         raise AttachError(f"register_comm_hook is called by {who}; {own}")
+
+    def _take_part(self) -> None:
+        """Be among what the Accelerator saves and loads, at the place of registering."""
+        objects = self._accelerator._custom_objects if self._accelerator is not None else [self]
+        if not any(each is self for each in objects):
+            objects.insert(self._place, self)
+
+    def _prepare_to_load(self, folder: Path) -> None:
+        """Stand back if a checkpoint was saved without this handler: Accelerate counts its files."""
+        self._take_part()
+        assert self._accelerator is not None
+        objects = self._accelerator._custom_objects
+        if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(objects) - 1:
+            return
+        try:
+            own = torch.load(folder / f"custom_checkpoint_{self._place}.pkl", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, UnpicklingError):  # there is none, or it is of an object of the user's
+            own = None
+        if not isinstance(own, Mapping) or own.keys() != {"models"}:
+            logger.warning(
+                "%s was saved without Thinwire: training goes on from it, with nothing remembered of the "
+                "steps before",
+                folder,
+            )
+            del objects[self._place]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.

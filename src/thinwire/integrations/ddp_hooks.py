@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import hooks
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import register, wrong_model
+from thinwire.fronts.ddp_model import ddp_inside, register, wrong_model
 from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
 
 SUCH_AS = "such as thinwire.hooks.powerSGD_hook"
@@ -57,10 +57,11 @@ def register_ddp_comm_hook(
             no hook.
     """
     hook = checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-    if not isinstance(model, DistributedDataParallel):
+    ddp_model = ddp_inside(model)
+    if ddp_model is None:
         raise AttachError(wrong_model(model))
     if hook is not None:
-        register(model, ddp_comm_state, hook)
+        register(ddp_model, ddp_comm_state, hook)
 
 
 def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:

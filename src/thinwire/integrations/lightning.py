@@ -12,6 +12,7 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import Any, TypeAlias
 
 import torch
@@ -29,10 +30,12 @@ from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
     Makes,
+    catch_up,
     checked_averaging,
     checked_steps,
     makes_auto,
     makes_elastic,
+    new_auto,
     new_local,
 )
 from thinwire.localsgd.core import ModelAverager
@@ -57,6 +60,8 @@ except ImportError as error:
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
             "pip install '.[lightning]' in a clone of Thinwire"
         ) from error
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "AllGatherGrad",
@@ -191,11 +196,18 @@ class ThinwireStrategy(DDPStrategy):
             )
         if makes_auto(self.algorithm):
             # Done here, since loss gaps depend on the optimizer.
-            self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=self._scaler)
+            total_steps = trainer.estimated_stepping_batches
+            self.auto = new_auto(
+                self.algorithm, self.model, self.optimizers[0], total_steps, grad_scaler=self._scaler
+            )
             self._go_on_with(self.auto.sync)
         else:
-            self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
-            self._sync, self._before = self.local.sync, None
+            self._make_local()
+
+    def _make_local(self) -> None:
+        assert not isinstance(self.algorithm, Algorithm | None)
+        self.local = new_local(self.algorithm, self.model, self.optimizers[0], self._scaler)
+        self._sync, self._before = self.local.sync, None
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -206,9 +218,16 @@ class ThinwireStrategy(DDPStrategy):
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
         super().on_train_start()
-        if self.local is not None:
-            self.local.__enter__()
-            self._is_training = True
+        if self.local is None:
+            return
+        if self.local.has_state:  # a learning-rate finder has trained before
+            self._make_local()
+        # First of all at the end: others load the best model then, or a moving average.
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer  # its callbacks are not declared
+        trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
+        self.local.__enter__()
+        self._is_training = True
 
     def on_validation_start(self) -> None:
         """Average the models first, so that one is validated. Collective."""
@@ -225,7 +244,7 @@ class ThinwireStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def on_train_end(self) -> None:
-        """Average what is left of the models. Collective."""
+        """Average what is left of the models, unless that is done. Collective."""
         super().on_train_end()
         self._leave(None)
 
@@ -275,6 +294,19 @@ class ThinwireStrategy(DDPStrategy):
         self._sync, self._module = sync, self.model.module
 
 
+class _LeavesFirst(Callback):
+    """Lets a strategy average what is left before the other callbacks hear that training has ended."""
+
+    def __init__(self, strategy: ThinwireStrategy) -> None:
+        self._strategy = strategy
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `Callback.on_train_end`."""
+        self._strategy._leave(None)
+        of_trainer: Any = trainer
+        of_trainer.callbacks = [each for each in of_trainer.callbacks if each is not self]
+
+
 class ThinwireCallback(Callback):
     """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
 
@@ -282,9 +314,9 @@ class ThinwireCallback(Callback):
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
     record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
-    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. If models
-    are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:
-    momentum of the others is lost.
+    `strict_loading = False`. From a checkpoint that was made without Thinwire training goes on with an empty
+    residual, and a warning. If models are averaged, a checkpoint has the averaged model, and the optimizer
+    of process 0, as Lightning saves it: momentum of the others is lost.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
@@ -339,10 +371,16 @@ class ThinwireCallback(Callback):
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.local = new_local(self._make, pl_module, optimizer, scaler)
+        # First of all at the end, when others load the best model, or a moving average.
+        of_trainer: Any = trainer
+        of_trainer.callbacks = [self, *(each for each in of_trainer.callbacks if each is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
         self.local.__enter__()
+        for config in trainer.lr_scheduler_configs:
+            if config.interval == "step":
+                catch_up(config.scheduler, self.local.steps // config.frequency)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `Callback.on_validation_start`: average a member's model first."""
@@ -380,8 +418,12 @@ class ThinwireCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """See `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
+        remembering = self.local or (_remembering(trainer) if self._make is None else None)
+        # Before training there is nothing: a learning-rate finder saves then.
+        if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
+            return
         # Lightning has averaged models for the module's state just before: both are of one moment.
-        checkpoint[CHECKPOINT_KEY] = (self.local or _remembering(trainer)).state_dict()
+        checkpoint[CHECKPOINT_KEY] = remembering.state_dict()
         if self.local is not None and "state_dict" in checkpoint:  # a member averages only now
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
 
@@ -390,6 +432,11 @@ class ThinwireCallback(Callback):
     ) -> None:
         """See `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
+        if self._loaded is None and trainer.state.fn == TrainerFn.FITTING:
+            logger.warning(
+                "the checkpoint was saved without Thinwire: training goes on from it, with nothing "
+                "remembered of the steps before"
+            )
 
 
 def _remembering(trainer: Trainer) -> Remembering:

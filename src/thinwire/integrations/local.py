@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
+from thinwire.fronts.ddp_model import ddp_inside
 from thinwire.localsgd import elastic
 from thinwire.localsgd.core import ModelAverager
 from thinwire.sync import Settings
@@ -74,6 +77,16 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
     return given is auto
 
 
+def new_auto(
+    make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
+) -> Auto:
+    """Return what chooses for a framework's run, which knows its steps (`math.inf`: not known)."""
+    if 0 < total_steps < math.inf:
+        settings["total_steps"] = int(total_steps)
+    # What the user has given comes first.
+    return make(model, optimizer, **settings | getattr(make, "keywords", {}))
+
+
 def makes_elastic(given: object) -> bool:
     """Return whether it is a member that comes and goes, or a `functools.partial` of one's class."""
     while isinstance(given, partial):
@@ -85,7 +98,8 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
     # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
     # every forward pass. (Their own option for it is deprecated by torch.)
-    sending = model if isinstance(model, DistributedDataParallel) and model.broadcast_buffers else None
+    ddp = ddp_inside(model)
+    sending = ddp if ddp is not None and ddp.broadcast_buffers else None
     if sending is not None:
         sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
@@ -100,3 +114,19 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
             sending.broadcast_buffers = True
         raise
     return local
+
+
+def catch_up(scheduler: object, steps: int) -> None:
+    """Let a scheduler that steps with the optimizer stand where a member that has joined does."""
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        return
+    missing = steps - scheduler.last_epoch
+    if missing <= 0:
+        return
+    # The member was given the others' rates, and many schedules multiply the last one.
+    for group, lr in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(missing):
+            scheduler.step()

@@ -13,6 +13,7 @@ remembered goes into the Trainer's checkpoints, and compression shows in its log
 from __future__ import annotations
 
 import json
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -27,12 +28,15 @@ from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
+from thinwire.fronts.start import ALONE
 from thinwire.integrations.local import (
     Makes,
+    catch_up,
     checked_averaging,
     checked_steps,
     makes_auto,
     makes_elastic,
+    new_auto,
     new_local,
 )
 from thinwire.localsgd.core import ModelAverager
@@ -52,9 +56,11 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise MissingExtraError(
-        "thinwire.integrations.transformers needs transformers 5 or later and accelerate: "
+        "thinwire.integrations.transformers needs transformers 4.51 or later and accelerate: "
         "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["STATE_NAME", "ThinwireCallback", "attach"]
 
@@ -117,10 +123,13 @@ def attach(
     if makes_elastic(algorithm) and trainer.args.world_size > 1:
         raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
-        config = trainer.accelerator.parallelism_config
-        has_replicas = config is not None and config.dp_replicate_enabled
+        config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
         # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
-        if not has_replicas or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1):
+        if (
+            config is None
+            or not config.dp_replicate_enabled
+            or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
+        ):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
@@ -131,9 +140,11 @@ def attach(
     if callback.averages_models:
         if not strict:
             raise ConfigError("strict has no effect on models that are averaged; leave it out")
-        if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
+        if trainer.args.ddp_find_unused_parameters is None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
-            trainer.accelerator.ddp_handler.find_unused_parameters = False
+            trainer.args.ddp_find_unused_parameters = False
+            if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
+                trainer.accelerator.ddp_handler.find_unused_parameters = False
     # Before the callbacks that report the logs, to which this one adds; but after the one that decides what
     # is saved and evaluated, for which models are averaged.
     callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
@@ -151,7 +162,8 @@ class ThinwireCallback(TrainerCallback):
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
     training. A checkpoint has one more file of each process, `thinwire_0.pt` and so on, since a file of all
     would cost a message at each save (see `thinwire.checkpoint.save_local`); for averaged models one of all,
-    `thinwire.pt`. Any number of processes resumes from them.
+    `thinwire.pt`. Any number of processes resumes from them. From a checkpoint that was saved without
+    Thinwire training goes on with an empty residual, and a warning.
     """
 
     def __init__(
@@ -186,6 +198,7 @@ class ThinwireCallback(TrainerCallback):
         Collective if models are averaged: all processes take the first one's.
         """
         if args.world_size == 1 and not makes_elastic(self._algorithm):
+            logger.warning(ALONE)
             return
         if state.is_hyper_param_search:
             raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")
@@ -194,14 +207,7 @@ class ThinwireCallback(TrainerCallback):
         # The step is the checkpoint's here: the Trainer has resumed.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self.averages_models:
-            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-            if self.local is not None:
-                self.local.__exit__(AttachError, None, None)
-            local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
-            if folder is not None:
-                local.load_state_dict(load(folder / STATE_NAME))
-            self.local, self._sync = local, local.sync
-            local.__enter__()
+            self._average_models(partial(cast(Makes, self._algorithm), **options), folder)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
@@ -209,11 +215,25 @@ class ThinwireCallback(TrainerCallback):
                 options |= self._steps
                 self._sync = attach_model(model, self._algorithm, grad_scaler=scaler, **options)
             elif makes_auto(self._algorithm):
-                self.auto = self._algorithm(model, optimizer, grad_scaler=scaler, **options)
+                make, total_steps = self._algorithm, state.max_steps
+                self.auto = new_auto(make, model, optimizer, total_steps, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
         if folder is not None:
             load_local(self.sync, folder, strict=self._strict)
+
+    def _average_models(self, make: Makes, folder: Path | None) -> None:
+        trainer = self._trainer
+        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+        if self.local is not None:
+            self.local.__exit__(AttachError, None, None)
+        local = new_local(make, trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler)
+        if folder is not None:
+            local.load_state_dict(load(folder / STATE_NAME))
+        self.local, self._sync = local, local.sync
+        local.__enter__()
+        if makes_elastic(self._algorithm):
+            catch_up(trainer.lr_scheduler, local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
@@ -272,7 +292,8 @@ class ThinwireCallback(TrainerCallback):
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
 
-    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path:
+    def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """Return the checkpoint's folder; None if it was saved without Thinwire."""
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
         # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
@@ -281,10 +302,13 @@ class ThinwireCallback(TrainerCallback):
             raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
         files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
-            raise StateError(
-                f"{folder} has no {files}: it was saved without Thinwire, or not to its end; resume from a "
-                "different one, or start again from its weights: Model.from_pretrained(folder)"
+            logger.warning(
+                "%s has no %s, so it was saved without Thinwire: training goes on from it, with nothing "
+                "remembered of the steps before",
+                folder,
+                files,
             )
+            return None
         return folder
 
 

@@ -22,7 +22,7 @@ MAX_COMPARISONS = 3
 
 def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
     """Code a row for each block; if some are short, rows of a copy that is filled up with zeros."""
-    codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+    codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook, draws)
     return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
 
@@ -42,9 +42,8 @@ def averaged(item: Averaging) -> Coded:
         torch.sum(sent, 0, out=mean[some])
         # Below four bits a zero decodes as a small number, which would count in the block's scale.
         if not blocks.are_whole:
-            is_behind = torch.arange(block, device=device) >= lengths[some, None]
-            mean[some].masked_fill_(is_behind, 0)
-    codes, scales = _encoded(mean, lengths, codebook, draws)
+            mean[some].masked_fill_(_behind(lengths[some], block), 0)
+    codes, scales = _encoded(mean, blocks, own, codebook, draws)
     if lost is not None:
         for some in _cached(mean):
             lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
@@ -136,31 +135,32 @@ def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
 
 
 def _encoded(
-    rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None
+    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook, draws: Draws | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and scales of rows."""
+    """Return codes and scales of the rows of some blocks."""
     num_blocks, block = rows.shape
     size = packed_bytes(block, codebook.bits)
     dtype = torch.promote_types(rows.dtype, torch.float32)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
-    levels = levels_of(codebook, dtype, rows.device)
+    levels, lengths = levels_of(codebook, dtype, rows.device), blocks.lengths(rows.device)[own]
+    fits = codebook.statistic == "least squares"
     for some in _cached(rows):
         part = rows[some].to(dtype)
-        scales[some] = _scales(part, lengths[some], codebook)
-        wide = scales[some].to(dtype)
-        # Use the scale as it travels, with which codes are read, and not the one that was wanted.
-        units = part * torch.where(wide > 0, 1 / wide, 0)[:, None]
-        if draws is None:
+        scale = _scales(part, lengths[some], codebook)
+        # Use the scale in bf16, with which codes are read, and not the one that was wanted.
+        units = _in_units(part, scale)
+        if fits or draws is None:
             places = _nearest(units, levels, codebook)
-        else:
-            # Without the end levels: a number beyond those is rounded to one of the last two.
-            lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
-            upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
-            # One of the two levels, by chance, around each number, so that their mean is the number.
-            uniform = draws.of(some).uniform(block, dtype)
-            places = (lower + (uniform < upper_share)).to(torch.uint8)
-        codes[some] = pack(places, codebook.bits)
+        if fits:
+            coded = _levels_at(places, levels, codebook)
+            # Codes behind a short block stand for numbers that are not there.
+            if not blocks.are_whole:
+                coded.masked_fill_(_behind(lengths[some], block), 0)
+            scale = _fitted(scale, units, coded)
+        if draws is not None:
+            places = _drawn(_in_units(part, scale), draws.of(some), levels)
+        codes[some], scales[some] = pack(places, codebook.bits), scale
     return codes, scales
 
 
@@ -182,8 +182,31 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
         if codebook.statistic == "mean magnitude":
             scales = (largest * (shares.sum(1) / lengths)).bfloat16()
         else:
-            scales = (largest * (shares.square().sum(1) / lengths).sqrt()).bfloat16()
-    return torch.where(scales < tiny, 0, scales)  # one over it would not be finite; NaN stays
+            least, most = codebook.reach
+            root = (shares.square().sum(1) / lengths).sqrt()
+            scales = (largest * root.clamp(1 / most, 1 / least)).bfloat16()
+    return _usable(scales)
+
+
+def _usable(scales: torch.Tensor) -> torch.Tensor:
+    # One over what is smaller would not be finite; NaN stays.
+    return torch.where(scales < torch.finfo(torch.bfloat16).tiny, 0, scales)
+
+
+def _in_units(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    wide = scales.to(rows.dtype)
+    return rows * torch.where(wide > 0, 1 / wide, 0)[:, None]
+
+
+def _fitted(scales: torch.Tensor, units: torch.Tensor, coded: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each block with which the levels of its codes come nearest to it, in bf16."""
+    factors = (units * coded).sum(1) / coded.square().sum(1)
+    return _usable((scales.to(units.dtype) * factors).bfloat16())
+
+
+def _behind(lengths: torch.Tensor, block: int) -> torch.Tensor:
+    """Return which elements of rows are behind their block's end."""
+    return torch.arange(block, device=lengths.device) >= lengths[:, None]
 
 
 def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
@@ -200,6 +223,15 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         # As a search would: a number in the middle goes down.
         places += units > middle
     return places
+
+
+def _drawn(units: torch.Tensor, draws: Draws, levels: torch.Tensor) -> torch.Tensor:
+    """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
+    # Without the end levels: a number beyond those is rounded to one of the last two.
+    lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
+    upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
+    uniform = draws.uniform(units.shape[1], units.dtype)
+    return (lower + (uniform < upper_share)).to(torch.uint8)
 
 
 def _decoded(

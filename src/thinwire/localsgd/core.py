@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -13,9 +13,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from thinwire.channel import ProcessGroupTransport
 from thinwire.checks import checked_scaler
 from thinwire.errors import StepError
 from thinwire.localsgd.fragment import Fragments
+from thinwire.localsgd.inner import CopiesOfWeights, silent_steps
 from thinwire.localsgd.loop import after_each_step
 from thinwire.localsgd.model import AveragedModel, check_gradient_settings
 from thinwire.localsgd.outer import Outer, check_outer
@@ -45,6 +47,7 @@ class Averager(AbstractContextManager[Any]):
         self._is_inside = False
         self._steps = self._steps_here = 0
         self._loaded: LoadedState | None = None  # until entry
+        engine.compared = self._compared  # so that `sync` counts the same
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -59,18 +62,24 @@ class Averager(AbstractContextManager[Any]):
         """Attempted steps; a member that joins takes over those of the others."""
         return self._steps
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to save: from entry on."""
+        return bool(self._model.entered)
+
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
 
         `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
         them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
         sent within a subgroup is not in it, nor the time spent waiting for processes that are slower.
+        `sync.stats()` is the same.
         """
-        return self._compared(self.sync.stats())
+        return self.sync.stats()
 
     def counts(self) -> Stats:
         """Return `stats()` without errors; see `Engine.counts`."""
-        return self._compared(self._engine.counts())
+        return self._engine.counts()
 
     def _compared(self, stats: Stats) -> Stats:
         # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
@@ -120,7 +129,7 @@ class DistributedState:
     def state_dict(self) -> dict[str, bytes]:
         """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
         file = io.BytesIO()
-        if self._averager._model.entered:
+        if self._averager.has_state:
             torch.save(self._averager.state_dict(), file)
         return {"state": file.getvalue()}
 
@@ -138,6 +147,11 @@ class ModelAverager(Averager):
         self._schedule, self._make_outer = schedule, outer
         self._grad_scaler = checked_scaler(grad_scaler)
         check_gradient_settings(schedule, grad_scaler)
+        self._copies = CopiesOfWeights()
+
+    def _check_copies(self) -> None:
+        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
+        self._copies.check(self._optimizers, {id(each.tensor): last for each, last in self._fragments.lasts})
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -151,9 +165,15 @@ class ModelAverager(Averager):
     def _fragments(self) -> Fragments:
         return self._model.fragments
 
-    def _in_loop(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop while this is open."""
-        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
+        loads = self._model.loads.noted(self.module, self._optimizers, self._fragments.checksum)
+        transport = self._engine.transport
+        group = transport.group if isinstance(transport, ProcessGroupTransport) else None
+        silent = silent_steps(self._optimizers, group)
+        with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
+            yield
 
     @abstractmethod
     def _after_own_step(self) -> None:

@@ -64,7 +64,7 @@ class LocalSGD(ModelAverager, Member):
             uncompressed, with the last of these steps.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    96 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
+    112 bytes from each member before it and 8 bytes after it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
     the group's `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 
@@ -137,18 +137,21 @@ class LocalSGD(ModelAverager, Member):
         self._work = [work + added for work in self._work]
 
     def _begin(self) -> None:
+        self._check_copies()
         # The learning rate that goes by the number of members is chosen at every averaging.
         self._model.divide(self._model.tensors(), self._schedule, self._make_outer, 1, self._algorithm)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=3)
+        warn_of_momentum(self._model.outer, self._algorithm, stacklevel=4)
 
+    @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
         with self._attached:
             # Inside: the end of this block leaves the group, and the last averaging must come before.
             if kind is None and self._pending_steps and not self.has_left:
+                self._model.loads.check()
                 with suppress(LeftError):
                     self._land()
                     self.leave()
@@ -170,6 +173,8 @@ class LocalSGD(ModelAverager, Member):
         self._average_pending()
 
     def _average_pending(self) -> None:
+        self._check_copies()
+        self._model.loads.check()
         self._land()
         for _ in range(1 if self._is_warm_up(self._steps) else len(self._fragments)):
             self._transact(self._membership.average)
@@ -181,18 +186,23 @@ class LocalSGD(ModelAverager, Member):
     # The schedule, after each step.
 
     def _after_own_step(self) -> None:
-        self._check_inside("a step")
+        self._check_there("a step")  # the whole model is too much to look at in every step
         self._steps += 1
         self._steps_here += 1
         self._pending_steps += 1
         if self._group.weigh_by == "steps":
             self._work = [work + 1 for work in self._work]
+        if self._steps_here == 1:  # optimizers make their state in their first step
+            self._check_copies()
         schedule, is_warm_up = self._schedule, self._is_warm_up(self._steps)
         if self._membership.is_open:
             if self._pending_steps - self._sent_steps >= schedule.streaming.delay_steps:
+                self._check_inside("a step")
                 self._land()
         # As many steps lie between two averagings as spread the fragments evenly.
         elif is_warm_up or schedule.ends_turn(self._turns, self._pending_steps, self._seconds_since()):
+            self._check_inside("a step")
+            self._check_copies()
             self._transact(self._membership.start)
             if is_warm_up or not schedule.streaming.delay_steps:
                 self._land()
@@ -218,9 +228,6 @@ class LocalSGD(ModelAverager, Member):
         return Part(self._work[place] - taken, are_finite(changes, None), changes)
 
     def _described(self) -> Description:
-        # A member that joins uses what the others do, however far they are.
-        step = (self._group.received or {}).get("step")
-        self._follow(step if isinstance(step, int) else self._steps - self._pending_steps)
         return {
             **super()._described(),
             "every_steps": str(self._schedule.every_steps),
@@ -230,6 +237,11 @@ class LocalSGD(ModelAverager, Member):
             "weigh_by": self._group.weigh_by,
             "outer optimizer": described_outer(self.outer),
         }
+
+    @property
+    def _may_be_set_otherwise(self) -> bool:
+        # Members that make as many steps as they can are at different ones when they meet.
+        return super()._may_be_set_otherwise or self._schedule.every_seconds is not None
 
     def _held(self) -> dict[str, torch.Tensor]:
         return {each.name: last for each, last in self._fragments.lasts}

@@ -87,10 +87,17 @@ class Flight(Generic[Part]):
         # An algorithm without memory commits whatever has come: no one has looked at its means.
         together = self._engine.settings.together if self._engine.places is None else None
         if not committed or not are_finite(self.changes, together):
+            # Memory is written before it is known what comes of it in the model's type.
+            kept = committed and self._engine.memory_bytes() > 0
             raise StepError(
                 f"the mean {self._what} is not finite though that of each process is: it has left the range "
-                "of the type it travels in, on all alike. Nothing was averaged; average more often, or in "
-                "a different type"
+                "of the type it travels in, on all alike. "
+                + (
+                    "No model has moved, but the residual has: load a checkpoint"
+                    if kept
+                    else "Nothing was averaged"
+                )
+                + "; average more often, or in a different type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.localsgd.loads import checksum_of
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import held_of
 
@@ -90,6 +91,12 @@ class Fragment(Buckets):
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
         for each, last in self.lasts:
             last.copy_(each.value if last_average is None else last_average[each.name])
+
+    def take_parameters(self) -> None:
+        """Take over what the model holds now, on all processes alike, but for buffers."""
+        for each, last in self.lasts:
+            if not each.is_buffer:
+                last.copy_(each.value)
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, as copies on the CPU, the parts of what is flat."""
@@ -172,6 +179,10 @@ class Fragments(tuple[Fragment, ...]):
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self for pair in fragment.lasts]
+
+    def checksum(self) -> int:
+        """Return a CRC-32 of the model's parameters."""
+        return checksum_of([each.value for each, _ in self.lasts if not each.is_buffer])
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
         """Return the last averages that an outer optimizer steps: all but those of buffers."""

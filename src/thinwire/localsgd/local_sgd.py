@@ -20,6 +20,7 @@ from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.common import Shadow
+from thinwire.fronts.start import tell_start
 from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.fragment import Averaged, fragments_of
 from thinwire.localsgd.loop import check_ddp
@@ -130,7 +131,7 @@ class LocalSGD(ModelAverager, Joinable):
         self._configure(schedule, outer, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
-        optimizers = checked_optimizers(optimizer, held.tensors(), module)
+        optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
@@ -149,6 +150,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Attempted steps."""
         return self._averagings.step
 
+    @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective."""
         if self._model.entered:
@@ -156,6 +158,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
+        self._check_copies()  # before models are made equal: copies are of each process's own
         loaded, group, model = self._loaded, self._engine.transport, self._model
         averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
@@ -172,7 +175,7 @@ class LocalSGD(ModelAverager, Joinable):
                 fragment.take()
         else:
             self._averagings.flights = go_on_from(loaded, model)
-        warn_of_momentum(model.outer, algorithm, stacklevel=2)
+        warn_of_momentum(model.outer, algorithm, stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
@@ -182,6 +185,7 @@ class LocalSGD(ModelAverager, Joinable):
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
         self._averagings.end_warmup()
+        tell_start(self._engine, (), str(self))
         return self
 
     def _check_models(self, averaged: Sequence[Averaged]) -> None:
@@ -228,6 +232,7 @@ class LocalSGD(ModelAverager, Joinable):
         }
         return {subject: str(value) for subject, value in described.items()}
 
+    @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
         try:
@@ -245,11 +250,13 @@ class LocalSGD(ModelAverager, Joinable):
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
         flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
-        since the last averaging. Changes that no step of `optimizer` has made are averaged, too, and logged.
+        since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
+        loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
-                are not finite, or the settings of `outer` differ; nothing was averaged.
+                are not finite, or have changed without a step, and not on all alike, or were loaded with
+                steps pending, or the settings of `outer` differ; nothing was averaged.
             CommunicationError: A collective failed.
         """
         with self._averaging("average()"):
@@ -262,6 +269,8 @@ class LocalSGD(ModelAverager, Joinable):
         # Before all that the step sends: processes that shadow it are waiting for this message.
         notify_of_step(self)
         self._averagings.own_pending_steps += 1
+        if self._steps_here == 0:  # optimizers make their state in their first step
+            self._check_copies()
         self._after_step()
 
     def _after_step(self) -> None:
@@ -284,6 +293,7 @@ class LocalSGD(ModelAverager, Joinable):
     def _averaging(self, call: str) -> Iterator[None]:
         """Check the model first; if anything fails inside, forget what is in flight."""
         self._check_inside(call)
+        self._check_copies()
         if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
@@ -350,6 +360,7 @@ class LocalSGD(ModelAverager, Joinable):
             raise AttachError(f"there is no process group to join: this averages over {transport!r}")
         return transport.group
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule, the last average and what algorithm and outer optimizer remember. Collective.
 
@@ -378,6 +389,7 @@ class LocalSGD(ModelAverager, Joinable):
         warmup = now.warmup if now.warmup.algorithm != EXACT else None
         return packed_state(self._model, now.step, now.flights, self.sync, warmup)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 

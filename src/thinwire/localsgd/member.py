@@ -28,6 +28,7 @@ from thinwire.localsgd.fragment import Averaged, layouts_of
 from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
+from thinwire.localsgd.members.inner_settings import InnerSettings, inner_settings
 from thinwire.localsgd.members.machine import MachineGroup
 from thinwire.localsgd.model import (
     AveragedModel,
@@ -72,7 +73,7 @@ class Member(Averager, Front):
                 replica = replica_of(module, self._group.transport, has_subgroup=False)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
         averaged = held.tensors()
-        optimizers = checked_optimizers(optimizer, averaged, module)
+        optimizers = checked_optimizers(optimizer, averaged, module, replica)
         self._sent_optimizers = optimizers if self._group.send_optimizer else ()
         if self._sent_optimizers:
             _check_hold_all(self._sent_optimizers, averaged)
@@ -107,6 +108,7 @@ class Member(Averager, Front):
         """Leave after the next averaging, handing over what this member has not transmitted."""
         self._membership.is_leaving = True
 
+    @torch.inference_mode(False)
     def __enter__(self: Entered) -> Entered:
         """Join: wait until the others, and enough of them, are there, and start from what they hold.
 
@@ -154,9 +156,14 @@ class Member(Averager, Front):
             return average()
 
     def _check_inside(self, call: str) -> None:
+        self._check_there(call)
+        super()._check_inside(call)
+
+    def _check_there(self, call: str) -> None:
+        """Refuse a call of a member that has left, or while the model shows the last average."""
         if self.has_left:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
-        super()._check_inside(call)
+        self._model.check_own(call)
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
@@ -180,6 +187,16 @@ class Member(Averager, Front):
             "kind": type(self).__name__,
             "optimizer": sent or "each its own",
         }
+
+    @property
+    def _may_be_set_otherwise(self) -> bool:
+        return not self._sent_optimizers
+
+    def _inner_settings(self) -> InnerSettings:
+        return inner_settings(self._optimizers)
+
+    def _follow(self, step: int) -> None:
+        """Use the algorithm that the others do after this step."""
 
     def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""
@@ -241,8 +258,10 @@ class Member(Averager, Front):
         for tensors, own in (loaded.last_average, held), (members["not_averaged"], others):
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
+        self._model.loads.forget()
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
 
@@ -265,6 +284,7 @@ class Member(Averager, Front):
     def _average_pending(self) -> None:
         """Average what has not been averaged yet. Collective."""
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering.
 

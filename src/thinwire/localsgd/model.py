@@ -18,13 +18,16 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
+from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled, way_in
 from thinwire.localsgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.localsgd.inner import check_keeps_to_itself
+from thinwire.localsgd.loads import Loads
 from thinwire.localsgd.outer import Outer, held_by, new_outer
 from thinwire.localsgd.replica import Replica
 from thinwire.localsgd.schedule import Schedule
 from thinwire.localsgd.settings import Nesterov
 from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.sync.state import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,12 +48,13 @@ class AveragedModel:
     fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # in place of its values
+    loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
 
     def tensors(self) -> list[Averaged]:
         """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
 
-        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
-        save (masks, position tables) are constants.
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
+        weights that stay; buffers that the module does not save (masks, position tables) are constants.
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
@@ -79,7 +83,7 @@ class AveragedModel:
                 name = f"{prefix}.{own_name}" if prefix else own_name
                 if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
                     seen.add(id(buffer))
-                    if buffer.is_floating_point() and name not in ignored:
+                    if buffer.dtype in DTYPES and name not in ignored:
                         found.append(Averaged(name, buffer, is_buffer=True))
         _check_values(found)
         return found
@@ -124,6 +128,7 @@ class AveragedModel:
             self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
 
     @contextmanager
+    @torch.inference_mode(False)
     def holding_average(self) -> Iterator[None]:
         """Let the model hold the last averages while this is open. What it held comes back afterwards."""
         lasts = self.fragments.lasts
@@ -164,6 +169,11 @@ class AveragedModel:
 
 def _check_values(found: Iterable[Averaged]) -> None:
     for each in found:
+        if each.value.dtype not in DTYPES:
+            raise GradientError(
+                f"{each.name} is trained in {each.value.dtype}, which has no mean, expected 16 bits or more; "
+                "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
+            )
         if each.tensor.is_meta:
             raise AttachError(
                 f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
@@ -173,11 +183,19 @@ def _check_values(found: Iterable[Averaged]) -> None:
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the module, and the DDP model around it if there is one."""
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile was given
-    if isinstance(inner, DistributedDataParallel):
-        return inner.module, inner
+    ddp, inner = ddp_inside(model), uncompiled(model)
+    if ddp is not None and isinstance(model, nn.Module):
+        inside = set(map(id, ddp.parameters()))
+        outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise AttachError(
+                f"{outside[0]} of the {type(model).__name__} is trained outside of the DDP model inside, and "
+                "only that would be averaged; wrap all of it in DistributedDataParallel, or none"
+            )
+        return ddp.module, ddp
     if not isinstance(inner, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}")
+        way = way_in(model)
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}{way and f'; {way}'}")
     # Its shards are of parameters that were joined end to end, so that none has a name.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(
@@ -237,13 +255,14 @@ def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 
 
 def checked_optimizers(
-    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module
+    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module, replica: Replica
 ) -> tuple[torch.optim.Optimizer, ...]:
     """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
     optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+        check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
         # Wrappers may derive from Optimizer without calling its __init__.
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             raise ConfigError(

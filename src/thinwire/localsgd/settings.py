@@ -39,7 +39,7 @@ class Streaming:
             on its way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual
             holds most of that already. (torchft calls it `fragment_update_alpha`.)
         average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
-            sent as they are, whatever the algorithm. Integer ones are left alone.
+            sent as they are, whatever the algorithm. Integer ones, and those of 8 bits, are left alone.
 
     Raises:
         ConfigError: A number is of the wrong type or out of range, or there is a weight without a delay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
+from thinwire.localsgd.loads import checksum_of
 from thinwire.localsgd.member import Member
 from thinwire.localsgd.members.elastic import Part
 from thinwire.localsgd.members.group import Group
@@ -42,8 +44,8 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 96 bytes from each member before it and
-    8 bytes after it. When members change, as of `elastic.LocalSGD`.
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 112 bytes from each member before it
+    and 8 bytes after it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -82,6 +84,10 @@ class Steps(Member):
         self._attached.close()
         return kind is not None and issubclass(kind, LeftError)
 
+    def _in_loop(self) -> AbstractContextManager[None]:
+        # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
+        return self._model.loads.noted(self.module, (), lambda: checksum_of(list(self._held().values())))
+
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all who are there, and let the optimizer step. Collective.
 
@@ -92,13 +98,15 @@ class Steps(Member):
                 nothing to the step of the others, of whom one at least must weigh something.
 
         Raises:
-            StepError: Outside the context; or this member's gradients are not finite, and it has left; or
-                those of all members weigh 0, and no step was taken.
+            StepError: Outside the context; or this member's gradients are not finite, or its optimizers are
+                set otherwise than the others', and it has left; or the gradients of all members weigh 0, and
+                no step was taken.
             LeftError: This member has left, after this step, as it was asked to; the context swallows it.
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
             ConfigError: `work` is not a number, or negative.
         """
         self._check_inside("step()")
+        self._model.loads.check()
         self._work = float(number("work", work, minimum=0))
         self._transact(self._membership.average)
         self._tell_observers()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -13,16 +14,16 @@ import torch
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Machines, Metered, Traffic, Transport, agree
-from thinwire.errors import NonfiniteError, StateError, StepError
+from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lanes import Lane, Lanes, Parts
+from thinwire.sync.lanes import Lane, Lanes, Parts, Remembered
 from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, checked_state, fitting, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, combine, fitting, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
@@ -67,13 +68,20 @@ class Engine(Lanes):
         # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
+        # Of models that are averaged every few steps: puts the steps in between into the counts.
+        self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._has_warned = False
+        self._num_dry = 0  # contexts that are open
         self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
 
     def __str__(self) -> str:
         """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
         where = f"{transport.size} processes, of which this is {transport.rank}"
+        shards = self.settings.together
+        if self.places is None and shards is not None:
+            where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
+            where += f"shards, of which this is shard {shards.rank} of replica {transport.rank}"
         if self.places is not None:
             machine, place = self.between.rank, self.places.inside.rank
             where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
@@ -110,6 +118,7 @@ class Engine(Lanes):
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new. Until then its messages may be written, to the same memory as the
         # gradients of the next pass.
+        self.check_whole("a step")
         for step in self._steps:
             if not step.is_open:
                 step.drain()
@@ -155,8 +164,47 @@ class Engine(Lanes):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 
+    @contextmanager
+    def dry(self) -> Iterator[Callable[[], None]]:
+        """As `GradientSync.dry`."""
+        self._check_no_step("dry()")
+        before: Remembered | None = self.remembered()
+        is_over = False
+
+        def keep() -> None:
+            nonlocal before
+            if is_over:
+                raise StepError("keep() was called after its dry() had ended; call it inside")
+            before = None
+
+        self._num_dry += 1
+        try:
+            yield keep
+        finally:
+            self._num_dry -= 1
+            is_over = True
+            if before is not None:
+                self.go_back(before)
+                self._kept_errors = None
+
+    def check_whole(self, call: str) -> None:
+        """Refuse a call after a step that has written memory, and whose means did not come."""
+        if self.torn:
+            raise StepError(
+                f"{call} was called after {self.torn} had failed when its error memory was written already, "
+                "and its means had not come to all processes; load_state_dict() of the last checkpoint, on "
+                "all processes"
+            )
+
     def check_between_steps(self, call: str) -> None:
-        """Refuse a call during a backward pass."""
+        """Refuse a call during a backward pass, or where what it does would be taken back."""
+        self._check_no_step(call)
+        if self._num_dry:
+            raise StepError(
+                f"{call} was called inside dry(), at whose end memory is put back; call it outside"
+            )
+
+    def _check_no_step(self, call: str) -> None:
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
@@ -176,8 +224,8 @@ class Engine(Lanes):
 
     def warn_of_nonfinite(self) -> None:
         """Say once what becomes of a step that is not finite; for fronts whose gradients the user applies."""
-        # What scales the loss tries out how far it can go.
-        if self._has_warned or self.settings.loss_scale is not None:
+        # A scaler tries out how far it can go, and leaves out such steps.
+        if self._has_warned or self.settings.is_skipped:
             return
         self._has_warned = True
         became, then = "zeros", "stats().nonfinite_steps counts such steps"
@@ -208,12 +256,12 @@ class Engine(Lanes):
 
     def counts(self) -> Stats:
         """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
-        # With several processes on a machine, `machine_bytes` takes a host synchronisation on an accelerator.
-        traffic, message_bytes = self.traffic, self.traffic.message_bytes
-        if self.places is not None:
-            message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
-        return Stats(
+        traffic = self.traffic
+        message_bytes = traffic.message_bytes if self.places is None else traffic.machine_bytes
+        counts = Stats(
             steps=self.steps,
+            averagings=self.steps,
+            members=traffic.members,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
             rounds=traffic.rounds,
@@ -225,6 +273,7 @@ class Engine(Lanes):
             exposed_seconds=self.clock.exposed_seconds,
             shortfalls=tuple(self.shortfalls),
         )
+        return self.compared(counts)
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
@@ -315,6 +364,7 @@ class Engine(Lanes):
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
+        self.check_whole("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: if processes differ, none has changed its memory.
@@ -329,7 +379,11 @@ class Engine(Lanes):
                 if self.places is not None:
                     specs = self.places.held_parts(specs)
                 average_local(self.memory, specs, self.device, self.between, purpose)
-                self.differing.clear()
+            if self.unclaimed_of != "all":
+                self.add_up_unclaimed()
+                combine(self.unclaimed, self.between, "mean", purpose, names=self.differing)
+                self.unclaimed_of = "all"
+            self.differing.clear()
             if self.places is None:
                 return self._packed(self.memory, self.unclaimed)
             unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items()}
@@ -338,20 +392,23 @@ class Engine(Lanes):
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
+        self.check_whole("local_state_dict()")
         places, common = self.places, self.common_state()
-        if places is not None and any(self.unclaimed.values()):
-            raise StateError("what was loaded is not divided before the first step; make a step, then save")
         with full_precision(torch.device("cpu")):
             self._drop_unsaved()
-            own = self._packed(self.memory, self.unclaimed)
-            if places is not None:
-                own = places.whole_state(own, self.known_specs, {}, of_all=False)
+            if places is None:
+                own = self._packed(self.memory, self.unclaimed)
+            else:
+                # The processes of a machine are added up: what all of them have loaded is saved by one.
+                is_saved_here = self.unclaimed_of == "process" or places.inside.rank == 0
+                unclaimed = {slot.name: each for slot, each in self.unclaimed.items() if is_saved_here}
+                own = self._packed(self.memory, {})
+                own = places.whole_state(own, self.known_specs, unclaimed, of_all=False)
                 common = self._packed(Memory(self.memory.step), {})  # they remember different parts
         return with_checksum(
             {
                 "own": own,
                 **self.position._asdict(),
-                "place": 0 if places is None else places.inside.rank,
                 "differing": tuple(sorted(self.differing)),
                 "common": common["checksum"],
             }
@@ -382,8 +439,8 @@ class Engine(Lanes):
     @property
     def position(self) -> Position:
         """Which process this is."""
-        places = 1 if self.places is None else self.places.inside.size
-        return Position(self.transport.rank, self.transport.size, places)
+        place, places = (0, 1) if self.places is None else (self.places.inside.rank, self.places.inside.size)
+        return Position(self.transport.rank, self.transport.size, place, places, self.machines)
 
     def load_local(self, state: Mapping[str, Any], position: Position, *, strict: bool = True) -> None:
         """Go on from what a process has saved for itself, if it is this one."""
@@ -391,7 +448,7 @@ class Engine(Lanes):
         loaded = self.check_state_dict(own, strict=strict)
         # All members compare what is the same in their files.
         self.load(loaded._replace(checksum=state["common"]))
-        self.differing = set(state["differing"])
+        self.differing, self.unclaimed_of = set(state["differing"]), "process"
 
     def load(self, loaded: LoadedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it.
@@ -403,9 +460,10 @@ class Engine(Lanes):
         self.memory = Memory(loaded.step, {s: each for s, each in slots.items() if not s.is_elementwise})
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
+        self.unclaimed_of = "all"
         if self.places is not None:
             self.places.forget()
-        self.may_remember = True
+        self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.differing, self._loaded_checksum = set(), loaded.checksum
         self._kept_errors = None  # they were of a step that this memory has not seen

@@ -293,7 +293,7 @@ class Round:
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
             for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(request, num_members)
+                tensor = _checked(request, num_members, task.requests)
                 kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
@@ -323,11 +323,12 @@ class Round:
                 task.answer(of_task[0])
 
 
-def _checked(message: object, num_members: int) -> torch.Tensor:
+def _checked(message: object, num_members: int, asker: Requests) -> torch.Tensor:
     """Return a message's tensor, if it can be sent."""
+    name = getattr(asker, "__qualname__", "an algorithm")
     if not isinstance(message, Message):
         raise ConfigError(
-            f"an exchange has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            f"{name} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
             "may stand in a tuple; or, alone, Jointly or Commit"
         )
     tensor: object = message.tensor
@@ -338,11 +339,13 @@ def _checked(message: object, num_members: int) -> torch.Tensor:
         wrong = f"shape {tuple(tensor.shape)}, expected a row for each of the {num_members} members"
     elif not isinstance(message, AllToAll) and tensor.dim() != 1:
         wrong = f"shape {tuple(tensor.shape)}, expected a flat tensor; send tensor.view(-1)"
+    elif isinstance(message, Mean) and not tensor.is_contiguous():
+        wrong = f"strides {tensor.stride()}, expected a contiguous tensor; send tensor.contiguous()"
     elif isinstance(message, Mean) and not tensor.is_floating_point():
         wrong = f"{tensor.dtype}, expected a floating type; AllGather and AllToAll carry every type"
     else:
         return tensor
-    raise ConfigError(f"an exchange has asked for {type(message).__name__} of {wrong}")
+    raise ConfigError(f"{name} has asked for {type(message).__name__} of {wrong}")
 
 
 def _packed(

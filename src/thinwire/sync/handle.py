@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
+
+import torch
 
 from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError, StateError
@@ -55,6 +58,7 @@ class GradientSync:
         """Steps so far, those that were not finite included."""
         return self._engine.steps
 
+    @torch.inference_mode(False)
     def stats(self) -> Stats:
         """Return what has been done so far.
 
@@ -62,6 +66,7 @@ class GradientSync:
         """
         return self._engine.stats()
 
+    @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
         """Switch to a different algorithm from the next step on; to be called on every process alike.
 
@@ -75,6 +80,7 @@ class GradientSync:
         """
         self._engine.use(algorithm)
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, the same on every process. Collective: call it on all processes.
 
@@ -101,13 +107,15 @@ class GradientSync:
         """
         return self._engine.state_dict()
 
+    @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
         """Return what this process remembers, its own residual in it, without a message; for slow links.
 
         Call it on all processes after the same step, and let each save its own
         (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
-        `load_state_dict`, and goes on to the bit. On any other number, load `thinwire.checkpoint.merge` of
-        all of them on every process: the mean residual is kept.
+        `load_state_dict`, with any algorithm and any buckets, and with the same ones goes on to the bit. On
+        any other number or layout, load `thinwire.checkpoint.merge` of all of them on every process: the
+        mean residual is kept. (`thinwire.checkpoint.load_local` does the one or the other.)
 
         Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
 
@@ -116,7 +124,6 @@ class GradientSync:
 
         Raises:
             StepError: A step is under way.
-            StateError: A state was loaded on machines of several processes, and there was no step since.
         """
         return self._engine.local_state_dict()
 
@@ -145,7 +152,8 @@ class GradientSync:
             StateError: It is not such a state, damaged, of a later version, or of a different model.
             StepError: A step is under way.
         """
-        self._engine.load_state_dict(state, strict=strict)
+        with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
+            self._engine.load_state_dict(state, strict=strict)
 
     def distributed_state(self) -> Stateful:
         """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
@@ -167,6 +175,43 @@ class GradientSync:
             True
         """
         return self
+
+    def dry(self) -> AbstractContextManager[Callable[[], None]]:
+        """Return a context whose steps leave no trace: for gradients that are dropped, or may be.
+
+        What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
+        dropped or replaced, what was remembered of them is wrong. At the end of this context all is as it was
+        on entry: the residual, counts of steps, warm-up. The gradients stay.
+
+        The context gives a function, `keep`. Call it inside if the gradients are applied after all: then what
+        was remembered stays. All processes must decide alike, such as by the norm of the averaged gradients,
+        or they stop fitting together; so use it outside of `thinwire.join` only.
+
+        Cost: a copy of what is remembered, in the same kind of memory, while the context is open: mostly 4
+        bytes for each parameter that has a residual. Nothing with `AllReduce`, `Cast` and `Quantize`
+        without `error_feedback`.
+
+        Raises:
+            StepError: A step is under way.
+
+        Examples:
+            >>> import thinwire, torch
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+            >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+            >>> with sync.dry():  # a generator's step goes through its discriminator, say
+            ...     ddp_model(torch.ones(1, 64)).square().sum().backward()
+            >>> sync.steps
+            0
+            >>> with sync.dry() as keep:
+            ...     ddp_model.zero_grad()
+            ...     ddp_model(torch.ones(1, 64)).square().sum().backward()
+            ...     if torch.nn.utils.clip_grad_norm_(ddp_model.parameters(), 1.0) < 1e6:
+            ...         keep()  # and optimizer.step()
+            >>> sync.steps
+            1
+        """
+        return self._engine.dry()
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
-from thinwire.algorithms.base import no_algorithm
+from thinwire.algorithms.registry import no_algorithm
 from thinwire.channel import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
-from thinwire.sync.places import NOTHING, BucketParts, Places, Specs
+from thinwire.sync.places import NOTHING, BucketParts, Places, Ranges, Specs
 from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, in_memory_order
+from thinwire.sync.state import LoadedState, check_model, combine, in_memory_order
 from thinwire.version import __version__
 
 
@@ -50,6 +50,17 @@ Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in separate steps."""
 
 
+class Remembered(NamedTuple):
+    """All that steps change, as it was at one time."""
+
+    memory: Memory
+    unclaimed: dict[Slot, dict[str, torch.Tensor]]
+    held: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
+    lanes: dict[Specs, Lane]
+    differing: set[str]
+    nonfinite: tuple[int, list[torch.Tensor], torch.Tensor | int]
+
+
 class Lanes:
     """What an `Engine` plans and remembers: a lane for each bucket, closed if what it is made of changes."""
 
@@ -68,10 +79,12 @@ class Lanes:
         self.places = None if machines is None else Places(machines.inside)
         # With whom this process averages: all, or those of its place on the other machines.
         self.between = transport if machines is None else machines.between
+        self.machines = None if machines is None else machines.rows
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
         self.memory, self.replays = Memory(), Replays()
         self.nonfinite_steps = 0  # as far as the host knows
+        self.torn = ""  # the step that has written memory, and whose means did not come
         self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
         self.device = torch.device("cpu")  # of the last bucket
         self.shortfalls: dict[str, None] = {}  # why slower kernels than the device's have served steps
@@ -80,6 +93,8 @@ class Lanes:
         self.num_parts = max(1, len(parts))  # that are averaged in separate steps
         # Loaded and not in memory yet, by slot and parameter, in the parameter's shape.
         self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
+        # Of whom it is: of all as a mean, of each machine, or of each process, of which a machine has a sum.
+        self.unclaimed_of: Literal["all", "machine", "process"] = "all"
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self._open: dict[Specs, Lane] = {}
@@ -145,6 +160,36 @@ class Lanes:
     def _recent_nonfinite(self) -> torch.Tensor:
         device = self._unseen[-1].device
         return (~torch.stack([each.to(device) for each in self._unseen])).sum()
+
+    # Going back, as if the steps since then had not been made.
+
+    def remembered(self) -> Remembered:
+        """Return copies of all that steps change."""
+        labels = {label for tensors in self.memory.slots.values() for label in tensors}
+        return Remembered(
+            self.memory.copied(labels),
+            {
+                slot: {n: each.clone() for n, each in tensors.items()}
+                for slot, tensors in self.unclaimed.items()
+            },
+            {} if self.places is None else self.places.held_of_all(),
+            dict(self._open),
+            set(self.differing),
+            (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
+        )
+
+    def go_back(self, before: Remembered) -> None:
+        """Remember again what `remembered` has returned."""
+        self.memory.restore(before.memory)
+        self.replays.bring_home(self.memory)
+        self.differing = before.differing
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
+        # Lanes that were opened since then have made memory fit their plans.
+        if self._open != before.lanes:
+            self.unclaimed = before.unclaimed
+            if self.places is not None:
+                self.places.hold_again(before.held)
+            self._close_all()
 
     # The plan.
 
@@ -253,6 +298,8 @@ class Lanes:
         # only some come here, it ends in a timeout that says what to look for.
         if new and not is_agreed:
             self._compare(list(new))
+        if new:
+            self.add_up_unclaimed()
         for specs, plan in new.items():
             self._open_one(specs, plan, buckets[specs])
         return {specs: self._open[specs] for specs in buckets}
@@ -275,6 +322,12 @@ class Lanes:
         if warning and self._unchecked is not None:
             warnings.warn(warning, stacklevel=6)
         self._open[specs] = Lane(specs, plan, parts, machine_bytes)
+
+    def add_up_unclaimed(self) -> None:
+        """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
+        if self.places is not None and self.unclaimed_of == "process":
+            combine(self.unclaimed, self.places.inside, "sum", "adding up what a machine has loaded")
+            self.unclaimed_of = "machine"
 
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change."""

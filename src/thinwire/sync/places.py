@@ -48,6 +48,7 @@ class Division:
         self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
         self._ranges: dict[str, Ranges] = {}
         self._loads = [0] * num_places
+        self._buckets = set[int]()  # that were given to one place as a whole
         # All at once if that is possible, so that the largest come first. Buckets are not known yet.
         if self._indivisible != "bucket" and not self._as_it_lies:
             self.of(model)
@@ -83,8 +84,13 @@ class Division:
     def _keep_together(self, specs: Specs) -> None:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
         owners = {max(range(len(each)), key=lambda place: _length(each[place])) for each in known}
-        if len(owners) > 1 or any(spec.name not in self._ranges for spec in specs):
-            owner = self._loads.index(min(self._loads))
+        bucket = hash(tuple(spec.name for spec in specs))
+        # DDP has one bucket in its first step, and others from then on: not all may stay with its owner.
+        if len(owners) > 1 or bucket not in self._buckets:
+            self._buckets.add(bucket)
+            held = [sum(_length(ranges[place]) for ranges in known) for place in range(len(self._loads))]
+            others = [load - own for load, own in zip(self._loads, held, strict=True)]
+            owner = others.index(min(others))
             for spec in specs:
                 self._give(spec, [spec.numel * (place == owner) for place in range(len(self._loads))])
 
@@ -211,6 +217,14 @@ class Places:
     def forget(self) -> None:
         """Remember that memory holds nothing yet."""
         self._held: dict[str, Ranges] = {}
+
+    def held_of_all(self) -> dict[str, Ranges]:
+        """Return which elements of each parameter memory holds, on all places."""
+        return dict(self._held)
+
+    def hold_again(self, held: dict[str, Ranges]) -> None:
+        """Take note that memory holds what it held when `held_of_all` was asked."""
+        self._held = dict(held)
 
     def held(self, name: str) -> slice:
         """Return which elements of a parameter memory holds here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ FULL_PRECISION = ("ieee", "none")
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Switch off autograd, autocast and products in TF32 or bf16, while this is open.
+    """Switch off autograd, inference mode, autocast and products in TF32 or bf16, while this is open.
 
     Afterwards every setting of the user's is as it was.
     """
@@ -26,13 +26,18 @@ def full_precision(device: torch.device) -> Iterator[None]:
         return
     _threads.inside = inside | {device.type}
     try:
-        with torch.no_grad(), _products, ExitStack() as restored:
+        with _outside_inference(), torch.no_grad(), _products, ExitStack() as restored:
             for kind in (device.type, "cpu"):
                 if torch.is_autocast_enabled(kind):  # to enter it costs more than to ask
                     restored.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         _threads.inside = inside
+
+
+def _outside_inference() -> AbstractContextManager[Any]:
+    # What is made in inference mode could not be written to outside of it any more: residuals, say.
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 _threads = threading.local()  # on which devices' types each thread is inside

@@ -345,6 +345,11 @@ class Replays:
             return Exchange(wire, name)
         return Recorder(wire, name, memory, self._homes, cuda_graphs(device), variant)
 
+    def bring_home(self, memory: Memory) -> None:
+        """Bring memory that was written between two steps to where recorded ones read it."""
+        if self.tapes:
+            self._homes.bring(memory)
+
     def keep(self, exchange: Exchange) -> None:
         """Keep what was recorded of a step that has ended."""
         if isinstance(exchange, Recorder) and exchange.is_whole:

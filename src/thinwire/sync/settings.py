@@ -24,12 +24,17 @@ HostCheck: TypeAlias = "bool | Literal['auto']"
 """Whether the host waits in each step to learn if it was healthy."""
 
 
+def _is_enabled(grad_scaler: object) -> bool:
+    """Return whether it is a `GradScaler` that scales; the methods of one that is not enabled do nothing."""
+    return isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled()
+
+
 def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
     """Return a choice of `on_nonfinite`, if there is such, and it goes with what scales the loss."""
     if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):
         raise ConfigError(f'on_nonfinite must be "nan", "zero" or "raise", got {on_nonfinite!r}')
     # A scaler finds out by looking at the gradients, after all that is done here.
-    if on_nonfinite != "nan" and isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled():
+    if on_nonfinite != "nan" and _is_enabled(grad_scaler):
         raise ConfigError(
             f'got on_nonfinite="{on_nonfinite}" and a GradScaler, which must see gradients that are not '
             "finite to skip the step and lower its scale; leave out on_nonfinite"
@@ -43,11 +48,13 @@ LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
     """Return a function of what the loss is multiplied by, for a device; None if it is not."""
-    if grad_scaler is None:
-        return None
     if isinstance(grad_scaler, GradScaler):
+        if not _is_enabled(grad_scaler):
+            return None
         # `get_scale` would read it back, and wait for the device; to scale a one does not.
         return lambda device: grad_scaler.scale(torch.ones((), device=device))
+    if grad_scaler is None:
+        return None
     if not callable(grad_scaler):
         raise ConfigError(
             "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
@@ -75,6 +82,7 @@ class Settings:
     """How steps are treated."""
 
     loss_scale: LossScale | None = None
+    is_skipped: bool = False  # whether a `GradScaler` leaves out steps that are not finite
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
@@ -126,7 +134,8 @@ class Settings:
         """Return what a user has chosen, by the three arguments that all fronts take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         scale = loss_scale_of(grad_scaler)
-        return cls(scale, host_check=host_check, on_nonfinite=on_nonfinite, typed=typed or {})
+        is_skipped, typed = _is_enabled(grad_scaler), typed or {}
+        return cls(scale, is_skipped, host_check=host_check, on_nonfinite=on_nonfinite, typed=typed)
 
     def described(self) -> Mapping[str, str]:
         """Return what must be the same on all processes, by subject."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -73,6 +74,42 @@ def average_local(
                 tensors[spec.name] = mean.to(device, copy=True)
 
 
+def combine(
+    loaded: dict[Slot, dict[str, torch.Tensor]],
+    transport: Transport,
+    operation: Literal["sum", "mean"],
+    purpose: str,
+    *,
+    names: Set[str] | None = None,
+) -> None:
+    """Replace what processes have loaded, each its own, by the sum or mean of all. Collective.
+
+    Some may have none of a parameter. With `names` only what is local to processes is combined, of those.
+
+    Cost: a gather of names and shapes, and a message for each tensor; a second copy until all have come.
+    """
+    own = [
+        (slot.name, slot.is_local, name, str(tensor.dtype).removeprefix("torch."), *tensor.shape)
+        for slot, tensors in loaded.items()
+        for name, tensor in tensors.items()
+        if names is None or (slot.is_local and name in names)
+    ]
+    said = gather_bytes(json.dumps(own).encode(), transport, f"{purpose}, who has loaded what")
+    slots, combined = {slot.name: slot for slot in loaded}, list[tuple[Slot, str, torch.Tensor]]()
+    for kind, is_local, name, dtype, *shape in sorted(
+        {tuple(one) for each in said for one in json.loads(each)}
+    ):
+        slot = slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))
+        tensor = loaded.get(slot, {}).get(name, torch.zeros(()).expand(shape))
+        there = tensor.to(transport.control_device, getattr(torch, dtype), copy=True).contiguous()
+        if there.numel():
+            transport.all_reduce(there, f"{purpose}, {kind} of {name}", operation=operation).wait()
+        combined.append((slot, name, there.cpu()))
+    # Only when all have come: if one fails, all is as it was.
+    for slot, name, tensor in combined:
+        loaded.setdefault(slot, {})[name] = tensor
+
+
 def packed_state(
     algorithm: Algorithm,
     memory: Memory,
@@ -124,17 +161,24 @@ def tensors_of_all(
     ]
     data = json.dumps(described).encode()
     device = transport.control_device
-    # What each has, and in which order, is known to all before: so all broadcast the same in one order.
+    # What each has, and in which order, is known to all before. One broadcast a member, however many tensors:
+    # a round trip each would take minutes on a slow link.
     for member, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
-        for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
-            if member == transport.rank:
-                tensor = mine[number][2].to(device, copy=True)
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            # The last shards of a parameter may be empty.
-            if tensor.numel():
-                transport.broadcast(tensor, member, f"state_dict(), {slot} of {label}").wait()
-            yield member, (slot, label, tensor.cpu())
+        theirs = [
+            (slot, label, shape, getattr(torch, dtype)) for slot, label, shape, dtype in json.loads(listed)
+        ]
+        lengths = [math.prod(shape) * dtype.itemsize for *_, shape, dtype in theirs]
+        packed = torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+        if member == transport.rank:
+            for (*_, tensor), part in zip(mine, packed.split_with_sizes(lengths), strict=True):
+                part.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+        # The last shards of a parameter may be empty.
+        if len(packed):
+            transport.broadcast(packed, member, f"state_dict(), what process {member} remembers").wait()
+        parts = packed.cpu().split_with_sizes(lengths)
+        for (slot, label, shape, dtype), part in zip(theirs, parts, strict=True):
+            # A copy: each begins where its type may, and does not keep the others.
+            yield member, (slot, label, part.clone().view(dtype).view(shape))
 
 
 def checked_state(
@@ -153,8 +197,8 @@ def checked_state(
     # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
     # is made before it is in order.
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
-    tensors = {slot: _pairs(state, slot.name, *NUMBERS) for slot in _slots(state, known)}
-    shapes = {name: tuple(sizes) for name, sizes in _pairs(state, "parameters", *SHAPES).items()}
+    tensors = {slot: pairs_of(state, slot.name, *NUMBERS) for slot in _slots(state, known)}
+    shapes = {name: tuple(sizes) for name, sizes in pairs_of(state, "parameters", *SHAPES).items()}
     for key in ("algorithm", "checksum"):
         if not isinstance(state[key], str | None):
             raise StateError(f"{key} must be text, got {shown_kind(state[key])}")
@@ -177,7 +221,7 @@ def checked_state(
 def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
     """Return what the tensors of a state are of."""
     slots = []
-    for name, (is_local, is_elementwise) in _pairs(state, "slots", *FLAGS).items():
+    for name, (is_local, is_elementwise) in pairs_of(state, "slots", *FLAGS).items():
         # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         slots.append(known.get(name, slot))
@@ -202,7 +246,9 @@ SHAPES: Expected = "shapes", lambda value: _is_list_of(int, value) and min(value
 FLAGS: Expected = "two flags", lambda value: _is_list_of(bool, value) and len(value) == 2
 
 
-def _pairs(state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
+def pairs_of(
+    state: Mapping[str, Any], key: str, expected: str, fits: Callable[[Any], bool]
+) -> dict[str, Any]:
     """Return the values under a key by name, if they are what is expected."""
     pairs, wrong = state[key], ""
     if not isinstance(pairs, list | tuple):
@@ -245,7 +291,9 @@ def check_model(
     # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
-        words = f"the state is of a model with {_some(unknown)}, but this one trains {_some(missing)}"
+        differs = [f"this one does not train {_some(unknown)}"] if unknown else []
+        differs += [f"the state has no {_some(missing)}"] if missing else []
+        words = f"the state is of a different model: {', and '.join(differs)}"
         raise StateError(f"{words}; {SAME_MODEL}{remedy}")
     for name, shape in here.items():
         if (saved := loaded.shapes.get(name, shape)) != shape:
@@ -303,5 +351,4 @@ def names_in(label: str) -> set[str]:
 def _some(names: Iterable[str]) -> str:
     """Return the first few names, to be shown."""
     listed = sorted(names)
-    shown = ", ".join(listed[:4]) or "nothing"
-    return shown + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
+    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

@@ -13,10 +13,15 @@ class Stats:
     """What a `GradientSync` has done so far, on this process. Printing it gives some lines to read.
 
     Attributes:
-        steps: Steps, those that were not finite included.
-        nonfinite_steps: Steps whose mean gradients were not finite, and which left memory as it was. Whether
-            the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
-            without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
+        steps: Optimizer steps, those that were not finite included.
+        averagings: How often gradients were averaged (in each of these steps), or models (every few steps
+            after the warm-up, each fragment by itself).
+        members: How many have averaged together, at most: processes, machines that send once, or replicas.
+            1 if there was no other, so that nothing was sent.
+        nonfinite_steps: Steps that were found not to be finite, and which left memory as it was. Whether the
+            optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms that
+            remember nothing (`AllReduce`, `Cast`, `Quantize` without error feedback) have nothing to take
+            back: they do not look, unless shards of a model must agree, and such a step counts as any other.
         messages: Collectives of steps; saving a state adds none.
         rounds: Of the messages, how many had to wait for the one before. Each costs a round trip of the
             network at least; messages that travel side by side are one round.
@@ -25,7 +30,8 @@ class Stats:
             processes of a machine share its messages (`attach(machines=…)`), those of all of them, which
             leave the machine's card; else of this process, and what leaves a machine of several may be more.
         inside_bytes: What this process has sent to others of its machine for that.
-        gradient_bytes: Bytes that would have been contributed without compression.
+        gradient_bytes: Bytes that would have been contributed without compression; also of averaged models,
+            those of averaging gradients in every step.
         waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
             accelerator had made known whether all is finite.
         arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
@@ -41,6 +47,8 @@ class Stats:
     """
 
     steps: int = 0
+    averagings: int = 0
+    members: int = 1
     nonfinite_steps: int = 0
     messages: int = 0
     rounds: int = 0
@@ -61,10 +69,17 @@ class Stats:
         steps = f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}"
         if self.nonfinite_steps:
             steps += f", {self.nonfinite_steps:,} of them not finite"
+        if self.averagings != self.steps:
+            steps += f", {self.averagings:,} {'averaging' if self.averagings == 1 else 'averagings'}"
+        sent = "averaged with no other process, so nothing was sent"
+        if self.members > 1:
+            sent = (
+                f"sent {self.message_bytes:,} bytes in {self.messages:,} messages ({self.rounds:,} rounds), "
+                f"in place of {self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}"
+            )
         lines = [
             steps,
-            f"sent {self.message_bytes:,} bytes in {self.messages:,} messages ({self.rounds:,} rounds), "
-            f"in place of {self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
+            sent,
             f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic; "
             f"{self.exposed_seconds:.2f} not hidden behind the backward pass",
         ]

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms import Bucket, Commit, Mean, Requests
+from thinwire.algorithms.error_feedback import ERROR, put_back_residuals, residuals_of
 from thinwire.channel import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
-from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.exchange import Exchange, shown
+from thinwire.sync.exchange import Exchange, Task, shown
 from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
@@ -59,10 +58,14 @@ class Step:
         self._held: list[Bucket] = []
         self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
-        self._used: list[torch.Tensor] = []
+        # Of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
+        self._used: dict[Specs, torch.Tensor] = {}
+        self.unused: set[str] = set()  # parameters that no process used, once finished
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
         # has no residual, a later one may.
         has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
+        if engine.places is not None:  # the same on all processes of the machine, who ask each other
+            has_residual = engine.may_remember
         means_unused = has_residual or engine.algorithm.mixes_parameters
         self._finds_unused = engine.settings.may_be_unused and means_unused
         self._has_all = False
@@ -78,8 +81,12 @@ class Step:
 
     # Buckets, as they come.
 
-    def start(self, lane: Lane | Specs, flat: torch.Tensor) -> None:
-        """Send the first message of a bucket whose gradients are ready, and return."""
+    def start(self, lane: Lane | Specs, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
+        """Send the first message of a bucket whose gradients are ready, and return.
+
+        Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
+        for those whose gradient is not zero.
+        """
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
@@ -100,6 +107,13 @@ class Step:
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
+            if self._finds_unused:
+                # Before the exchange starts, which may write to the gradients.
+                self._used[specs] = (
+                    used_flags(Bucket(specs, flat))
+                    if used is None
+                    else accelerators.sent_to(flat.device, torch.tensor(used, dtype=torch.float32))
+                )
             # Buckets are sent in the order in which they came: after one that waits, all wait.
             if isinstance(lane, Lane) and not self._held:
                 self._send(lane, flat)
@@ -137,9 +151,6 @@ class Step:
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.between.rank)
-        if self._finds_unused and bucket.specs:
-            # Before the exchange starts, which may write to the gradients.
-            self._used.append(used_flags(bucket))
         memory = self._engine.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
@@ -157,6 +168,28 @@ class Step:
         if device not in self._scales:
             self._scales[device] = self._exchange.loss_scale(self._loss_scale(device).reshape(()))
         return self._scales[device]
+
+    # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
+    # their means (`find_unused_parameters=True`), and what they hold may be a gradient of an earlier pass.
+
+    def _keep_unapplied(self) -> Requests:
+        """Find the parameters that no one used, in one round; their residuals stay as they were."""
+        names = [spec.name for specs in self._used for spec in specs]
+        flags = list(self._used.values())
+        used = torch.cat([each.to(flags[0].device) for each in flags])
+        places, memory = self._engine.places, self._engine.memory
+        if places is not None:
+            places.inside.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
+        # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
+        used = yield Mean(used)
+        self.unused = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
+        before = residuals_of(memory, self.unused)
+        yield Commit(lambda: torch.tensor(True))
+        put_back_residuals(memory, self.unused, before)
+        for bucket in self._buckets:
+            for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True):
+                if spec.name in self.unused:
+                    gradient.zero_()  # what is kept for later must not be applied now as well
 
     # Round by round.
 
@@ -200,7 +233,7 @@ class Step:
         self._send_reduced(len(self._divided))
         if self._used:
             # One message for all buckets, which travels with their second.
-            self._exchange.close_with(keep_unapplied(self._buckets, self._used, engine.memory))
+            self._exchange.close_with(self._keep_unapplied())
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -224,6 +257,8 @@ class Step:
                     self._gather_inside(self._engine.places)
                 # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
+                if self._engine.torn == self._name:
+                    self._engine.torn = ""
                 self._engine.replays.keep(self._exchange)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
@@ -243,15 +278,15 @@ class Step:
         engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
-            self._exchange.commit(self._exchange.tasks)
-            traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self._lanes)
-            traffic.counted_bytes = traffic.message_bytes
+            self._write(self._exchange.tasks)
+            traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
             return True
         # Computed from what all members have received alike: all find the same, and need not ask each other.
-        is_healthy, remembering = self._exchange.is_healthy(), None
+        is_healthy, told = self._exchange.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
         if engine.places is not None:
-            is_healthy, remembering = self._ask_machine(engine.places, is_healthy, purpose)
+            told = self._ask_machine(engine.places, is_healthy, purpose)
+            is_healthy = told[0] == 0
         elif settings.together is not None:
             # Other shards have received other messages, so they do ask.
             is_healthy = true_for_all(is_healthy, settings.together, purpose)
@@ -260,17 +295,28 @@ class Step:
             engine.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
             if accelerators.pays_per_launch(is_healthy.device):
+                traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
         with traffic.waiting():
             committed = bool(is_healthy)  # waits for an accelerator
-            if settings.host_check and remembering is not None and not engine.algorithm.remembers:
-                engine.may_remember = bool(remembering)
+            if told is not None:
+                _, sent_bytes, remembering = told.tolist()
+                traffic.count_machine(int(sent_bytes))
+                if settings.host_check and not engine.algorithm.remembers:
+                    engine.may_remember = bool(remembering)
         if committed:
-            self._exchange.commit(self._exchange.tasks)
+            self._write(self._exchange.tasks)
         for bucket in () if committed else self._buckets:
             bucket.flat.fill_(fill)
         return committed or not settings.host_check
+
+    def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
+        """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
+        if self._engine.may_remember:
+            # Until all means are there: memory holds this step then, and the gradients do not.
+            self._engine.torn = self._engine.torn or self._name
+        self._exchange.commit(tasks, is_healthy)
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
@@ -281,20 +327,16 @@ class Step:
             return self._engine.may_remember
         return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
 
-    def _ask_machine(
-        self, places: Places, is_healthy: torch.Tensor, purpose: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether the step is healthy everywhere, and how many processes remember something."""
+    def _ask_machine(self, places: Places, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
+        """Return how many processes of the machine are not healthy, what they sent, how many remember."""
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
         device = places.inside.data_device
-        said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
-        said[0] = ~is_healthy.to(device)
-        places.inside.all_reduce(said, purpose).wait()
-        traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
-        traffic.counted_bytes += uncounted
-        return said[0] == 0, said[2]
+        told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        told[0] = ~is_healthy.to(device)
+        places.inside.all_reduce(told, purpose).wait()
+        return told
 
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
         """Let the device decide."""
@@ -307,9 +349,9 @@ class Step:
             else:
                 # One by one: so there is a copy of one bucket's memory at a time, and not of all.
                 before = memory.copied(lane.plan.labels)
-                self._exchange.commit([task])
+                self._write([task])
                 memory.restore_where(is_healthy, before, lane.plan.labels)
-        self._exchange.commit(by_themselves, is_healthy)
+        self._write(by_themselves, is_healthy)
         for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
@@ -350,9 +392,6 @@ class Step:
             raise StepError("this step has ended; begin a new one")
 
 
-# Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
-# their gradient (`find_unused_parameters=True`), so it goes back to the residual it may have come from.
-
 GLANCE = 64
 
 
@@ -368,28 +407,3 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
     # A used gradient mostly shows at once.
     used = [bool(each[:GLANCE].any() or each.any()) for each in bucket.gradients]
     return torch.tensor(used, dtype=torch.float32)
-
-
-def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
-    """Find the parameters that no one used, in one round; their means go back to the residual."""
-    # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
-    used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
-    yield Commit(lambda: torch.tensor(True))
-    parts = [
-        (bucket, each) for bucket in buckets for each in zip(bucket.specs, bucket.gradients, strict=True)
-    ]
-    for (bucket, (spec, gradient)), used_share in zip(parts, used.tolist(), strict=True):
-        if used_share == 0 and gradient.any():
-            give_back(memory, spec, gradient, bucket.loss_scale)
-            gradient.zero_()  # what is kept for later must not be applied now as well
-
-
-def give_back(memory: Memory, spec: ParameterSpec, mean: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Add a mean that is not applied to the residual, in units of the unscaled loss.
-
-    All of it on every member: so the mean residual grows by just what is not applied.
-    """
-    unapplied, error = mean.to(spec.memory_dtype, copy=True), memory[ERROR].get(spec.name)
-    if scale is not None:
-        unapplied /= scale
-    memory[ERROR][spec.name] = unapplied if error is None else error.add_(unapplied)

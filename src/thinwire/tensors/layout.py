@@ -41,8 +41,19 @@ def held_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard_of(tensor: torch.Tensor, dim: int, shard: int, num_shards: int) -> torch.Tensor:
     """Return a shard of a whole tensor, as a view; it may be empty."""
+    start, length = _rows_of_shard(tensor.shape[dim], shard, num_shards)
+    return tensor.narrow(dim, start, length)
+
+
+def shape_of_shard(shape: Sequence[int], dim: int | None, shard: int, num_shards: int) -> tuple[int, ...]:
+    """Return the shape of a shard of a whole tensor; of one that is not cut, its own."""
+    if dim is None:
+        return tuple(shape)
+    return *shape[:dim], _rows_of_shard(shape[dim], shard, num_shards)[1], *shape[dim + 1 :]
+
+
+def _rows_of_shard(size: int, shard: int, num_shards: int) -> tuple[int, int]:
     # As DTensor cuts: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
-    size = tensor.shape[dim]
     rows = -(-size // num_shards)
     start = min(shard * rows, size)
-    return tensor.narrow(dim, start, min(rows, size - start))
+    return start, min(rows, size - start)

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
 
@@ -171,16 +172,19 @@ class Watch:
             ConfigError: A value is not a number or too large for a float, or its name is "kind", "step" or
                 "seconds".
         """
+        plain = dict[str, float]()
         for name, value in values.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
             # True is hardly meant as a number; a tensor would make the host wait unseen.
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
+            # Python's own: NumPy's are numbers as well, and no writer of JSON takes them.
+            plain[name] = int(value) if isinstance(value, Integral) else float(value)
             # Python's whole numbers have no bound: `float` of a large one would raise within a logger.
-            if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+            if isinstance(value, Integral) and not -sys.float_info.max <= plain[name] <= sys.float_info.max:
                 raise ConfigError(f"{name} must be a number that a float can hold, got one that is too large")
-        self._write("log", {"seconds": time.perf_counter() - self._start, **values})
+        self._write("log", {"seconds": time.perf_counter() - self._start, **plain})
 
     def _after_step(self, committed: bool) -> None:
         step = self._watched.steps

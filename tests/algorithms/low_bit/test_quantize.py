@@ -11,6 +11,7 @@ import torch
 
 from catalog import random_gradients, spec, true_means
 from thinwire import PowerSGD, Quantize
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import wire_bytes
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -153,3 +154,33 @@ def test_error_feedback_sends_in_the_end_what_one_step_could_not() -> None:
         errors.append(((total / step - gradient).norm() / gradient.norm()).item())
     assert errors[0] > 0.5
     assert errors[-1] < 0.4 * errors[0]
+
+
+@pytest.mark.parametrize("bits", SHARES)
+@pytest.mark.parametrize("members", [1, 2, 3])
+def test_small_parameters_and_equal_gradients_are_what_they_were(bits: int, members: int) -> None:
+    layout = [(spec("bias", 1), spec("gate", 3), spec("scale", 100))]
+    simulation = Simulation(Quantize(bits=bits), layout, num_workers=members)
+    signs = random_gradients(layout, num_workers=1, seed=0)[0][0].sign()
+    gradients = [[signs.clone()] for _ in range(members)]
+    assert simulation.step(gradients)
+    assert simulation.syncs[0].stats().compression_ratio > 1
+    torch.testing.assert_close(gradients[0][0], signs, rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("bits", SHARES)
+@pytest.mark.parametrize("numel", [1, 2, 3, 64, 100])
+def test_a_residual_does_not_grow(bits: int, numel: int) -> None:
+    """Whatever the sizes within a block: what both rounds leave is less than there was."""
+    layout = [(spec("small", numel), spec("equal", numel))]
+    simulation = Simulation(Quantize(bits=bits, error_feedback=True), layout, num_workers=2)
+    norms = []
+    for step in range(120):
+        gradients = random_gradients(layout, num_workers=2, seed=step)
+        for (flat,) in gradients:
+            flat[numel:] = flat[numel:].sign()
+        assert simulation.step(gradients)
+        errors = [engine.memory[ERROR] for engine in simulation.engines]
+        norms.append(max(float(error[name].norm()) for error in errors for name in ("small", "equal")))
+    assert max(norms[60:]) < 4 * max(norms[:60])
+    assert max(norms) < 20 * numel**0.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.algorithms import Algorithm, Bucket
+from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
 from thinwire.channel import (
     InProcessTransport,
     ProcessGroupTransport,
@@ -26,14 +27,15 @@ from thinwire.channel import (
 )
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
-from thinwire.fronts.common import refuse_averaged_twice
+from thinwire.fronts.common import allow_steps_inside, refuse_averaged_twice, refuse_steps_inside
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, sharded_like
 from thinwire.fronts.sharded.state import ShardedSync
+from thinwire.fronts.start import tell_start
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
-from thinwire.sync.step import Step, give_back
+from thinwire.sync.step import Step
 from thinwire.sync.streams import Aside
 from thinwire.tensors.accelerators import sent_to
 
@@ -84,6 +86,7 @@ def attach_sharded(
     front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
+    tell_start(engine, (piece.parameter for piece in pieces))
     return ShardedSync(engine, shards, trained, front.forget_pass, front.detach)
 
 
@@ -172,6 +175,8 @@ class ShardedFront:
         self._num_early = 0
         self._handles: list[RemovableHandle] = []
         self._aside = Aside()
+        # Whose gradients have changed since the last step. Others may have one too: of an earlier step.
+        self._changed: set[int] = set()
         self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
@@ -183,9 +188,11 @@ class ShardedFront:
         # After FSDP2's own, which is the first: it may have taken new parameters just now.
         check = disable_dynamo(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
+        refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 
     def detach(self) -> None:
         """Undo `register`, and let `replicate` average again."""
+        allow_steps_inside(self)
         for handle in self._handles:
             handle.remove()
         self._sharded.go_on_averaging()
@@ -237,6 +244,7 @@ class ShardedFront:
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Take note of a gradient, and start the buckets that are complete: the hook of each parameter."""
+        self._changed.add(id(parameter))
         # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
         if self._sharded.waits_for_more:
             return
@@ -304,16 +312,12 @@ class ShardedFront:
                 self._open_lanes()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
-                # Only a replica that lacks a gradient must know whether a different replica has it.
-                have = [piece.parameter.grad is not None for piece in self._pieces]
-                # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
-                flags = sent_to(engine.metered.control_device, torch.tensor(have, dtype=torch.uint8))
-                purpose = f"step {engine.steps}, which parameters were used"
                 # After all buckets: how many were started before differs between replicas.
-                who_has = engine.metered.all_reduce(flags, purpose, operation="max")
+                unused = self._unused()
+                before = residuals_of(engine.memory, unused)
                 committed = cast(Step, self._step).finish()
-                who_has.wait()
-                self._hand_back(flags, committed=committed)
+                put_back_residuals(engine.memory, unused, before)
+                self._hand_back(unused)
                 self._learn_order()
         except BaseException:
             self._abandon()
@@ -323,6 +327,7 @@ class ShardedFront:
             self._aside.rejoin()
         # First: what follows may raise, and the next pass is to find nothing of this one.
         self.forget_pass()
+        self._changed.clear()
         if not committed:
             engine.warn_of_nonfinite()
         engine.raise_unless(committed)
@@ -377,9 +382,23 @@ class ShardedFront:
         for bucket in self._buckets:
             bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
-    def _hand_back(self, have: torch.Tensor, *, committed: bool) -> None:
-        lacks = any(piece.parameter.grad is None for piece in self._pieces)
-        is_used = iter(have.tolist() if lacks else [1] * len(self._pieces))
+    def _unused(self) -> set[str]:
+        """Return the parameters that no replica has used since the last step; nothing is averaged of them."""
+        used = [
+            id(piece.parameter) in self._changed and piece.parameter.grad is not None
+            for piece in self._pieces
+        ]
+        # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
+        flags = sent_to(self.engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
+        # Only a replica that lacks a gradient must know whether a different replica has it.
+        if all(used):
+            return set()
+        by_piece = zip(self._pieces, flags.tolist(), strict=True)
+        return {piece.name for piece, is_used in by_piece if not is_used}
+
+    def _hand_back(self, unused: Collection[str]) -> None:
         for bucket in self._buckets:
             flat = cast(torch.Tensor, bucket.flat)
             # The copies are freed bucket by bucket.
@@ -387,11 +406,9 @@ class ShardedFront:
             means = Bucket(bucket.specs, flat).gradients
             for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
                 parameter, mean_here = piece.parameter, mean.view(spec.shape)
-                if not next(is_used):
-                    if committed and mean.any():
-                        scale = cast(Step, self._step).loss_scale_on(mean.device)
-                        give_back(self.engine.memory, spec, mean, scale)
-                elif parameter.grad is None:
+                if piece.name in unused:
+                    continue
+                if parameter.grad is None:
                     # A clone: a view would keep the bucket's memory as long as the gradient lives.
                     parameter.grad = sharded_like(parameter, mean_here.clone())
                 else:

@@ -43,6 +43,7 @@ class ShardedSync(GradientSync):
         super().abandon()
         self._forget_pass()
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`, of the whole model. Collective over all shards and replicas.
 
@@ -50,6 +51,7 @@ class ShardedSync(GradientSync):
         """
         return _whole_state(self.own_state(), self.pieces, self.shards)
 
+    @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`: of this process's shards."""
         state, shards = self._engine.local_state_dict(), self.shards
@@ -62,7 +64,6 @@ class ShardedSync(GradientSync):
             {
                 **state,
                 **self.position._asdict(),
-                "place": shards.rank,
                 "common": with_checksum({**common, CUTS: cuts})["checksum"],
                 CUTS: cuts,
             }
@@ -73,6 +74,7 @@ class ShardedSync(GradientSync):
         steps = {"steps": str(self.steps)}
         return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.state_dict)
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
         if is_local(state):
@@ -84,7 +86,8 @@ class ShardedSync(GradientSync):
     def position(self) -> Position:
         """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
         replicas, shards = self._engine.transport, self.shards
-        return Position(replicas.rank * shards.size + shards.rank, replicas.size * shards.size, shards.size)
+        member = replicas.rank * shards.size + shards.rank
+        return Position(member, replicas.size * shards.size, shards.rank, shards.size)
 
     def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """Check a state of the whole model, and return what it has for this shard."""
@@ -106,6 +109,7 @@ class _InShards:
     def __init__(self, sync: ShardedSync, engine: Engine) -> None:
         self._sync, self._engine = sync, engine
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective over all shards and replicas."""
         sync, own = self._sync, self._sync.own_state()
@@ -125,6 +129,7 @@ class _InShards:
             "tensors": tensors,
         }
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` has returned, resharded to this run's shards."""
         loaded = self._sync.own_part(state_dict["rest"])

@@ -7,7 +7,6 @@ bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,10 +15,13 @@ from numpy.typing import NDArray
 from thinwire.kernels.numba.code_vectors import (
     WIDE,
     add_magnitudes,
+    add_products,
     add_rounded,
     add_squares,
     bits_of,
+    fitting,
     float_of,
+    inside,
     larger,
     larger_wide,
     largest,
@@ -31,7 +33,7 @@ from thinwire.kernels.numba.code_vectors import (
     subtract_levels,
     write,
 )
-from thinwire.kernels.numba.compiler import compiled, generator, inlined
+from thinwire.kernels.numba.compiler import compiled, inlined
 from thinwire.kernels.numba.vectors import (
     LANES,
     first_lanes,
@@ -65,32 +67,41 @@ class Layout(NamedTuple):
         block: Elements of one.
         bits: Of a code.
         last: The highest level.
+        reach: As of `Codebook`.
         share: Blocks of a row of a message: first their scales, then their codes.
     """
 
     block: int
     bits: int
     last: float
+    reach: tuple[float, float]
     share: int
 
 
-@generator
-def _runs(numels: Counts, layout: Layout) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where blocks lie side by side, both in the numbers and in a row of a message.
+@inlined
+def _runs(numels: Counts, layout: Layout) -> Counts:
+    """Return where blocks lie side by side, both in the numbers and in a row of a message.
 
     That is their first number and how many, and of the first block its row and its place there.
     """
-    first, row, place = 0, 0, 0
+    # No generator: Numba never gives back what one was given, so each call would leak an array.
+    blocks = 0
+    for numel in numels:
+        blocks += -(-numel // layout.block)
+    runs = np.empty((len(numels) + blocks // max(1, layout.share), 4), np.int64)
+    count, first, row, place = 0, 0, 0, 0
     for numel in numels:
         start = 0
         while start < numel:
             length = min((layout.share - place) * layout.block, numel - start)
-            yield first + start, length, row, place
+            runs[count, 0], runs[count, 1], runs[count, 2], runs[count, 3] = first + start, length, row, place
+            count += 1
             start += length
             place += -(-length // layout.block)
             if place == layout.share:
                 row, place = row + 1, 0
         first += numel
+    return runs[:count]
 
 
 @inlined
@@ -102,7 +113,8 @@ def _codes_at(scales: int, place: int, layout: Layout) -> int:
 @compiled
 def encode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write codes and scales of all blocks."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales = message + row * row_bytes + SCALE_BYTES * place
         _encode(flat + FLOAT_BYTES * first, length, _codes_at(scales, place, layout), scales, layout)
 
@@ -122,7 +134,8 @@ def average(
     """Write codes and scales of the mean of what members have sent of the blocks of one row, number `own`."""
     block, factors = layout.block, np.empty(members, np.float32)
     together = max(1, TOGETHER // block) * block
-    for _, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        length, row, place = run[1], run[2], run[3]
         if row == own:
             for start in range(0, length, together):
                 here = place + start // block
@@ -173,7 +186,8 @@ def _add_up(
 @compiled
 def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layout) -> None:
     """Write the numbers that all blocks stand for."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, flat + FLOAT_BYTES * first
         _restore(at, _codes_at(scales, place, layout), scales, length, at, layout, False)
 
@@ -181,7 +195,8 @@ def decode(flat: int, message: int, row_bytes: int, numels: Counts, layout: Layo
 @compiled
 def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts, layout: Layout) -> None:
     """Write what all blocks have not sent of some numbers."""
-    for first, length, row, place in _runs(numels, layout):
+    for run in _runs(numels, layout):
+        first, length, row, place = run[0], run[1], run[2], run[3]
         scales, at = message + row * row_bytes + SCALE_BYTES * place, FLOAT_BYTES * first
         _restore(flat + at, _codes_at(scales, place, layout), scales, length, rest + at, layout, True)
 
@@ -190,28 +205,42 @@ def subtract(flat: int, message: int, row_bytes: int, rest: int, numels: Counts,
 def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) -> None:
     """Write codes and scales of the blocks of some numbers, of which the last may be short."""
     block, bits = layout.block, layout.bits
+    is_fitted = 1 < bits < 4
     together = max(1, TOGETHER // block) * block
     for begin in range(0, length, together):
         end, at = min(begin + together, length), scales
         # All scales before the first code: a scale takes two divisions, one after the other. The codes of its
         # block would have to wait for them; the scale of the next block does not.
         for start in range(begin, end, block):
-            store_half(at, _scale(numbers + FLOAT_BYTES * start, min(block, end - start), bits, layout.last))
+            store_half(at, _scale(numbers + FLOAT_BYTES * start, min(block, end - start), layout))
             at += SCALE_BYTES
         for start in range(begin, end, block):
             number = float_of(load_half(scales) << 16)
             factor = np.float32(1) / number if number > 0 else np.float32(0)
             filled, here = min(block, end - start), numbers + FLOAT_BYTES * start
-            wide = filled - filled % WIDE
+            wide, products, squares = filled - filled % WIDE, splat(np.float32(0)), splat(np.float32(0))
             for first in range(0, wide, WIDE):
-                tile = load_tile(here + FLOAT_BYTES * first)
-                write(bits, codes + first * bits // 8, spread(splat(factor)) * tile)
+                tile = spread(splat(factor)) * load_tile(here + FLOAT_BYTES * first)
+                write(bits, codes + first * bits // 8, tile)
+                if is_fitted:
+                    sizes = magnitudes(tile)
+                    levels = fitting(bits, sizes)
+                    products = add_products(products, sizes, levels)
+                    squares = add_products(squares, levels, levels)
             # To the block's end: the codes behind a short one travel too, and must not be what memory
             # happened to hold.
             for first in range(wide, block, LANES):
                 lanes = first_lanes(max(0, min(LANES, filled - first)))
                 units = splat(factor) * load(here + FLOAT_BYTES * first, lanes)
                 write(bits, codes + first * bits // 8, units)
+                if is_fitted:
+                    some = magnitudes(units)
+                    nearest = inside(fitting(bits, some), lanes)
+                    products, squares = products + some * nearest, squares + nearest * nearest
+            if is_fitted:
+                # In fp64, whose range holds it in whatever order LLVM multiplies and divides.
+                fitted = np.float64(number) * total(products) / total(squares)
+                store_half(scales, _rounded(np.float32(fitted), False))
             codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 
@@ -239,10 +268,10 @@ def _restore(
 
 
 @inlined
-def _scale(numbers: int, length: int, bits: int, last: float) -> int:
-    """Return the bits of a block's scale in bf16."""
+def _scale(numbers: int, length: int, layout: Layout) -> int:
+    """Return the bits of a block's scale in bf16, before it is fitted to codes."""
     # Together with the largest, if squares do not leave the range.
-    one = np.float32(1)
+    one, bits = np.float32(1), layout.bits
     wide = length - length % WIDE
     most_of, sums = splat(np.float32(0)), splat(np.float32(0))
     for first in range(0, wide, WIDE):
@@ -256,7 +285,7 @@ def _scale(numbers: int, length: int, bits: int, last: float) -> int:
         sums = sums + (magnitudes(part) if bits == 1 else part * part)
     most = largest(most_of)
     if bits >= 4:
-        return _rounded(most / np.float32(last), True)
+        return _rounded(most / np.float32(layout.last), True)
     # Else in a second pass, of shares of the largest.
     unit = one
     if not SAFE_FROM < most < SAFE_TO:
@@ -268,7 +297,12 @@ def _scale(numbers: int, length: int, bits: int, last: float) -> int:
             part = splat(inverse) * load(numbers + FLOAT_BYTES * first, lanes)
             sums = sums + (magnitudes(part) if bits == 1 else part * part)
     mean = total(sums) / np.float32(length)
-    return _rounded(unit * (mean if bits == 1 else np.float32(math.sqrt(mean))), False)
+    if bits == 1:
+        return _rounded(unit * mean, False)
+    root = unit * np.float32(math.sqrt(mean))
+    low, high = most / np.float32(layout.reach[1]), most / np.float32(layout.reach[0])
+    # Not by `min` and `max`, which might pass over NaN.
+    return _rounded(low if root < low else high if root > high else root, False)
 
 
 @inlined

@@ -6,7 +6,7 @@ are one whole number of 64 bits, in which they are pushed together in three step
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +15,12 @@ from numba import types
 
 from thinwire.kernels.numba.vectors import (
     FLOAT,
+    INDICES,
     INT32,
     LANES,
     NUMBERS,
     call,
+    mask_of_lanes,
     operation,
     repeated,
     tile,
@@ -31,6 +33,7 @@ WIDE = 4 * LANES
 
 INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
 WITHOUT_SIGN = 0x7FFFFFFF
+FITTED = [bits for bits, codebook in CODEBOOKS.items() if codebook.statistic == "least squares"]
 ROUNDING = 1.5 * 2.0**23
 """A number of fp32 around which there are whole ones only; its last byte is zero."""
 
@@ -72,10 +75,10 @@ def store_half(builder: Any, address: Any, bits: Any) -> None:
     builder.store(builder.trunc(bits, INT16), _at(builder, address, INT16), align=2)
 
 
-@operation(vector(vector))
+@operation(vector(vector), of_tiles=tile(tile))
 def magnitudes(builder: Any, numbers: Any) -> Any:
-    """Emit the magnitudes of sixteen numbers."""
-    return builder.bitcast(_without_sign(builder, numbers), NUMBERS)
+    """Emit the magnitudes of numbers."""
+    return builder.bitcast(_without_sign(builder, numbers), numbers.type)
 
 
 @operation(vector(vector, vector))
@@ -138,11 +141,29 @@ def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
     return builder.fadd(sums, products, flags=("nsz",))
 
 
-def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
-    """Emit what is done for each number of bits, and the choice between them."""
+@operation(vector(vector, tile, tile))
+def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
+    """Emit sums, and to each four products."""
+    products = builder.fmul(one, other, flags=("contract",))
+    for start in range(0, WIDE, LANES):
+        part = builder.shuffle_vector(
+            products, products, ir.Constant(INDICES, list(range(start, start + LANES)))
+        )
+        sums = builder.fadd(sums, part, flags=("contract",))
+    return sums
+
+
+@operation(vector(vector, mask_of_lanes))
+def inside(builder: Any, numbers: Any, mask: Any) -> Any:
+    """Emit the numbers inside a mask, and zeros."""
+    return builder.select(mask, numbers, _all(NUMBERS, 0.0))
+
+
+def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any], some: Iterable[int] = CODEBOOKS) -> Any:
+    """Emit what is done for each of some numbers of bits, and the choice between them."""
     # They are the same in a whole pass: LLVM takes the choice out of its loops.
-    chosen, usual, found = builder.append_basic_block("chosen"), 4, []
-    blocks = {each: builder.append_basic_block(f"bits_{each}") for each in CODEBOOKS}
+    blocks = {each: builder.append_basic_block(f"bits_{each}") for each in some}
+    chosen, usual, found = builder.append_basic_block("chosen"), min(blocks), []
     choice = builder.switch(bits, blocks[usual])
     for each, block in blocks.items():
         if each != usual:
@@ -163,6 +184,12 @@ def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any]) -> Any:
 def write(builder: Any, bits: Any, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
     _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
+
+
+@operation(vector(types.int64, vector), of_tiles=tile(types.int64, tile))
+def fitting(builder: Any, bits: Any, units: Any) -> Any:
+    """Emit the levels that are nearest to magnitudes, if the scale is found by least squares."""
+    return _by_bits(builder, bits, lambda each: _nearest(builder, each, units), FITTED)
 
 
 @operation(vector(types.int64, types.int64))
@@ -237,6 +264,16 @@ def _places(builder: Any, bits: int, units: Any) -> Any:
     below = builder.sub(_all(words, len(upper) - 1), place)
     above = builder.add(_all(words, len(levels) - len(upper)), place)
     return builder.select(is_negative, below, above)
+
+
+def _nearest(builder: Any, bits: int, units: Any) -> Any:
+    """Emit the levels that `_places` finds, of magnitudes."""
+    upper = [each for each in CODEBOOKS[bits].levels if each > 0]
+    nearest = _all(units.type, upper[0])
+    for low, high in pairwise(upper):
+        is_above = builder.fcmp_ordered(">", units, _all(units.type, (low + high) / 2))
+        nearest = builder.select(is_above, _all(units.type, high), nearest)
+    return nearest
 
 
 def _read(builder: Any, bits: int, address: Any, lanes: int) -> Any:

@@ -47,12 +47,6 @@ def inlined(function: Function) -> Function:
     return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
 
 
-def generator(function: Function) -> Function:
-    """Compile a generator together with those that loop over it."""
-    # Numba forgets that a function it has kept is a generator: who is compiled later could not loop over it.
-    return cast("Function", njit(**OPTIONS | {"cache": False})(function))
-
-
 def _keyed_by_sources(dispatcher: Any) -> Any:
     # Numba has no public word for what it compares; if that is gone, `dispatch` does without Numba. Names of
     # files change too: those of an older version may name types that are gone, and Numba could not read them.

@@ -142,7 +142,9 @@ def _rows(coded: Coded) -> tuple[int, int]:
 
 
 def _blocks(blocks: Blocks, codebook: Codebook) -> tuple[NDArray[np.int64], code_passes.Layout]:
-    layout = code_passes.Layout(blocks.block, codebook.bits, codebook.levels[-1], blocks.share)
+    layout = code_passes.Layout(
+        blocks.block, codebook.bits, codebook.levels[-1], codebook.reach, blocks.share
+    )
     return np.array(blocks.numels, np.int64), layout
 
 

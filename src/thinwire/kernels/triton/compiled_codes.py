@@ -21,7 +21,7 @@ Parameters, if a kernel has them:
     rest: What is left of the numbers, fp32, one tensor after the other.
     loss_scale: What that is divided by; None for one.
     count, members: Of blocks; of the group.
-    STATISTIC, CUBIC, BITS: As of `Codebook`.
+    STATISTIC, CUBIC, BITS: As of `Codebook`; LEAST, MOST: its reach.
     BLOCK: Elements of a block.
     LIMIT: The largest number of the type of `out`; 0 if that is fp32.
     ALIGNED: Whether all blocks begin at a multiple of four elements, and have as many.
@@ -106,10 +106,10 @@ def _sums(x, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _scale_bits(
-    x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr,
+    x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """Return for each column the bits of its block's scale."""
+    """Return for each column the bits of its block's scale, before it is fitted to codes."""
     TINY: tl.constexpr = 1.1754943508222875e-38
     # The bits of positive numbers are in the order of the numbers, behind which are infinity and NaN.
     top = _largest(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, OUTER, ROWS, INNER)
@@ -125,10 +125,25 @@ def _scale_bits(
         if STATISTIC == "mean magnitude":
             bits = _bf16_bits(largest * tl.div_rn(_sums(shares, OUTER, ROWS, INNER), lengths))
         else:
-            mean_square = tl.div_rn(_sums(shares * shares, OUTER, ROWS, INNER), lengths)
-            bits = _bf16_bits(largest * tl.sqrt_rn(mean_square))
-    bits = tl.where(bits < 0x80, 0, bits)  # below the least normal number: one over it would not be finite
-    return tl.where(top > 0x7F800000, 0x7FC0, bits)
+            root = tl.sqrt_rn(tl.div_rn(_sums(shares * shares, OUTER, ROWS, INNER), lengths))
+            bits = _bf16_bits(largest * tl.minimum(tl.maximum(root, 1 / MOST), 1 / LEAST))
+    return tl.where(top > 0x7F800000, 0x7FC0, _usable_bits(bits))
+
+
+@triton.jit
+def _usable_bits(bits):
+    """Return zero for a scale below the least normal number: one over it would not be finite."""
+    return tl.where(bits < 0x80, 0, bits)
+
+
+@triton.jit
+def _fitted_bits(bits, units, coded, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
+    """Return the bits of the scale with which the levels of a block's codes come nearest to it."""
+    squares = _sums(coded * coded, OUTER, ROWS, INNER)
+    factor = tl.div_rn(_sums(units * coded, OUTER, ROWS, INNER), squares)
+    scale = _widened(bits)
+    # A block that only fills up has no squares, and no scale either.
+    return tl.where(scale > 0, _usable_bits(_bf16_bits(scale * factor)), bits)
 
 
 # 1.5 · 2²³: beyond it there are only whole numbers, so a sum with it is rounded to one, ties to even, and the
@@ -287,21 +302,31 @@ def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr)
 
 
 @triton.jit
-def _code(
-    x, lengths, keys, bases, owners, first, r, column, rows, levels, row, share, start,
-    LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
-    """Store scales and codes of some blocks, with zeros behind them, and return what they stand for."""
-    bits = _scale_bits(x, lengths, LAST, STATISTIC, OUTER, ROWS, INNER)
+def _in_units(x, bits):
+    """Return numbers over the scale of their block; zeros, if that is zero."""
     scale = _widened(bits)
     one = tl.full(scale.shape, 1.0, tl.float32)
-    units = x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[None, :]
+    return x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[None, :]
+
+
+@triton.jit
+def _code(
+    x, real, lengths, keys, bases, owners, first, r, column, rows, levels, row, share, start,
+    LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Store scales and codes of some blocks, with zeros behind them, and return what they stand for."""
+    bits = _scale_bits(x, lengths, LAST, STATISTIC, LEAST, MOST, OUTER, ROWS, INNER)
+    units = _in_units(x, bits)
+    if keys is None or STATISTIC == "least squares":
+        places = _nearest(units, levels, BITS, LEVELS, CUBIC)
+    if STATISTIC == "least squares":
+        coded = tl.where(real, _level(places, levels, BITS, LEVELS, CUBIC), 0.0)
+        bits = _fitted_bits(bits, units, coded, OUTER, ROWS, INNER)
     if keys is not None:
         uniform = _uniform(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
-        places = _drawn(units, uniform, levels, BITS, LEVELS, CUBIC)
-    else:
-        places = _nearest(units, levels, BITS, LEVELS, CUBIC)
+        places = _drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
     # Blocks that only fill up the last member's row count, too: it is sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
@@ -380,8 +405,8 @@ def _real(lengths, first, r, rows, inside, BLOCK: tl.constexpr, ALIGNED: tl.cons
 @triton.jit(**ONE_KERNEL)
 def encode(
     flat, starts, lengths, keys, bases, owners, levels, message, stride, share, tiles, count,
-    LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
+    LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Code blocks of a flat tensor."""
@@ -393,9 +418,9 @@ def encode(
         x = _in_one_thread(flat, starts, lengths, first + r, column, rows)
     x = x.to(tl.float32)
     _code(
-        x, length, keys, bases, owners, first, r, column, rows, levels,
+        x, real, length, keys, bases, owners, first, r, column, rows, levels,
         message + member.to(tl.int64) * stride, share, start,
-        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
+        LAST, STATISTIC, LEAST, MOST, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
 
 
@@ -403,8 +428,8 @@ def encode(
 def average(
     received, received_stride, lengths, keys, bases, owners, levels, message, lost,
     share, count, own, members,
-    LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
-    BITS: tl.constexpr, BLOCK: tl.constexpr,
+    LAST: tl.constexpr, STATISTIC: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Add up what members have sent of blocks, in the order of the members, and code the mean."""
@@ -425,8 +450,8 @@ def average(
     if owners is not None:
         owners += -own  # those that are given begin with this member's
     coded = _code(
-        mean, length, keys, bases, owners, own + start, r, column, rows, levels, message, share, start,
-        LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
+        mean, real, length, keys, bases, owners, own + start, r, column, rows, levels, message, share, start,
+        LAST, STATISTIC, LEAST, MOST, CUBIC, LEVELS, BITS, BLOCK, OUTER, ROWS, INNER,
     )  # fmt: skip
     if lost is not None:
         at = _at(lost, None, start, r, rows, inside, BLOCK, ALIGNED)

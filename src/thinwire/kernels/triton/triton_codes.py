@@ -193,4 +193,5 @@ def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
 
 def statistic(codebook: Codebook) -> dict[str, object]:
     """Return the compile-time arguments of kernels that code."""
-    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic}
+    least, most = codebook.reach
+    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic, "LEAST": least, "MOST": most}

@@ -22,7 +22,8 @@ from thinwire.errors import AgreementError, CommunicationError, LeftError, State
 from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
-from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError
+from thinwire.localsgd.members.inner_settings import InnerSettings, difference, digest
+from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError, heard, told
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,19 @@ class Presence(NamedTuple):
     is_leaving: bool  # after this averaging
     is_new: bool  # it starts from the others' state
     is_saving: bool = False  # behind this averaging
+    settings: int = 0  # a digest of what its optimizers inside are set to
+    averagings: int = 0  # since it joined
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
         """Return what a row of numbers says."""
         member, lineage, doubt, step, min_members = map(int, row[:5])
-        weight, weight_behind_doubt, error_norm, *flags = row[5:]
+        weight, weight_behind_doubt, error_norm = row[5:8]
+        is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
+        settings, averagings = map(int, row[12:])
         whole = member, lineage, doubt, step, min_members
-        return cls(*whole, weight, weight_behind_doubt, error_norm, *map(bool, flags))
+        flags = is_finite, is_leaving, is_new, is_saving
+        return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
 
 @dataclass
@@ -132,6 +138,16 @@ class Front(Protocol):
     def _described(self) -> Description:
         """Return what must be the same on all members, by subject."""
 
+    def _follow(self, step: int) -> None:
+        """Use what the others do after this step."""
+
+    @property
+    def _may_be_set_otherwise(self) -> bool:
+        """Whether a member whose optimizers are set otherwise is warned, and else refused."""
+
+    def _inner_settings(self) -> InnerSettings:
+        """Return what the optimizers inside are set to."""
+
     def _state(self) -> Mapping[str, Any]:
         """Return what a newcomer starts from: tensors and plain values."""
 
@@ -197,6 +213,7 @@ class Elastic:
         self._agreed_changes = 0
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
+        self._warned = ""  # of its optimizers' settings
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
         group.provide = self._provided
@@ -297,23 +314,23 @@ class Elastic:
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
         """Do what all processes of this member must be able to do; if one can't, all raise."""
-        group, failure = self._group, None
+        group = self._group
+        failure: BaseException | None = None
         if group.inside.size == 1:
             return action()
         try:
             result = action()
         except BrokenMemberError:
             raise
-        except RETRIED as error:
+        except BaseException as error:
             # Before the others of this member know: those of this place wait for this process's messages.
             group.break_off()
             failure = error
-        words = gather_bytes(str(failure or "").encode(), group.inside, PURPOSE)
+        everyone = gather_bytes(told(failure, RETRIED), group.inside, PURPOSE)
         if failure is not None:
             raise failure
-        for rank, said in enumerate(words):
-            if said:
-                raise CommunicationError(f"process {rank} of this member: {said.decode()}")
+        for rank, words in enumerate(everyone):
+            heard(words, (CommunicationError, CommunicationError), rank)
         return result
 
     def _finish(self) -> None:
@@ -362,7 +379,7 @@ class Elastic:
         part = front._part()
         # If others have committed what this member is in doubt of.
         behind = Part(0.0, True, None) if self._doubt is None else front._part(1)
-        is_still_that = not is_new and self._doubt is None
+        is_still_that, settings = not is_new and self._doubt is None, front._inner_settings()
         own = self._of_all_processes(
             Presence(
                 member=self._member,
@@ -377,6 +394,8 @@ class Elastic:
                 is_leaving=self.is_leaving,
                 is_new=is_new,
                 is_saving=self._is_saving,
+                settings=digest(settings),
+                averagings=self.stats.averagings,
             )
         )
         rows = gather_numbers([float(each) for each in own], group.control, "who takes part in an averaging")
@@ -386,6 +405,7 @@ class Elastic:
         self._check_number(present)
         present = self._of_one_lineage(present)
         self._check_finite(present)
+        self._check_settings(present, settings)
         if self._agreed_changes != group.num_changes:
             # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
             # fails: the next change of members starts from this number.
@@ -510,6 +530,35 @@ class Elastic:
         )
         self._refuse([not each.is_finite for each in present], "are not finite", error)
 
+    def _check_settings(self, present: Sequence[Presence], own: InnerSettings) -> None:
+        """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
+        # Newcomers are given theirs, and at other steps a schedule has other values.
+        old = [rank for rank, each in enumerate(present) if not each.is_new]
+        if len({present[rank].settings for rank in old}) < 2:
+            return
+        data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
+        everyone: list[InnerSettings] = list(map(json.loads, data))
+        longest = max(present[rank].averagings for rank in old)
+        oldest = [rank for rank in old if present[rank].averagings == longest]
+        counts = Counter(present[rank].settings for rank in oldest)
+        usual = max(oldest, key=lambda rank: counts[present[rank].settings])
+        step = present[usual].step
+        others = [
+            rank for rank in old if present[rank].step == step and difference(everyone[rank], everyone[usual])
+        ]
+        if not others:
+            return
+        words = (
+            f"{difference(own, everyone[usual])} at step {step}, as of a schedule that counts each member's "
+            "own steps; let it go by `steps` of this context, which a member that joins takes over"
+        )
+        if not self._front._may_be_set_otherwise:
+            refused = StepError(f"{words}. It was refused and has left, and the others go on")
+            self._refuse([rank in others for rank in range(len(present))], "have other settings", refused)
+        elif self._group.control.rank in others and words != self._warned:
+            self._warned = words
+            logger.warning("%s", words)
+
     def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
         """Let some members leave with an error, and the others try again without them."""
         if are_refused[self._group.control.rank]:
@@ -522,8 +571,12 @@ class Elastic:
 
     def _agree(self, present: Sequence[Presence]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
-        group = self._group
-        described, purpose = self._described(), "joining a group"
+        group, purpose = self._group, "joining a group"
+        # A member that joins uses what the others do, however far they are.
+        step = None if group.received is None else group.received.get("step")
+        if isinstance(step, int):
+            self._front._follow(step)
+        described = self._described()
         data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(each, sort_keys=True) for each in everyone]

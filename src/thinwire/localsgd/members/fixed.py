@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.channel import (
+    ProcessGroupTransport,
+    Transport,
+    gather_numbers,
+    machines_of_subgroups,
+    true_for_all,
+)
 from thinwire.errors import StepError
 from thinwire.fronts.common import averaging_model
 from thinwire.localsgd.flight import Changes, Flight, are_finite, have_moved
-from thinwire.localsgd.fragment import Fragment, layouts_of
+from thinwire.localsgd.fragment import Fragment, Fragments, layouts_of
+from thinwire.localsgd.loads import LOADED
 from thinwire.localsgd.loop import driven_gradients
 from thinwire.localsgd.model import AveragedModel
 from thinwire.localsgd.outer import settings_digest
@@ -35,7 +42,14 @@ class Answer(NamedTuple):
     is_finite: bool  # what it has to average
     contributes: bool  # it had input since the last averaging
     has_changed: bool  # its parameters have changed since then, without a step that counts
+    has_loaded: bool  # its parameters, inside the context, with steps behind the last averaging
     outer: int  # digest of the outer optimizer's settings, which a schedule changes; below 2**32
+
+    @classmethod
+    def of(cls, step: int, flags: int, outer: int) -> Answer:
+        """Return what three numbers say."""
+        is_finite, contributes, has_changed, has_loaded = (bool(flags & bit) for bit in (1, 2, 4, 8))
+        return cls(step, is_finite, contributes, has_changed, has_loaded, outer)
 
 
 class Consensus:
@@ -46,7 +60,8 @@ class Consensus:
 
     def __init__(self, own: Answer, transport: Transport) -> None:
         # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
-        numbers = [own.step, own.is_finite + 2 * own.contributes + 4 * own.has_changed, own.outer]
+        flags = own.is_finite + 2 * own.contributes + 4 * own.has_changed + 8 * own.has_loaded
+        numbers = [own.step, flags, own.outer]
         self._own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
         self._rows = self._own.new_empty(transport.size, len(numbers))
         purpose = f"step {own.step}, the consensus check before an averaging"
@@ -56,10 +71,7 @@ class Consensus:
         """Return the answers, by rank. Blocks until all have come."""
         self._work.wait()
         rows = [[int(number) for number in row] for row in self._rows.tolist()]
-        return [
-            Answer(step, bool(flags & 1), bool(flags & 2), bool(flags & 4), outer)
-            for step, flags, outer in rows
-        ]
+        return [Answer.of(*row) for row in rows]
 
     def checked(self) -> list[Answer]:
         """Return the answers, by rank, or refuse on all members alike. Blocks until all have come."""
@@ -81,6 +93,8 @@ class Consensus:
                 "batches (different numbers of them), train inside thinwire.join as well: with local, "
                 "thinwire.join(local): … Call average() on all processes or on none"
             )
+        if any(answer.has_loaded for answer in answers):
+            raise StepError(LOADED)
         if not do_agree(answers):
             usual = Counter(answer.outer for answer in answers).most_common(1)[0][0]
             others = [place for place, answer in enumerate(answers) if answer.outer != usual]
@@ -193,29 +207,28 @@ class Fixed:
             fragment.sent_after = step
 
     def average_all(self) -> None:
-        """Apply what is in flight, then average what has changed since each fragment was sent. Collective."""
+        """Apply what is in flight, then average what steps have changed since each fragment was sent.
+
+        What has changed without a step is taken over if it is the same on all. Collective.
+        """
         fragments = self._model.fragments
         changes = {each: each.changes() for each in fragments}
         self._agree_within(changes)
-        # An optimizer that steps after the one whose steps count, or in its place, leaves models that differ.
+        # Weights that were loaded, or are those of an optimizer that nobody counts.
         in_flight = {each for flight in self.flights for each in flight.changes}
         quiet = [each for each in fragments if self.step == each.sent_after and each not in in_flight]
         has_changed = bool(quiet) and have_moved({each: changes[each] for each in quiet}, self._together)
-        if has_changed:
-            logger.warning(
-                "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given; they are averaged now, and were not in between. Pass all optimizers that train the "
-                "model, in the order of their steps"
-            )
-        asked = self._ask(changes, has_changed=has_changed)
+        has_loaded = len(quiet) < len(fragments) and self._model.loads.have_changed()
+        asked = self._ask(changes, has_changed=has_changed, has_loaded=has_loaded)
         answers = self._read(asked)
-        anyone_has_changed = any(answer.has_changed for answer in answers)
+        if any(answer.has_changed for answer in answers):
+            self._take_over(quiet)
         # A copy of the list, for what lands leaves it.
         for flight in tuple(self.flights):
             (fragment,) = flight.changes
             self._land(flight, asked)
             changes[fragment] = fragment.changes()
-        pending = [each for each in fragments if anyone_has_changed or self.step > each.sent_after]
+        pending = [each for each in fragments if self.step > each.sent_after]
         if self._schedule.is_warm_up(self.step):
             turns = [pending] if pending else []
         else:
@@ -224,6 +237,25 @@ class Fixed:
         # All are known to be at this step: one question is enough for all turns.
         for turn in turns:
             self._average_now({each: changes[each] for each in turn}, answers)
+
+    def _take_over(self, fragments: Sequence[Fragment]) -> None:
+        """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
+        purpose = "comparing parameters that have changed without a step"
+        own = Fragments(fragments).checksum()
+        rows = gather_numbers([float(own)], self.engine.transport, purpose)
+        are_alike = torch.tensor(len({row[0] for row in rows}) == 1)
+        if self._together is not None:
+            are_alike = true_for_all(are_alike, self._together, purpose)
+        if not are_alike:
+            raise StepError(
+                "parameters have changed since the last averaging without a step of the optimizer that was "
+                "given, and not on all processes alike; nothing was averaged, and each has its own. Pass all "
+                "optimizers that train the model, in the order of their steps; load the same weights on all"
+            )
+        for fragment in fragments:
+            fragment.take_parameters()
+        self._model.loads.forget()
+        logger.info("parameters that have changed without a step, on all processes alike, are taken over")
 
     def finish_all(self) -> None:
         """Wait for all that is in flight; it is applied when it is due. Collective."""
@@ -313,17 +345,18 @@ class Fixed:
         if not do_agree(Consensus(own, self._within.transport).answers()):
             Consensus(own, self.engine.transport).checked()
 
-    def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
+    def _ask(self, changes: Changes, **changed: bool) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
-        asked = Consensus(self._answer(changes, has_changed=has_changed), self.engine.transport)
+        asked = Consensus(self._answer(changes, **changed), self.engine.transport)
         self._asked.append(asked)
         return asked
 
-    def _answer(self, changes: Changes, *, has_changed: bool = False) -> Answer:
+    def _answer(self, changes: Changes, *, has_changed: bool = False, has_loaded: bool = False) -> Answer:
         # The same on all shards of this replica, and so is what follows from the answers.
         is_finite = not changes or are_finite(changes, self._together)
         contributes = self.own_pending_steps > 0
-        return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self._model.outer))
+        outer = settings_digest(self._model.outer)
+        return Answer(self.step, is_finite, contributes, has_changed, has_loaded, outer)
 
     def _read(self, until: Consensus | None) -> list[Answer]:
         """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -16,9 +17,11 @@ from thinwire.errors import StateError
 from thinwire.tensors.layout import held_of
 
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
-# not taken for that. (While a newcomer is served, the other members wait in one message.)
+# not taken for that. While a newcomer is served, the other members wait in one message, though: see
+# `receive_state`.
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
+MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state comes in time
 PURPOSE = "handing a newcomer what it starts from"
 
 
@@ -88,8 +91,8 @@ def broadcast_residual(
     return arrived
 
 
-def receive_state(transport: GroupTransport, source: int) -> Any:
-    """Return what a member sends by `send_state`."""
+def receive_state(transport: GroupTransport, source: int, timeout_seconds: float) -> Any:
+    """Return what a member sends by `send_state`, if that takes no longer than the others wait for it."""
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:
@@ -98,9 +101,24 @@ def receive_state(transport: GroupTransport, source: int) -> Any:
             "same Thinwire on all members"
         )
     data = torch.empty(int(length), dtype=torch.uint8)
+    start, num_received = time.monotonic(), 0
     for part in torch.split(data, PART_BYTES):
         transport.receive(part, source, PURPOSE).wait()
+        num_received += len(part)
+        _check_in_time(num_received, len(data), time.monotonic() - start, timeout_seconds)
     return unpacked(data)
+
+
+def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_seconds: float) -> None:
+    """Refuse a state that takes too long, once it can be told: the others would time out, again and again."""
+    expected = seconds * num_bytes / num_received
+    if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
+        rate = 8e-6 * num_received / seconds
+        raise StateError(
+            f"a newcomer's state of {num_bytes / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
+            f"Mbit/s, and the other members wait {timeout_seconds:g} s: it has left, and they go on. Start "
+            f"all with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+        )
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

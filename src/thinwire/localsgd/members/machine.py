@@ -53,22 +53,25 @@ class MachineGroup(Group):
 
     def meet(self) -> None:
         """As `Group.meet`."""
-        told: dict[str, Any] = {}
+        met: dict[str, Any] = {}
+        failure: BaseException | None = None
         if self._is_first:
             try:
-                told = self._met()
-            except TOLD as error:
-                told = {"error": [TOLD.index(type(error)), str(error)]}
-        told = json.loads(gather_bytes(json.dumps(told).encode(), self.inside, PURPOSE)[0])
-        if "error" in told:
-            kind, words = told["error"]
-            raise TOLD[kind](words)
-        self._spoken.rank, self._spoken.size = told["rank"], told["size"]
-        self.quorum_id, self.num_changes, self._address = told["quorum"], told["changes"], told["address"]
-        if told["received"] is None:
+                met = self._met()
+            except BaseException as error:  # whatever it is, the others of this member wait to hear
+                failure = error
+        words = told(failure, TOLD) or json.dumps(met).encode()
+        words = gather_bytes(words, self.inside, PURPOSE)[0]
+        if failure is not None:
+            raise failure
+        met = json.loads(words)
+        heard(words if "error" in met else b"", TOLD)
+        self._spoken.rank, self._spoken.size = met["rank"], met["size"]
+        self.quorum_id, self.num_changes, self._address = met["quorum"], met["changes"], met["address"]
+        if met["received"] is None:
             self.received = None
         elif not self._is_first:
-            self.received = told["received"]  # until `join` brings the rest
+            self.received = met["received"]  # until `join` brings the rest
 
     def _met(self) -> dict[str, Any]:
         group = self._group
@@ -125,6 +128,25 @@ class MachineGroup(Group):
         self._group.leave()
 
 
+def told(failure: BaseException | None, kinds: Sequence[type[Exception]]) -> bytes:
+    """Return what a process tells the others of its member of a failure; nothing if there is none."""
+    if failure is None:
+        return b""
+    is_foreseen = not isinstance(failure, BrokenMemberError)
+    places = (place for place, each in enumerate(kinds) if is_foreseen and isinstance(failure, each))
+    kind = next(places, None)
+    words = str(failure) if kind is not None else f"{type(failure).__name__}: {failure}"
+    return json.dumps({"error": [kind, words]}).encode()
+
+
+def heard(words: bytes, kinds: Sequence[type[Exception]], rank: int = 0) -> None:
+    """Raise what a process of this member has told; what was not foreseen ends the member."""
+    if words:
+        kind, said = json.loads(words)["error"]
+        error = BrokenMemberError if kind is None else kinds[kind]
+        raise error(f"process {rank} of this member: {said}")
+
+
 class _Spoken(Transport):
     """The members' group to each process of one member: its first process sends and receives for all.
 
@@ -137,11 +159,12 @@ class _Spoken(Transport):
 
     def start(self, message: Message) -> Work:
         """As `Transport.start`."""
-        work = failure = None
+        work = None
+        failure: BaseException | None = None
         if self._first is not None:
             try:
                 work = self._first.start(message)
-            except CommunicationError as error:
+            except BaseException as error:
                 failure = error  # raised when it is waited for, on all alike
         return _Heard(message, work, failure, self._inside)
 
@@ -150,7 +173,7 @@ class _Heard:
     """A message of the first process, whose result the others hear."""
 
     def __init__(
-        self, message: Message, work: Work | None, failure: CommunicationError | None, inside: Transport
+        self, message: Message, work: Work | None, failure: BaseException | None, inside: Transport
     ) -> None:
         self._message, self._work, self._failure, self._inside = message, work, failure, inside
         self._is_done = False
@@ -166,12 +189,14 @@ class _Heard:
         if self._work is not None:
             try:
                 self._work.wait()
-            except CommunicationError as error:
+            except BaseException as error:
                 self._failure = error
         inside = self._inside
-        words = gather_bytes(str(self._failure or "").encode(), inside, PURPOSE)[0].decode()
-        if words:
-            self._failure = self._failure or CommunicationError(f"process 0 of this member: {words}")
+        words = gather_bytes(told(self._failure, TOLD), inside, PURPOSE)[0]
+        try:
+            heard(words, TOLD)
+        except (*TOLD, BrokenMemberError) as error:
+            self._failure = self._failure or error
             return
         inside.broadcast(self._message.output, 0, PURPOSE).wait()
 

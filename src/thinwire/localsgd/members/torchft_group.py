@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,6 +35,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
+ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
 LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
@@ -59,8 +61,8 @@ class TorchftGroup(Group):
             `TORCHFT_LIGHTHOUSE`.
         min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
             or else 1. The lighthouse has a separate number, below which it forms no quorum.
-        timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
-            that stands still for longer is left behind.
+        timeout_seconds: How long a message may take, and with it all of the state that a newcomer is sent,
+            which is refused if it would take longer. A member that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
             than the time from one averaging to the next.
         hostname: Under which the other members reach this one; None for the environment's
@@ -153,6 +155,9 @@ class TorchftGroup(Group):
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
         self._line = _Line(self._lighthouse)
+        if folder := os.environ.get(ASKED):
+            with suppress(OSError):  # the command has ended, and does not ask any more
+                Path(folder, name).touch()
         self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
     def meet(self) -> None:
@@ -252,7 +257,7 @@ class TorchftGroup(Group):
         newcomers = [member for member, is_new in enumerate(are_new) if is_new]
         if rank == source:
             send_state(self.provide(), transport, newcomers)
-        return receive_state(transport, source) if are_new[rank] else None
+        return receive_state(transport, source, self._timeout.total_seconds()) if are_new[rank] else None
 
     def leave(self) -> None:
         """As `Group.leave`."""
@@ -423,7 +428,7 @@ class _StateTransport:
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Receive a state."""
-        state = receive_state(self._group.transport(), src_rank)
+        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
         if state is None:
             # Raised: else torchft would count this member among those who have the state. And as the sender
             # says: this member's min_members may differ, for which it is refused only once they have met.

@@ -1,0 +1,200 @@
+"""The optimizers inside: refuse those that would undo or replace the averaging of models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+
+from thinwire.errors import ConfigError
+from thinwire.tensors.layout import held_of
+
+# A copy that was just made differs from the weights by a step or a few, a momentum by about all of them.
+MAX_DISTANCE = 0.3
+# Prodigy's: it measures how far the weights have gone from them, and never goes back to them.
+ONLY_READ = {"p0"}
+
+
+def check_keeps_to_itself(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
+    """Refuse an optimizer whose step sends something to other processes."""
+    name, inside = type(optimizer).__name__, next(_inside(optimizer), None)
+    use = "the optimizer inside it" if inside is None else f"the {type(inside).__name__} inside it"
+    if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer
+        raise ConfigError(
+            f"{name} sends each parameter in its step from the one process that trains it, so each would "
+            "learn from that one's data only; pass the optimizer that it was made of, such as "
+            "torch.optim.AdamW(model.parameters(), …), or average gradients with thinwire.attach"
+        )
+    # Those of a sharded model may gather a matrix from the shards of one replica.
+    held = () if is_sharded else vars(optimizer).items()
+    joins = [key for key, value in held if isinstance(value, dist.ProcessGroup) or _is_mesh(value)]
+    # Of torch's PostLocalSGDOptimizer, Horovod and Apex.
+    joins += [key for key in ("averager", "process_set", "process_group") if _has(optimizer, key)]
+    if joins:
+        raise ConfigError(
+            f"{name} communicates in its step (it has {joins[0]!r}), which would replace the averaging of "
+            f"models; pass {use}, or average gradients with thinwire.attach"
+        )
+
+
+def _is_mesh(value: object) -> bool:
+    return type(value).__name__ == "DeviceMesh"  # importing that takes seconds
+
+
+def _has(optimizer: torch.optim.Optimizer, key: str) -> bool:
+    return getattr(optimizer, key, None) is not None
+
+
+@contextmanager
+def silent_steps(
+    optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Refuse, in its first step while this is open, an optimizer that sends messages over a group.
+
+    Some gather what each process has computed (Muon), and hold nothing that shows it.
+    """
+    counts: dict[int, int | None] = {}  # of messages before the first step, None after it
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # What a closure sends are gradients.
+        if all(each is None for each in (*args[1:], *kwargs.values())):
+            counts.setdefault(id(optimizer), _num_messages(group))
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        count = counts.get(id(optimizer))
+        counts[id(optimizer)] = None
+        if count is not None and _num_messages(group) != count:
+            raise ConfigError(
+                f"{type(optimizer).__name__} communicates in its step, which replaces the averaging of "
+                "models: parameters would learn from some processes' data only; pass one that does not, such "
+                "as torch.optim.Muon, or average gradients with thinwire.attach"
+            )
+
+    with ExitStack() as attached:
+        for optimizer in optimizers if group is not None else ():
+            attached.callback(optimizer.register_step_pre_hook(before).remove)
+            attached.callback(optimizer.register_step_post_hook(after).remove)
+        yield
+
+
+def _num_messages(group: Any) -> int | None:  # its stub lacks the method
+    try:
+        return None if group is None else int(group._get_sequence_number_for_group())
+    except RuntimeError:  # this backend does not count them
+        return None
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps of a parameter."""
+
+    place: str  # such as "state['z']"
+    parameter: torch.Tensor
+    tensor: torch.Tensor
+
+
+class CopiesOfWeights:
+    """Looks for copies of the weights in what optimizers keep: they would undo an average in the next step.
+
+    Schedule-free's z, Lookahead's slow weights, MADGRAD's x0, and fp32 weights behind a model of 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[tuple[int, str, int]] = set()  # that were looked at
+
+    def check(self, optimizers: Sequence[torch.optim.Optimizer], lasts: Mapping[int, torch.Tensor]) -> None:
+        """Refuse copies of the weights, or of `lasts`, by their identity the last averages of parameters.
+
+        Cost: of what is kept since the last call a few passes and a host synchronisation, else none.
+        """
+        for optimizer in optimizers:
+            if type(optimizer).__module__.startswith("torch.optim"):
+                continue  # those of torch keep none that they go back to
+            kept = [each for each in _kept(optimizer) if self._is_new(optimizer, each)]
+            by_place = defaultdict(list)
+            for each in kept:
+                by_place[each.place].append(each)
+            for place, of_one in by_place.items():
+                if _are_copies([(each.tensor, each.parameter) for each in of_one]) or _are_copies(
+                    [(e.tensor, lasts[id(e.parameter)]) for e in of_one if id(e.parameter) in lasts]
+                ):
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} keeps a copy of the weights in {place}, from which its "
+                        "next step would undo the average of the models; pass an optimizer that keeps none, "
+                        "such as torch.optim.AdamW (of 16-bit weights: keep the model in fp32, with "
+                        "torch.autocast), or average gradients with thinwire.attach"
+                    )
+
+    def _is_new(self, optimizer: torch.optim.Optimizer, kept: Kept) -> bool:
+        place = id(optimizer), kept.place, id(kept.parameter)
+        is_new = place not in self._places
+        self._places.add(place)
+        return is_new
+
+
+def _are_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Return whether tensors are about equal to others, all of them together."""
+    if not pairs:
+        return False
+    distance = norm = 0.0
+    for tensor, weights in pairs:
+        # An accelerator may have no fp64.
+        held = held_of(tensor).reshape(-1).float()
+        other = held_of(weights).reshape(-1).to(held.device, torch.float32)
+        distance += float((held - other).square().sum())
+        norm += float(other.square().sum())
+    return distance < MAX_DISTANCE**2 * norm
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
+    """Yield all that an optimizer keeps of a parameter, in its type of numbers and its size."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    found: list[tuple[str, object, object]] = []
+    for own in (optimizer, *_inside(optimizer)):
+        for parameter, state in own.state.items():
+            if isinstance(state, Mapping):
+                found += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
+        for group in own.param_groups:
+            lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
+            for key, values in lists.items():
+                found += _paired(f"param_groups[…][{key!r}]", group["params"], values)
+        for key, value in vars(own).items():
+            found += _paired(key, parameters, _flat(value))
+        masters = [each for group in own.param_groups for each in group["params"]]
+        found += _paired("its parameters", parameters, masters)
+    for place, owner, kept in found:
+        if not isinstance(owner, torch.Tensor) or not isinstance(kept, torch.Tensor):
+            continue
+        is_alike = kept.is_floating_point() and kept.numel() == owner.numel()
+        if is_alike and kept is not owner and not any(f"'{key}'" in place for key in ONLY_READ):
+            yield Kept(place, owner, kept)
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that one wraps, from the outside in."""
+    for value in vars(optimizer).values():
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+            yield from _inside(value)
+
+
+def _flat(value: object) -> list[object]:
+    """Return what a list of lists or a mapping holds, in order."""
+    if isinstance(value, Mapping):
+        return _flat(list(value.values()))
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [one for each in value for one in _flat(each)]
+
+
+def _paired(
+    place: str, parameters: Sequence[object], values: Sequence[object]
+) -> list[tuple[str, object, object]]:
+    """Return values with the parameters that they stand for, if there are as many."""
+    if len(values) != len(parameters):
+        return []
+    return [(place, *pair) for pair in zip(parameters, values, strict=True)]

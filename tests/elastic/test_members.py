@@ -1,0 +1,143 @@
+"""What goes through a member's first process, what a newcomer is sent, and what a step looks at."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+from elastic.in_turns import alone
+from thinwire import Warmup, elastic
+from thinwire.algorithms import AllReduce, Quantize
+from thinwire.channel import InProcessTransport, run_members
+from thinwire.elastic import InProcessGroup, InProcessLighthouse, LocalSGD
+from thinwire.errors import CommunicationError, StateError
+from thinwire.localsgd.members import handing
+from thinwire.localsgd.members.elastic import Elastic
+from thinwire.localsgd.members.handing import packed
+from thinwire.localsgd.members.machine import BrokenMemberError, MachineGroup
+from thinwire.localsgd.model import AveragedModel
+from thinwire.sync import Engine
+from training import new_model, new_optimizer, train
+
+
+class FirstOnly(InProcessGroup):
+    """What meets the others for a member of several processes, and fails."""
+
+    def __init__(self, inside: InProcessTransport, error: BaseException) -> None:
+        super().__init__(InProcessLighthouse())
+        self.inside, self.error = inside, error
+
+    def meet(self) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "of_others"),
+    [
+        (MemoryError("no more"), BrokenMemberError),
+        (KeyboardInterrupt(), BrokenMemberError),
+        (StateError("damaged"), StateError),
+        (CommunicationError("no one there"), CommunicationError),
+    ],
+)
+def test_whatever_ends_the_first_process_of_a_member_reaches_the_others(
+    error: BaseException, of_others: type[Exception]
+) -> None:
+    inside = InProcessTransport.group(3)
+
+    def met(rank: int) -> BaseException:
+        with pytest.raises(BaseException) as raised:  # noqa: PT011
+            MachineGroup(FirstOnly(inside[rank], error), has_parts=False).meet()
+        return raised.value
+
+    first, *others = run_members(3, met)
+    assert first is error
+    assert [type(each) for each in others] == [of_others] * 2
+    assert all(str(error) in str(each) for each in others)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_unforeseen_error_of_one_process_ends_its_member(rank: int) -> None:
+    inside = InProcessTransport.group(2)
+
+    def averaged(own: int) -> BaseException:
+        group = FirstOnly(inside[own], ValueError())
+        machine = MachineGroup(group, has_parts=False)
+        engine = Engine(AllReduce(), machine.transport, [])
+        front = Mock(spec=LocalSGD)
+        membership = Elastic(machine, engine, front, torch.device("cpu"))
+        failing = ValueError("a bug") if own == rank else None
+        with pytest.raises(BaseException) as raised:  # noqa: PT011
+            membership._all_can(Mock(side_effect=failing))
+        return raised.value
+
+    errors = run_members(2, averaged)
+    assert isinstance(errors[rank], ValueError)
+    assert isinstance(errors[1 - rank], BrokenMemberError)
+    assert "ValueError: a bug" in str(errors[1 - rank])
+
+
+class Slow:
+    """Sends a state at 1 MB a second, by a clock of its own."""
+
+    def __init__(self, state: Any) -> None:
+        self.parts, self.now = [packed(state)], 0.0
+
+    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> Mock:
+        if tensor.dtype == torch.int64:
+            tensor.fill_(len(self.parts[0]))
+        else:
+            tensor.copy_(self.parts[0][: len(tensor)])
+            self.parts[0] = self.parts[0][len(tensor) :]
+            self.now += len(tensor) / 1e6
+        return Mock()
+
+
+@pytest.mark.parametrize(("timeout_seconds", "comes"), [(60.0, True), (30.0, False)])
+def test_a_state_that_takes_longer_than_the_others_wait_is_refused_early(
+    timeout_seconds: float, comes: bool
+) -> None:
+    transport = Slow({"weight": torch.zeros(40_000_000, dtype=torch.uint8)})
+    with patch("thinwire.localsgd.members.handing.time.monotonic", lambda: transport.now):
+        if comes:
+            state = handing.receive_state(cast(Any, transport), 0, timeout_seconds)
+            assert len(state["weight"]) == 40_000_000
+            return
+        with pytest.raises(StateError, match=r"^a newcomer's state of 40 MB takes about 40 s at 8.0 Mbit/s"):
+            handing.receive_state(cast(Any, transport), 0, timeout_seconds)
+    assert transport.now < 0.5 * timeout_seconds  # before the others give up
+
+
+def test_between_averagings_a_step_does_not_look_at_the_whole_model() -> None:
+    """It would take its time, and gather what FSDP2 was told to keep."""
+    model = new_model()
+    optimizer = new_optimizer(model)
+    with elastic.LocalSGD(model, optimizer, every_steps=4, group=alone()):
+        with patch.object(AveragedModel, "tensors", side_effect=AssertionError("looked at")):
+            train(model, optimizer, range(3), 0)
+        with (
+            pytest.raises(AssertionError, match="looked at"),
+            patch.object(AveragedModel, "tensors", side_effect=AssertionError("looked at")),
+        ):
+            train(model, optimizer, range(3, 4), 0)
+
+
+def test_to_describe_a_member_changes_nothing() -> None:
+    model = new_model()
+    local = LocalSGD(
+        model,
+        new_optimizer(model),
+        every_steps=4,
+        group=alone(),
+        algorithm=Quantize(bits=4),
+        warmup=Warmup(steps=3),
+    )
+    local._group.received = {"step": 100}
+    assert local.sync.algorithm == AllReduce()
+    assert local._described() == local._described()
+    assert local.sync.algorithm == AllReduce()
+    local._follow(100)
+    assert str(local.sync.algorithm) == str(Quantize(bits=4))

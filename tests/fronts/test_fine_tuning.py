@@ -1,0 +1,147 @@
+"""Gradient checkpointing and LoRA: beside the same model without them, or without Thinwire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import thinwire
+from pool import are_alike, in_each_process
+from thinwire import AllReduce, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm
+
+WIDTH = 48
+ALGORITHMS = [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2)]
+
+
+class LoRA(nn.Module):
+    """As PEFT wraps a layer: the layer is frozen, and a product of two small matrices is added to it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_a = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)  # so at first the gradient of A is zero
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
+        return out
+
+
+class Stack(nn.Module):
+    """Layers that are computed again in the backward pass, or not (None)."""
+
+    def __init__(self, *, reentrant: bool | None = None, lora: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.layers = nn.ModuleList(LoRA(each) for each in linear) if lora else nn.ModuleList(linear)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # as `enable_input_require_grads` does: reentrant ones need it
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = torch.tanh(layer(x))
+            else:
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=self.reentrant))
+        return x
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def trained(model: nn.Module, passes: int = 1) -> list[Tensor]:
+    """Train for four steps, of several passes each; return the parameters."""
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+    for step in range(4):
+        optimizer.zero_grad()
+        for number in range(passes):
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = number == passes - 1
+            model(batch(passes * step + number)).square().mean().backward()
+        optimizer.step()
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def trained_with(algorithm: Algorithm | None, passes: int = 1, **kind: Any) -> list[Tensor]:
+    """Train with DDP; None for DDP's own averaging."""
+    compiled = kind.pop("compiled", False)
+    # Dynamo's own bucketing wants DDP's default size.
+    options = {"static_graph": kind.pop("static_graph", False), "bucket_cap_mb": 25 if compiled else 0.01}
+    model = DistributedDataParallel(Stack(**kind), **options)
+    sync = None if algorithm is None else thinwire.attach(model, algorithm)
+    whole: Any = torch.compile(model, backend="aot_eager") if compiled else model
+    parameters = trained(whole, passes)
+    if sync is not None:
+        assert sync.stats().steps == 4
+        assert are_alike(parameters)
+        assert isinstance(algorithm, AllReduce) or sync.stats().compression_ratio > 1.5
+    return parameters
+
+
+def apart(left: list[Tensor], right: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))
+
+
+# DDP itself fails in a static graph whose first step has several passes.
+@pytest.mark.parametrize(("static_graph", "passes"), [(False, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@in_each_process(2)
+def test_layers_that_are_computed_again_change_nothing(
+    reentrant: bool, static_graph: bool, passes: int
+) -> None:
+    kind = {"reentrant": reentrant, "static_graph": static_graph}
+    assert apart(trained_with(AllReduce(), passes, **kind), trained_with(None, passes)) < 1e-6
+    for algorithm in ALGORITHMS:
+        assert apart(trained_with(algorithm, passes, **kind), trained_with(algorithm, passes)) == 0
+
+
+@in_each_process(2)
+def test_layers_that_are_computed_again_in_a_compiled_model() -> None:
+    kind = {"reentrant": False, "compiled": True}
+    assert apart(trained_with(AllReduce(), **kind), trained_with(None)) < 1e-5
+    assert apart(trained_with(Quantize(bits=4), **kind), trained_with(Quantize(bits=4))) < 0.02
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@in_each_process(2)
+def test_lora_trains_its_small_matrices_alone(reentrant: bool | None) -> None:
+    kind: dict[str, Any] = {"lora": True, "reentrant": reentrant}
+    start = [each.detach() for each in Stack(lora=True).parameters()]
+    is_trained = [each.requires_grad for each in Stack(lora=True).parameters()]
+    plain = trained_with(None, lora=True)
+    assert apart(trained_with(AllReduce(), **kind), plain) < 1e-6
+    for algorithm in ALGORITHMS[1:]:
+        ours = trained_with(algorithm, **kind)
+        assert apart(ours, trained_with(algorithm, lora=True)) == 0
+        moved = [not torch.equal(a, b) for a, b in zip(start, ours, strict=True)]
+        assert moved == is_trained
+        assert all(each.isfinite().all() for each in ours)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@in_each_process(2)
+def test_both_in_a_sharded_model(lora: bool) -> None:
+    results = []
+    for reentrant in (None, False):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model = Stack(reentrant=reentrant, lora=lora)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        sync = thinwire.attach(model, Quantize(bits=4), replicas=mesh["replicate"])
+        results.append([each.to_local() for each in trained(model)])  # type: ignore[attr-defined]
+        assert sync.stats().compression_ratio > 1.5
+    assert apart(*results) == 0
+    assert are_alike(results[0])

@@ -1,0 +1,187 @@
+"""Weights that no step has changed: loaded, copied in, or of an optimizer that was not passed."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.in_turns import alone
+from members import NESTEROV, Member, in_each_member
+from thinwire import Streaming, elastic
+from thinwire.algorithms import Quantize
+from thinwire.errors import StepError
+from training import batch_of, flat, new_model, new_optimizer, train
+
+WITHOUT_A_STEP = "parameters have changed since the last averaging without a step"
+
+
+@in_each_member(2)
+def test_what_an_optimizer_that_was_not_passed_has_changed_is_refused(member: Member) -> None:
+    local = member.local(every_steps=2, streaming=Streaming(fragments=2))
+    with refusing(WITHOUT_A_STEP), local:
+        member.train(2)
+        assert not member.agreed()
+        assert local.stats().messages == 2  # the first fragment after one step
+        local.average()
+        if member.rank:
+            member.optimizer = new_optimizer(member.model)  # whose steps nobody counts
+            member.train(1)
+        held = flat(member.model)
+        with refusing(WITHOUT_A_STEP):
+            local.average()
+        assert torch.equal(flat(member.model), held)
+    assert torch.equal(flat(member.model), held)
+
+
+LOADED = "load_state_dict() of the model was called inside the context"
+
+
+def refusing(words: str) -> AbstractContextManager[object]:
+    return pytest.raises(StepError, match=f"^{re.escape(words)}")
+
+
+BEST: dict[str, Any] = {"outer": NESTEROV, "algorithm": Quantize(bits=4)}
+
+
+def copy_in(model: nn.Module, weights: Tensor) -> None:
+    """As callbacks do that keep a moving average."""
+    parts = torch.split(weights, [each.numel() for each in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.data.copy_(part.view_as(parameter))
+
+
+def load(model: nn.Module, weights: Tensor) -> None:
+    other = copy.deepcopy(model)
+    copy_in(other, weights)
+    model.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("put_in", [load, copy_in])
+@pytest.mark.parametrize("streaming", [Streaming(), Streaming(fragments=2), Streaming(delay_steps=1)])
+@in_each_member(2)
+def test_weights_loaded_at_the_end_are_those_that_stay(
+    member: Member, put_in: Callable[[nn.Module, Tensor], None], streaming: Streaming
+) -> None:
+    """Trainers load the best model before they say that training has ended."""
+    with member.local(every_steps=4, streaming=streaming, **BEST) as local:
+        member.train(4)
+        local.average()
+        best = flat(member.model)
+        member.train(4, 10)
+        local.average()
+        assert (flat(member.model) - best).norm() > 0.1
+        put_in(member.model, best)
+    assert torch.equal(flat(member.model), best)
+    assert local.stats().compression_ratio > 4
+
+
+@in_each_member(2)
+def test_training_goes_on_from_loaded_weights_without_an_outer_step(member: Member) -> None:
+    with member.local(every_steps=4, **BEST) as local:
+        member.train(4)
+        best = flat(member.model)
+        member.train(4, 8)
+        load(member.model, best)
+        local.average()
+        assert torch.equal(flat(member.model), best)
+        state = local.state_dict()
+        assert torch.equal(torch.cat([each.flatten() for each in state["last_average"].values()]), best)
+        member.train(8, 12)
+        assert member.agreed()
+
+
+@pytest.mark.parametrize("has_pending", [True, False])
+@in_each_member(2)
+def test_training_does_not_go_on_from_loaded_weights_unasked(member: Member, has_pending: bool) -> None:
+    with refusing(LOADED), member.local(every_steps=4, **BEST) as local:
+        best = flat(member.model)
+        member.train(6 if has_pending else 8)
+        load(member.model, best)
+        with refusing(LOADED):
+            member.train(8, 9)
+        if has_pending:
+            with refusing(LOADED):
+                local.average()
+            assert torch.equal(flat(member.model), best)
+        else:
+            raise StepError(LOADED)  # a clean exit would take over what all hold alike
+
+
+@in_each_member(2)
+def test_weights_of_one_process_are_refused(member: Member) -> None:
+    with refusing(WITHOUT_A_STEP), member.local(every_steps=4, **BEST):
+        best = flat(member.model)
+        member.train(8)
+        if member.rank:
+            load(member.model, best)
+
+
+@in_each_member(2)
+def test_weights_loaded_for_an_evaluation_and_taken_back_change_nothing(member: Member) -> None:
+    def trained(*, evaluates: bool) -> Tensor:
+        member.take(new_model())
+        with member.local(every_steps=4, **BEST):
+            first = flat(member.model)
+            member.train(6)
+            own = flat(member.model)
+            if evaluates:
+                load(member.model, first)
+                load(member.model, own)
+            member.train(6, 10)
+        return flat(member.model)
+
+    assert torch.equal(trained(evaluates=True), trained(evaluates=False))
+
+
+@in_each_member(1)
+def test_a_model_can_be_saved_whole_inside_the_context(member: Member) -> None:
+    with member.local(every_steps=4):
+        file = io.BytesIO()
+        torch.save(member.model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        again.load_state_dict(copy.deepcopy(member.model).state_dict())
+    assert torch.equal(flat(again), flat(member.model))
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo", "Steps"])
+def test_an_elastic_member_does_not_train_on_with_loaded_weights(kind: str) -> None:
+    model = new_model()
+    optimizer, best = new_optimizer(model), flat(model)
+    if kind == "Steps":
+        local: Any = elastic.Steps(model, optimizer, Quantize(bits=4), group=alone())
+    else:
+        local = getattr(elastic, kind)(model, optimizer, every_steps=4, group=alone())
+
+    def step() -> None:
+        model(batch_of(0, 0)).square().mean().backward()
+        local.step() if kind == "Steps" else optimizer.step()
+
+    with refusing(LOADED), local:
+        for _ in range(3):
+            step()
+        load(model, best)
+        with refusing(LOADED):
+            step()
+        assert torch.equal(flat(model), best)
+        raise StepError(LOADED)
+
+
+@pytest.mark.parametrize("put_in", [load, copy_in])
+def test_weights_loaded_at_the_end_of_an_elastic_member_stay(
+    put_in: Callable[[nn.Module, Tensor], None],
+) -> None:
+    model = new_model()
+    optimizer, best = new_optimizer(model), flat(model)
+    with elastic.DiLoCo(model, optimizer, every_steps=4, group=alone()):
+        train(model, optimizer, range(8), 0)
+        put_in(model, best)
+    assert torch.equal(flat(model), best)

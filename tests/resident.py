@@ -1,0 +1,122 @@
+"""Resident memory of long runs, with every algorithm and front: `python tests/resident.py [steps]`, at night.
+
+A model of real size, in real processes. What a step leaves behind, be it a few bytes between large tensors,
+lets the heap grow without end, which no count of live tensors shows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm
+from thinwire.fronts.tensors import StepFront
+
+WARM_STEPS = 50
+MOST_MB = 32
+
+Step = Callable[[], object]
+
+
+def layers(width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = [(64, width), (width, width), (width, 10)]
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes))
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    torch.autograd.backward(model(torch.randn(8, 64)).square().mean())
+    optimizer.step()
+
+
+def ddp(algorithm: Algorithm, width: int, *, machines: Any = False) -> Step:
+    model = DistributedDataParallel(layers(width), bucket_cap_mb=width**2 / 1e6)
+    thinwire.attach(model, algorithm, machines=machines)
+    return partial(trained, model, new_optimizer(model))
+
+
+def sharded(algorithm: Algorithm, width: int) -> Step:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(layers(width), mesh=mesh["shard"])
+    thinwire.attach(model, algorithm, replicas=mesh["replicate"])
+    return partial(trained, model, new_optimizer(model))
+
+
+def tensors(algorithm: Algorithm, width: int) -> Step:
+    front = StepFront(layers(width).parameters(), algorithm)
+    return lambda: front.average([torch.randn_like(parameter) for parameter in front.parameters])
+
+
+def local(algorithm: Algorithm, width: int) -> Step:
+    model = layers(width)
+    # Never left: the averaging goes on as long as the steps do.
+    LocalSGD(model, optimizer := new_optimizer(model), every_steps=2, algorithm=algorithm).__enter__()
+    return partial(trained, model, optimizer)
+
+
+CASES: dict[str, tuple[int, Callable[[int], Step]]] = {
+    "4 bits": (2, partial(ddp, Quantize(bits=4))),
+    "2 bits and a residual": (2, partial(ddp, Quantize(bits=2, error_feedback=True))),
+    "few entries": (2, partial(ddp, TopK())),
+    "low rank": (2, partial(ddp, PowerSGD(matrix_rank=4))),
+    "bf16": (2, partial(ddp, Cast("bf16"))),
+    "exact": (2, partial(ddp, AllReduce())),
+    "a list of tensors": (2, partial(tensors, Quantize(bits=4))),
+    "local SGD": (2, partial(local, Quantize(bits=4))),
+    "machines": (4, partial(ddp, Quantize(bits=4), machines=[[0, 1], [2, 3]])),
+    "FSDP2": (4, partial(sharded, Quantize(bits=4))),
+}
+
+
+def resident_mb() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+
+def grown_mb(case: str, steps: int, width: int) -> int:
+    """Make steps; by how much resident memory has grown since the first 50. Run on each process of a pool."""
+    threads, step = torch.get_num_threads(), CASES[case][1](width)
+    torch.set_num_threads(1)  # with which compiled passes serve, as under torchrun
+    try:
+        for _ in range(WARM_STEPS):
+            step()
+        before = resident_mb()
+        for _ in range(steps - WARM_STEPS):
+            step()
+        return resident_mb() - before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def main(steps: int = 5000) -> int:
+    """Run all cases, each in processes of its own; 1 if one has grown too far."""
+    failed = 0
+    for case, (processes, _) in CASES.items():
+        pool = Pool(processes)
+        grown = max(pool.run(grown_mb, case, steps, 2000, timeout_seconds=10.0 * steps))
+        pool.close()
+        print(f"{case}: {grown} MB in {steps} steps", flush=True)
+        failed |= grown > MOST_MB
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,0 +1,118 @@
+"""`sync.dry()`: steps that leave no trace, unless they are kept."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog import ENTRIES, Entry, buckets, random_gradients
+from thinwire import PowerSGD, Quantize, StepError
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.simulation import Simulation
+from training import refused
+
+WAYS: list[dict[str, Any]] = [{}, {"host_check": False}, {"num_workers": 4, "workers_per_machine": 2}]
+
+
+def made(simulation: Simulation, seed: int, *, bad: bool = False) -> Tensor:
+    """Make a step, and return the means."""
+    gradients = random_gradients(buckets(), num_workers=len(simulation.syncs), seed=seed)
+    if bad:
+        gradients[0][1][7] = torch.nan
+    simulation.step(gradients)
+    return torch.cat(gradients[0])
+
+
+def made_dry(simulation: Simulation, seeds: list[int], *, keeps: bool, bad: bool = False) -> None:
+    with ExitStack() as contexts:
+        kept = [contexts.enter_context(sync.dry()) for sync in simulation.syncs]
+        for seed in seeds:
+            made(simulation, seed, bad=bad)
+        for keep in kept if keeps else ():
+            keep()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_steps_inside_leave_no_trace(entry: Entry, way: dict[str, Any]) -> None:
+    """Before the first step, between steps, several together, and those that are not finite."""
+    straight, other = (Simulation(entry.algorithm, buckets(), **{"num_workers": 2, **way}) for _ in range(2))
+    for step in range(4):
+        made_dry(other, [100 + step, 200 + step], keeps=False, bad=step == 2)
+        assert other.syncs[0].steps == step
+        assert torch.equal(made(straight, step), made(other, step))
+    assert [sync.stats().nonfinite_steps for sync in other.syncs] == [0] * len(other.syncs)
+    for mine, theirs in zip(straight.state_dicts(), other.state_dicts(), strict=True):
+        assert mine["checksum"] == theirs["checksum"]
+    if entry.compresses and not getattr(entry.algorithm, "warmup_steps", 0):
+        assert other.syncs[0].stats().compression_ratio > 1.5
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_steps_that_are_kept_are_as_any(entry: Entry) -> None:
+    straight, other = (Simulation(entry.algorithm, buckets(), num_workers=2) for _ in range(2))
+    for step in range(3):
+        made(straight, step)
+        made_dry(other, [step], keeps=True)
+    assert other.syncs[0].steps == 3
+    assert torch.equal(made(straight, 3), made(other, 3))
+
+
+@pytest.mark.parametrize("workers_per_machine", [1, 2])
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(matrix_rank=2), Quantize(bits=4, error_feedback=True)], ids=str
+)
+def test_what_was_loaded_and_not_yet_divided_is_there_again(
+    algorithm: PowerSGD | Quantize, workers_per_machine: int
+) -> None:
+    first, straight, other = (
+        Simulation(algorithm, buckets(), num_workers=4, workers_per_machine=workers_per_machine)
+        for _ in range(3)
+    )
+    for step in range(2):
+        made(first, step)
+    saved = first.state_dicts()[0]
+    assert dict(saved["error"])
+    for simulation in (straight, other):
+        for sync in simulation.syncs:
+            sync.load_state_dict(saved)
+    made_dry(other, [7], keeps=False)
+    assert torch.equal(made(straight, 2), made(other, 2))
+
+
+def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_refused() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
+    sync = simulation.syncs[0]
+    made(simulation, 0)
+    before = {name: error.clone() for name, error in simulation.engines[0].memory[ERROR].items()}
+    assert before
+    with suppress(KeyError), sync.dry() as keep:
+        made(simulation, 1)
+        for call in (sync.state_dict, lambda: sync.use(Quantize(bits=4))):
+            with refused(StepError, "was called inside dry()"):
+                call()
+        raise KeyError
+    with refused(StepError, "keep() was called after its dry() had ended"):
+        keep()
+    after = simulation.engines[0].memory[ERROR]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert sync.steps == 1
+    with sync.dry() as keep_outer:
+        made(simulation, 2)
+        with sync.dry():
+            made(simulation, 3)
+        keep_outer()
+    assert sync.steps == 2
+
+
+def test_nothing_is_copied_where_nothing_is_remembered() -> None:
+    simulation = Simulation(Quantize(bits=4), buckets(), num_workers=2)
+    made(simulation, 0)
+    assert simulation.engines[0].memory_bytes() == 0
+    made_dry(simulation, [1], keeps=False)
+    assert simulation.syncs[0].steps == 1

@@ -1,0 +1,271 @@
+"""What each process saves for itself: nothing of it is lost, however the work is divided afterwards."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from catalog import buckets, flat_error, random_gradients, true_means
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.channel import Machines
+from thinwire.checkpoint import load_local, merge, save, save_local
+from thinwire.errors import StateError
+from thinwire.simulation import Simulation
+from thinwire.sync import Engine, GradientSync
+
+POWER = PowerSGD(matrix_rank=1, min_compression_ratio=1)
+FED_BACK = Quantize(bits=2, error_feedback=True)
+WHOLE_BUCKETS = BatchedPowerSGD(matrix_rank=1)
+ENTRIES = TopK(density=1 / 100, error_decay=1, merge="members")
+TOGETHER = [tuple(each for bucket in buckets() for each in bucket)]
+CROSSWISE = ((0, 2), (1, 3))
+
+
+def pairs(algorithm: Algorithm) -> Simulation:
+    """Of four processes on two machines."""
+    return Simulation(algorithm, buckets(), num_workers=4, workers_per_machine=2)
+
+
+def crosswise(algorithm: Algorithm) -> Simulation:
+    """As `pairs`, but processes 0 and 2 share a machine."""
+    simulation = pairs(algorithm)
+    by_machine = dict(
+        zip([rank for row in CROSSWISE for rank in row], Machines.in_process(2, 2), strict=True)
+    )
+    simulation.engines = [
+        Engine(algorithm, each.transport, each.specs, machines=replace(by_machine[rank], rows=CROSSWISE))
+        for rank, each in enumerate(simulation.engines)
+    ]
+    simulation.syncs = [GradientSync(engine) for engine in simulation.engines]
+    return simulation
+
+
+def flat(algorithm: Algorithm) -> Simulation:
+    return Simulation(algorithm, buckets(), num_workers=4)
+
+
+def in_one_bucket(algorithm: Algorithm) -> Simulation:
+    simulation = pairs(algorithm)
+    simulation.buckets = TOGETHER
+    return simulation
+
+
+def used_before_the_first_step(algorithm: Algorithm) -> Simulation:
+    """Made with a different algorithm: it is switched after loading, by `switched`."""
+    return pairs(POWER if algorithm != POWER else FED_BACK)
+
+
+def run(simulation: Simulation, steps: range) -> tuple[Tensor, Tensor]:
+    """The sums of results and of true means."""
+    sent, true = torch.zeros(()).double(), torch.zeros(()).double()
+    for step in steps:
+        gradients = random_gradients(simulation.buckets, num_workers=4, seed=step)
+        true = true + torch.cat(true_means(gradients))
+        assert simulation.step(gradients)
+        sent = sent + torch.cat([each.double() for each in gradients[0]])
+    return sent, true
+
+
+def residual(state: dict[str, Any]) -> Tensor:
+    return torch.cat([flat_error(state, bucket) for bucket in buckets()])
+
+
+def merged(simulation: Simulation) -> dict[str, Any]:
+    """The state of all, without a message."""
+    return merge([sync.local_state_dict() for sync in simulation.syncs])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "again"),
+    [
+        (POWER, FED_BACK, pairs),
+        (FED_BACK, POWER, pairs),
+        (POWER, WHOLE_BUCKETS, pairs),
+        (ENTRIES, POWER, pairs),
+        (POWER, FED_BACK, used_before_the_first_step),
+        (FED_BACK, POWER, used_before_the_first_step),
+        (WHOLE_BUCKETS, WHOLE_BUCKETS, in_one_bucket),
+        (POWER, POWER, crosswise),
+        (FED_BACK, FED_BACK, crosswise),
+        (POWER, POWER, flat),
+        (FED_BACK, POWER, flat),
+    ],
+    ids=str,
+)
+def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
+    first: Algorithm, then: Algorithm, again: Callable[[Algorithm], Simulation], tmp_path: Path
+) -> None:
+    simulation = pairs(first)
+    sent, true = run(simulation, range(4))
+    assert simulation.syncs[0].stats().compression_ratio > 1.5
+    for sync in simulation.syncs:
+        save_local(sync, tmp_path)
+    owed = residual(merged(simulation))
+    assert (true - sent - owed).norm() <= 1e-5 * owed.norm()
+    resumed = again(then)
+    for sync in resumed.syncs:
+        load_local(sync, tmp_path)
+        if sync.algorithm != then:
+            sync.use(then)
+    more_sent, more_true = run(resumed, range(4, 7))
+    gap = owed + more_true - more_sent - residual(resumed.state_dicts()[0])
+    assert gap.norm() <= 1e-5 * owed.norm()
+
+
+@pytest.mark.parametrize("made", [flat, pairs])
+@pytest.mark.parametrize("algorithm", [POWER, FED_BACK, WHOLE_BUCKETS], ids=str)
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_what_is_loaded_is_in_every_state_that_is_saved_before_the_next_step(
+    made: Callable[[Algorithm], Simulation], algorithm: Algorithm, is_averaged: bool
+) -> None:
+    simulation = made(algorithm)
+    run(simulation, range(3))
+    if is_averaged:
+        simulation.state_dicts()
+    states = [sync.local_state_dict() for sync in simulation.syncs]
+    expected = residual(merge(states))
+    assert expected.norm() > 0
+
+    def loaded() -> Simulation:
+        resumed = made(algorithm)
+        for sync, state in zip(resumed.syncs, states, strict=True):
+            sync.load_state_dict(state)
+        return resumed
+
+    # By each process for itself, of all, and both again of what was loaded and averaged already.
+    resumed = loaded()
+    torch.testing.assert_close(residual(merged(resumed)), expected, rtol=1e-6, atol=0)
+    for _ in range(2):
+        saved = resumed.state_dicts()
+        for state in saved:
+            torch.testing.assert_close(residual(state), expected, rtol=1e-5, atol=1e-6)
+            assert state["checksum"] == saved[0]["checksum"]
+        torch.testing.assert_close(residual(merged(resumed)), residual(saved[0]), rtol=0, atol=0)
+    # And it is sent.
+    sent, true = run(resumed, range(3, 5))
+    gap = expected + true - sent - residual(resumed.state_dicts()[0])
+    assert gap.norm() <= 1e-5 * expected.norm()
+
+
+def test_a_parameter_that_is_never_used_again_keeps_what_it_is_owed() -> None:
+    for made in (flat, pairs):
+        simulation = made(FED_BACK)
+        run(simulation, range(3))
+        states = [sync.local_state_dict() for sync in simulation.syncs]
+        expected = residual(merge(states))
+        resumed = made(FED_BACK)
+        for sync, state in zip(resumed.syncs, states, strict=True):
+            sync.load_state_dict(state)
+        resumed.buckets = buckets()[:1]
+        run(resumed, range(3, 5))
+        numel = sum(spec.numel for spec in buckets()[0])
+        for both in (merged(resumed), resumed.state_dicts()[0], merged(resumed)):
+            torch.testing.assert_close(residual(both)[numel:], expected[numel:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("made", [flat, pairs])
+def test_states_of_thinwire_0_2_are_read(made: Callable[[Algorithm], Simulation], tmp_path: Path) -> None:
+    """They do not say who shares a machine, so those of machines are merged."""
+    simulation = made(POWER)
+    run(simulation, range(3))
+    expected = residual(merged(simulation))
+    for member, sync in enumerate(simulation.syncs):
+        old = {name: each for name, each in sync.local_state_dict().items() if name != "machines"}
+        save(old | {"checksum": None}, tmp_path / f"thinwire_{member}.pt")
+    for how in (load_local, lambda sync, folder: sync.load_state_dict(torch.load(own(sync, folder)))):
+        resumed = made(POWER)
+        for sync in resumed.syncs:
+            how(sync, tmp_path)
+        torch.testing.assert_close(residual(resumed.state_dicts()[0]), expected, rtol=1e-5, atol=1e-6)
+
+
+def own(sync: GradientSync, folder: Path) -> Path:
+    return folder / f"thinwire_{sync.position.member}.pt"
+
+
+def test_on_a_machine_that_others_share_one_own_file_is_refused() -> None:
+    simulation = pairs(POWER)
+    run(simulation, range(2))
+    other = crosswise(POWER)
+    with pytest.raises(StateError, match="at place 1, and this is process 1 of 4"):
+        other.syncs[1].load_state_dict(simulation.syncs[1].local_state_dict())
+    assert other.syncs[1].steps == 0
+
+
+def damaged(state: Any, draw: random.Random) -> Any:
+    """A copy in which an entry, at any depth, is gone or is something else."""
+    if isinstance(state, dict | tuple | list) and len(state) and draw.random() < 0.85:
+        keys = list(state) if isinstance(state, dict) else range(len(state))
+        key = draw.choice(keys)
+        inner = {k: state[k] for k in keys}
+        if draw.random() < 0.25:
+            del inner[key]
+        else:
+            inner[key] = damaged(state[key], draw)
+        return inner if isinstance(state, dict) else tuple(inner.values())
+    others: list[Any] = [
+        None,
+        -1,
+        7,
+        0,
+        "x",
+        1.5,
+        True,
+        (),
+        {},
+        ("a", "b"),
+        ((3, 4), 5),
+        torch.zeros(3),
+        torch.zeros(()),
+    ]
+    return draw.choice(others)
+
+
+def sharded(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The states of four processes as if of two replicas of two shards, cut along the first dimension."""
+    for state in states:
+        place = state["member"] % 2
+        cut = {name: ((2 * shape[0], *shape[1:]), 0) for name, shape in state["own"]["parameters"] if shape}
+        places = {"place": place, "places": 2, "cuts": tuple(cut.items()), "checksum": None}
+        scalars = {"parameters": tuple(pair for pair in state["own"]["parameters"] if pair[1])}
+        errors = {"error": tuple(pair for pair in state["own"]["error"] if pair[1].dim()), "checksum": None}
+        yield {**state, **places, "own": {**state["own"], **scalars, **errors}}
+
+
+@pytest.mark.parametrize("kind", ["flat", "machines", "shards"])
+def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
+    simulation = (pairs if kind == "machines" else flat)(POWER)
+    run(simulation, range(2))
+    states = [sync.local_state_dict() | {"checksum": None} for sync in simulation.syncs]
+    for state in states:
+        state["own"] = state["own"] | {"checksum": None}
+    if kind == "shards":
+        states = list(sharded(states))
+    assert residual_norm(merge(copy.deepcopy(states))) > 0
+    draw, refused = random.Random(0), 0
+    for _ in range(300):
+        some = list(states)
+        place = draw.randrange(4)
+        some[place] = damaged(some[place], draw)
+        if isinstance(some[place], dict):
+            some[place] = some[place] | {"checksum": None}
+            if isinstance(some[place].get("own"), dict):
+                some[place]["own"] = some[place]["own"] | {"checksum": None}
+        try:
+            merge(some)
+        except StateError:
+            refused += 1
+    assert refused > 150
+
+
+def residual_norm(state: dict[str, Any]) -> float:
+    return sum(float(tensor.norm()) for _, tensor in state["error"])
