@@ -206,6 +206,19 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
         assert Probe.load(path) == saved
 
 
+# As 0.2.0 wrote it.
+RELEASED = """{"version": 1, "world_size": 2, "backend": "gloo", "device": "cpu", "timings": [
+{"message_bytes": 4, "seconds": [0.001]}, {"message_bytes": 1000, "seconds": [0.002, 0.004]},
+{"message_bytes": 3000, "seconds": [0.005]}], "pairs": [{"processes": [0, 1], "message_bytes": 1000,
+"seconds": 0.01}], "nodes": [[0, 1]], "wire_factors": {"all_to_all": 2.0}, "hosts": ["one", "other"]}"""
+
+
+def test_a_file_of_the_last_release_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(RELEASED)
+    assert Probe.load(path) == replace(example(), wire_factors={"all_to_all": 2.0}, hosts=["one", "other"])
+
+
 def test_a_collective_is_timed_by_the_process_that_comes_last(pool2: Pool) -> None:
     """Here it takes a second more on the second process than on the first."""
     for rank, (seconds, slept) in enumerate(pool2.run(_timed_with_one_late)):

@@ -179,6 +179,30 @@ def test_a_file_is_read_again(simulated: Simulation, path: Path) -> None:
     assert path.read_text().count("NaN") == 0
 
 
+# As 0.2.0 wrote them.
+RELEASED = """\
+{"kind": "run", "step": 0, "format": 4, "name": null, "thinwire": "0.2.0", "unix_seconds": 1795829780.5, \
+"processes": 4, "machines": 2, "process_rank": 0}
+{"kind": "plan", "step": 1, "algorithm": "PowerSGD(matrix_rank=2)", "routes": [{"label": "weight", \
+"names": ["weight"], "detail": "64\\u00d732, rank 2", "is_compressed": true, "gradient_bytes": 8192, \
+"message_bytes": 768}]}
+{"kind": "step", "step": 1, "seconds": 0.5, "step_seconds": 0.5, "steps": 1, "nonfinite_steps": null, \
+"messages": 3, "message_bytes": 768, "inside_bytes": 0, "gradient_bytes": 8192, "arithmetic_seconds": 0.01, \
+"waiting_seconds": 0.4, "exposed_seconds": 0.45, "compression_ratio": 10.67}
+{"kind": "norms", "step": 1, "relative_error": {"weight": 0.97}, "error_norm": {"weight": null}}
+{"kind": "log", "step": 1, "seconds": 0.6, "loss": 3.0, "heldout_loss": null}
+"""
+
+
+def test_a_file_of_the_last_release_is_read(path: Path) -> None:
+    path.write_text(RELEASED)
+    run = read_run(path)
+    assert (run.damage, run.processes, run.machines) == (None, 4, 2)
+    assert [route["detail"] for route in run.plans[0]["routes"]] == ["64×32, rank 2"]
+    assert [len(records) for records in (run.steps, run.norms, run.logs)] == [1, 1, 1]
+    assert run.points("loss") == [(1, 0.6, 3.0)]
+
+
 def test_a_plan_is_told_again_when_something_travels_otherwise(path: Path) -> None:
     """And not when DDP's rebuilt buckets round to a few bytes more, and come in another order."""
     watched(path)

@@ -99,7 +99,7 @@ def _print_all(bench: Bench, *, as_json: bool, with_device: bool) -> bool:
 
 
 def _why_no_gpu() -> str:
-    """Return what torch says: there is no driver, it is too old, or torch is built without CUDA."""
+    """Ask torch: there is no driver, it is too old, or torch is built without CUDA."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (AssertionError, RuntimeError) as error:
@@ -153,4 +153,4 @@ def _failures(bench: Bench, console: Console) -> dict[str, int]:
             fails.append(float(bool(bench.findings)))
     # A check may fail on some processes only; all end with the same exit code.
     everyone = gather_numbers(fails, bench.transport, "the outcomes")
-    return dict(zip(CHECKS, (round(sum(each)) for each in zip(*everyone, strict=True)), strict=True))
+    return dict(zip(CHECKS, (round(sum(found)) for found in zip(*everyone, strict=True)), strict=True))

@@ -112,14 +112,14 @@ class Probe:
         For sure: their quartiles do not overlap.
         """
         large = self.timings[-1]
-        smaller = (each for each in reversed(self.timings[:-1]) if each.quartiles[1] < large.quartiles[0])
+        smaller = (small for small in reversed(self.timings[:-1]) if small.quartiles[1] < large.quartiles[0])
         small = next(smaller, None)
         return None if small is None else (small, large)
 
     @property
     def doubt(self) -> str:
         """What makes it doubtful, in words; "" if nothing does."""
-        worst = max(self.timings, key=lambda each: each.relative_spread, default=None)
+        worst = max(self.timings, key=lambda timing: timing.relative_spread, default=None)
         if worst is None or worst.relative_spread < DOUBTFUL_SPREAD:
             return ""
         return (
@@ -186,7 +186,7 @@ class Probe:
         return self.wire_factors.get(collective, 1.0)
 
     def to_json(self) -> str:
-        """Return what `load` reads."""
+        """Return it as `load` reads it."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:
@@ -211,7 +211,7 @@ class Probe:
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
-        """Return what `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
             ValueError: It is none, or of a different version.

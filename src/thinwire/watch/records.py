@@ -19,16 +19,16 @@ MAX_LINE_BYTES = 1 << 24
 # A number that is logged may not have one of these names.
 RESERVED = ("kind", "step", "seconds")
 # Sums of `Stats`; a record has the differences.
-COUNTED = (
-    *("messages", "message_bytes", "inside_bytes", "gradient_bytes"),
-    *("arithmetic_seconds", "waiting_seconds", "exposed_seconds"),
-)
+SECONDS = ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
+COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *SECONDS)
 # What is read of each kind. Numbers that the user logged come beside, under their names.
 FIELDS: dict[str, dict[str, Any]] = {
     "run": {"format": int, "name": str | None, "processes": int, "machines": int, "process_rank": int},
     "plan": {"step": int, "algorithm": str, "routes": list},
     "step": {
-        **{"step": int, "steps": int, "nonfinite_steps": int | None},
+        "step": int,
+        "steps": int,
+        "nonfinite_steps": int | None,
         **dict.fromkeys(("seconds", "step_seconds", "compression_ratio", *COUNTED), int | float),
     },
     "norms": {"step": int, "relative_error": dict, "error_norm": dict},
@@ -76,14 +76,14 @@ class Run:
     damage: str | None = None
 
     def points(self, name: str) -> list[Point]:
-        """Return what was logged under a name."""
-        logs = (each for each in self.logs if each.get(name) is not None)
-        return [Point(each["step"], each["seconds"], each[name]) for each in logs]
+        """Return the numbers that were logged under a name."""
+        logs = (log for log in self.logs if log.get(name) is not None)
+        return [Point(log["step"], log["seconds"], log[name]) for log in logs]
 
     @property
     def logged(self) -> list[str]:
         """The names that something was logged under."""
-        named = dict.fromkeys(name for each in self.logs for name in each)
+        named = dict.fromkeys(name for log in self.logs for name in log)
         return [name for name in named if name not in RESERVED]
 
 
@@ -230,7 +230,7 @@ def _add_plan(plans: list[Record], plan: Record) -> None:
     """Append a plan; but every start records its plan, perhaps the same one."""
 
     def travels(plan: Record) -> tuple[object, object]:
-        return plan["algorithm"], sorted((each["label"], each["detail"]) for each in plan["routes"])
+        return plan["algorithm"], sorted((route["label"], route["detail"]) for route in plan["routes"])
 
     # Once DDP has rebuilt its buckets, rounding may move a few bytes from one parameter to the next: that is
     # the same plan, with its final bytes.

@@ -124,7 +124,7 @@ def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Return what was logged under each name, and the relative error, as one SVG; "" of nothing."""
+    """Draw what was logged under each name, and the relative error, as one SVG; "" of nothing."""
     panels: list[tuple[str, str, list[Any]]] = []  # with the points of each run
     for name in names:
         points = [run.points(name) for run in runs]

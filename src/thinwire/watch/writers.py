@@ -133,7 +133,7 @@ class TensorBoardWriter(MetricsWriter):
 
 
 def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
-    """Return what a run has done so far as named numbers, for loggers; sums since the start are `total_…`.
+    """Name the numbers of a run so far, for loggers; sums since the start are `total_…`.
 
     Examples:
         >>> metrics_of(Stats(message_bytes=50, gradient_bytes=100))["thinwire/compression_ratio"]
@@ -161,5 +161,5 @@ def _readable(value: Any) -> Any:
     if isinstance(value, int | float):
         return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     if isinstance(value, Mapping):
-        return {key: _readable(each) for key, each in value.items()}
-    return [_readable(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _readable(item) for name, item in value.items()}
+    return [_readable(item) for item in value] if isinstance(value, list | tuple) else value
