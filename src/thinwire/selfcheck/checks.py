@@ -71,7 +71,7 @@ class Bench:
         self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
     ) -> Engine:
         """Return a new engine over the group."""
-        settings = Settings(loss_scale, host_check=host_check)
+        settings = Settings(loss_scale, is_skipped=loss_scale is not None, host_check=host_check)
         return Engine(algorithm, self.transport, self.specs, settings, machines=self.machines)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
