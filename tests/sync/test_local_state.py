@@ -99,7 +99,7 @@ def merged(simulation: Simulation) -> dict[str, Any]:
         (POWER, POWER, flat),
         (FED_BACK, POWER, flat),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
     first: Algorithm, then: Algorithm, again: Callable[[Algorithm], Simulation], tmp_path: Path
@@ -122,7 +122,9 @@ def test_nothing_is_lost_with_another_algorithm_other_buckets_or_another_layout(
 
 
 @pytest.mark.parametrize("made", [flat, pairs])
-@pytest.mark.parametrize("algorithm", [POWER, FED_BACK, WHOLE_BUCKETS], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [POWER, FED_BACK, WHOLE_BUCKETS], ids=lambda value: getattr(value, "__name__", str(value))
+)
 @pytest.mark.parametrize("is_averaged", [False, True])
 def test_what_is_loaded_is_in_every_state_that_is_saved_before_the_next_step(
     made: Callable[[Algorithm], Simulation], algorithm: Algorithm, is_averaged: bool
