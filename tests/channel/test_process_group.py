@@ -245,6 +245,8 @@ def on_a_machine_with_gpus(
     [
         ("cuda:nccl", "cuda:0", "nccl"),
         ("cpu:gloo,cuda:nccl", "cuda:0", "nccl"),  # also what torch chooses where no backend is named
+        ("cuda:nccl-legacy", "cuda:0", "nccl"),
+        ("cpu:gloo,cuda:nccl2", "cuda:0", "nccl"),
         ("cpu:gloo,cuda:gloo", "cpu", "gloo"),
         ("cpu:gloo", "cpu", "gloo"),
     ],

@@ -219,10 +219,11 @@ class ProcessGroupTransport(GroupTransport):
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """The backend's name for each kind of device."""
+        """The backend's name for each kind of device; "nccl" for all of torch's that are NCCL."""
         # `dist.get_backend` has no name for several, nor for torch's own choice.
         pairs = [each.split(":") for each in dist.get_backend_config(self.group).split(",")]
-        return {pair[0]: pair[1] for pair in pairs}
+        # From torch 2.14 on there are nccl2, nccl-legacy and nccl-lazy.
+        return {kind: "nccl" if name.startswith("nccl") else name for kind, name, *_ in pairs}
 
     def _own_gpu(self) -> torch.device:
         """Return the GPU that the group was made for, or else the current one."""
