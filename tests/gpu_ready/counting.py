@@ -80,6 +80,9 @@ class Counting(TorchDispatchMode):
         if any(each.is_meta for each in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
             self.waits[name] += 1
             return 1
+        if name == "_to_copy" and given[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            self.waits[name] += 1  # `tolist`
+            return torch.zeros(given[0].shape, dtype=given[0].dtype)
         if given and name.endswith("_") and name not in FREE and all(each.is_meta for each in given):
             out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
         elif name == "threshold":  # frequent, and slow in torch where there are no values

@@ -298,13 +298,15 @@ class Step:
                 traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
-        with traffic.waiting():
-            committed = bool(is_healthy)  # waits for an accelerator
-            if told is not None:
-                _, sent_bytes, remembering = told.tolist()
+        with traffic.waiting():  # for an accelerator
+            if told is None:
+                committed = bool(is_healthy)
+            else:
+                num_unhealthy, sent_bytes, num_remembering = told.tolist()
+                committed = num_unhealthy == 0
                 traffic.count_machine(int(sent_bytes))
                 if settings.host_check and not engine.algorithm.remembers:
-                    engine.may_remember = bool(remembering)
+                    engine.may_remember = num_remembering > 0
         if committed:
             self._write(self._exchange.tasks)
         for bucket in () if committed else self._buckets:

@@ -21,6 +21,7 @@ from thinwire.channel import (
     InProcessTransport,
     ProcessGroupTransport,
     Transport,
+    Work,
     agree,
     copy_from,
     gather_bytes,
@@ -312,10 +313,20 @@ class ShardedFront:
                 self._open_lanes()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
+                used = [
+                    id(piece.parameter) in self._changed and piece.parameter.grad is not None
+                    for piece in self._pieces
+                ]
+                # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
+                flags = sent_to(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
+                purpose = f"step {engine.steps}, which parameters were used"
                 # After all buckets: how many were started before differs between replicas.
-                unused = self._unused()
+                asked = engine.metered.all_reduce(flags, purpose, operation="max")
+                # Only a replica that lacks a gradient must know whether a different replica has it.
+                unused = set[str]() if all(used) else self._unused(asked, flags)
                 before = residuals_of(engine.memory, unused)
                 committed = cast(Step, self._step).finish()
+                asked.wait()
                 put_back_residuals(engine.memory, unused, before)
                 self._hand_back(unused)
                 self._learn_order()
@@ -382,19 +393,9 @@ class ShardedFront:
         for bucket in self._buckets:
             bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
-    def _unused(self) -> set[str]:
+    def _unused(self, asked: Work, flags: torch.Tensor) -> set[str]:
         """Return the parameters that no replica has used since the last step; nothing is averaged of them."""
-        used = [
-            id(piece.parameter) in self._changed and piece.parameter.grad is not None
-            for piece in self._pieces
-        ]
-        # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
-        flags = sent_to(self.engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
-        # Only a replica that lacks a gradient must know whether a different replica has it.
-        if all(used):
-            return set()
+        asked.wait()
         by_piece = zip(self._pieces, flags.tolist(), strict=True)
         return {piece.name for piece, is_used in by_piece if not is_used}
 
