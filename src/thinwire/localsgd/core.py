@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -47,7 +48,9 @@ class Averager(AbstractContextManager[Any]):
         self._is_inside = False
         self._steps = self._steps_here = 0
         self._loaded: LoadedState | None = None  # until entry
-        engine.compared = self._compared  # so that `sync` counts the same
+        # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
+        compared = WeakMethod(self._compared)
+        engine.compared = lambda stats: stats if (own := compared()) is None else own(stats)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
