@@ -215,7 +215,7 @@ def _paired(
     """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
     sizes = [each.numel() for each in parameters if isinstance(each, torch.Tensor)]
     if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
-        values = values[0].reshape(-1).split(sizes)
+        values = values[0].reshape(-1).split_with_sizes(sizes)
     if len(values) != len(parameters):
         return []
     return [(place, *pair) for pair in zip(parameters, values, strict=True)]

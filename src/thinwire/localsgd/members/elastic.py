@@ -341,12 +341,7 @@ class Elastic:
         kept = kept_lineage(present)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        present = tuple(
-            each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
-            if each.doubt == kept
-            else each
-            for each in present
-        )
+        present = tuple(each.without_doubt(kept) for each in present)
         if any(each.lineage != kept for each in present):
             if present[self._group.control.rank].lineage != kept:
                 self._group.received = None

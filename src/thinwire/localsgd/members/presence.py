@@ -44,6 +44,12 @@ class Presence(NamedTuple):
         flags = is_finite, is_leaving, is_new, is_saving
         return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
+    def without_doubt(self, kept: int) -> Presence:
+        """Return what it says once it is known which lineage is kept."""
+        if self.doubt != kept:
+            return self
+        return self._replace(lineage=kept, doubt=0, weight=self.weight_behind_doubt)
+
 
 @dataclass
 class MembershipStats:
