@@ -8,8 +8,8 @@
 
 from thinwire.errors import LeftError
 from thinwire.localsgd.elastic import DiLoCo, LocalSGD
-from thinwire.localsgd.members.elastic import MembershipStats
 from thinwire.localsgd.members.group import Group, InProcessGroup, InProcessLighthouse
+from thinwire.localsgd.members.presence import MembershipStats
 from thinwire.localsgd.members.torchft_group import TorchftGroup
 from thinwire.localsgd.steps import Steps
 

@@ -100,6 +100,24 @@ def test_what_was_asked_ahead_does_not_outlive_the_group() -> None:
     assert group() is None
 
 
+@in_each_process(2)
+def test_a_message_that_no_one_waits_for_breaks_nothing() -> None:
+    """An exception has ended the step that sent it; others send theirs, and the group is used again."""
+    group, others = dist.new_group(), dist.new_group()
+    transport = ProcessGroupTransport(group)
+    rows = torch.empty(2, 1 << 19)
+    for first in (0, 1):
+        if transport.rank != first:
+            dist.barrier(others)
+        transport.all_gather(rows, torch.ones(1 << 19), "a gather")
+        gc.collect()
+        if transport.rank == first:
+            dist.barrier(others)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0] * 3
+
+
 @in_each_process(4)
 def test_among_four_short_gathers_go_directly() -> None:
     transport, rows = ProcessGroupTransport(), torch.empty(4, 1)

@@ -36,8 +36,8 @@ from thinwire.errors import CommunicationError, ConfigError, LeftError, StateErr
 from thinwire.localsgd import member
 from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.members import handing
-from thinwire.localsgd.members.elastic import MembershipStats, Presence, count_changes
 from thinwire.localsgd.members.handing import packed, unpacked
+from thinwire.localsgd.members.presence import MembershipStats, Presence, count_changes
 from thinwire.watch import read_run
 
 EVERY = 2

@@ -20,6 +20,7 @@ from pool import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError
+from thinwire.localsgd.inner import CopiesOfWeights
 from training import batch_of, flat, new_model, train
 
 LR = 0.05
@@ -67,6 +68,13 @@ class Prodigy(Own):
         state.setdefault("p0", parameter.flatten().clone())
 
 
+class Viewing(Own):
+    """It steps views of the parameters, which have the average as soon as those."""
+
+    def keep(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        state.setdefault("flat", parameter.detach().view(-1))
+
+
 class Behind(Own):
     """Steps weights of its own, and writes them to the model's; they are kept at different places."""
 
@@ -77,6 +85,11 @@ class Behind(Own):
             self.inside = torch.optim.SGD(masters, lr=LR)
         elif place == "masters":
             self.masters = [masters]
+        elif place == "flat":
+            self.flat = torch.cat([each.reshape(-1) for each in masters])
+        elif place == "kept['slow']":
+            pairs = zip(self.param_groups[0]["params"], masters, strict=True)
+            self.kept = {each: {"slow": master, "other": torch.zeros(1)} for each, master in pairs}
         else:
             self.param_groups[0]["masters"] = masters
 
@@ -86,6 +99,8 @@ COPIES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "state['master']": Flat,
     "its parameters": partial(Behind, place="its parameters"),
     "masters": partial(Behind, place="masters"),
+    "flat": partial(Behind, place="flat"),
+    "kept['slow']": partial(Behind, place="kept['slow']"),
     "param_groups[…]['masters']": partial(Behind, place="in its groups"),
 }
 
@@ -112,10 +127,23 @@ def test_a_copy_made_later_is_refused_too(member: Member) -> None:
     assert local.stats().messages == 1
 
 
+def test_a_copy_of_zeros_is_refused_once_it_can_be_told() -> None:
+    """A momentum is zero at first, too, so a model that begins with zeros tells nothing yet."""
+    parameter, copies = nn.Parameter(torch.zeros(4)), CopiesOfWeights()
+    optimizer = Own([parameter])
+    slow = optimizer.state[parameter]["slow"] = torch.zeros(4)
+    copies.check([optimizer], {id(parameter): torch.zeros(4)})
+    with torch.no_grad():
+        parameter.add_(1)
+        slow.add_(0.9)
+    with pytest.raises(ConfigError, match="slow"):
+        copies.check([optimizer], {id(parameter): torch.zeros(4)})
+
+
 @pytest.mark.parametrize(
     "make",
-    [Own, Prodigy, partial(torch.optim.ASGD, t0=0), partial(torch.optim.AdamW, amsgrad=True)],
-    ids=["momentum", "Prodigy", "ASGD", "AdamW"],
+    [Own, Prodigy, Viewing, partial(torch.optim.ASGD, t0=0), partial(torch.optim.AdamW, amsgrad=True)],
+    ids=["momentum", "Prodigy", "views", "ASGD", "AdamW"],
 )
 @in_each_member(2)
 def test_others_are_taken(member: Member, make: Any) -> None:

@@ -290,7 +290,9 @@ def test_a_handle_takes_inference_mode(algorithm: Algorithm) -> None:
 
     def trained(mode: Callable[[], AbstractContextManager[object]]) -> Tensor:
         model = DistributedDataParallel(new_model())
-        sync, optimizer = attach(model, algorithm), new_optimizer(model)
+        with mode():
+            sync = attach(model, algorithm)
+        optimizer = new_optimizer(model)
         train(model, optimizer, range(3), rank)
         with mode():
             state = sync.state_dict()

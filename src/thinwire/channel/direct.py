@@ -48,6 +48,8 @@ class Post:
         # Kinds apart: a message never fills the room of one of another kind, and so ends in a timeout.
         self._asked: dict[str, deque[list[Asked]]] = defaultdict(deque)
         self._asking, self._sending = (defaultdict[str, Any](count) for _ in range(2))
+        # Also those that no one waits for any more: Gloo breaks a connection off whose message has no room.
+        self._under_way: set[Direct] = set()
 
     def exchange(
         self,
@@ -74,7 +76,9 @@ class Post:
             works.append(group.send([torch.cat([length, head])], each, tag))
             works += [group.send([rest], each, tag + NUM_TAGS)] if len(rest) else []
         rows = [received[each] for each in self._others]
-        return Direct(self._asked[kind].popleft(), rows, works, finish)
+        exchange = Direct(self._asked[kind].popleft(), rows, works, finish, self._under_way.discard)
+        self._under_way.add(exchange)
+        return exchange
 
     def _ask(self, group: Any, kind: str) -> list[Asked]:
         """Ask each other member for the head of its next message but those that were asked for."""
@@ -149,8 +153,10 @@ class Direct:
         rows: Sequence[torch.Tensor],
         works: Sequence[dist.Work],
         finish: Callable[[], object],
+        ended: Callable[[Direct], object],
     ) -> None:
         self._heads, self._rows, self._works, self._finish = heads, rows, works, finish
+        self._ended = ended
 
     def wait(self) -> None:
         """As `dist.Work.wait`."""
@@ -166,5 +172,6 @@ class Direct:
             row[: len(head)].copy_(head)
         for work in works:
             work.wait()
+        self._ended(self)
         if heads:
             self._finish()

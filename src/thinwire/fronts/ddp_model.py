@@ -65,7 +65,8 @@ def accumulator_of(parameter: torch.Tensor) -> torch.autograd.graph.Node:
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
-        return get_gradient_edge(parameter).node
+        with torch.inference_mode(False):  # there is no graph in it
+            return get_gradient_edge(parameter).node
     finally:
         parameter.requires_grad_(trained)
 

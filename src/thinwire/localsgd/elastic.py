@@ -19,7 +19,7 @@ from thinwire.localsgd.core import ModelAverager
 from thinwire.localsgd.flight import Changes, Flight, are_finite
 from thinwire.localsgd.fragment import Fragment
 from thinwire.localsgd.member import Member
-from thinwire.localsgd.members.elastic import Part
+from thinwire.localsgd.members.front import Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers
 from thinwire.localsgd.outer import Outer, described_outer, nesterov_lr, warn_of_momentum

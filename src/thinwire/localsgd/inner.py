@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,14 +115,18 @@ class CopiesOfWeights:
         for optimizer in optimizers:
             if type(optimizer).__module__.startswith("torch.optim"):
                 continue  # those of torch keep none that they go back to
-            kept = [each for each in _kept(optimizer) if self._is_new(optimizer, each)]
             by_place = defaultdict(list)
-            for each in kept:
-                by_place[each.place].append(each)
+            for each in _kept(optimizer):
+                if (id(optimizer), each.place, id(each.parameter)) not in self._places:
+                    by_place[each.place].append(each)
             for place, of_one in by_place.items():
-                if _are_copies([(each.tensor, each.parameter) for each in of_one]) or _are_copies(
-                    [(e.tensor, lasts[id(e.parameter)]) for e in of_one if id(e.parameter) in lasts]
-                ):
+                now = _distance([(each.tensor, each.parameter) for each in of_one])
+                known = [(e.tensor, lasts[id(e.parameter)]) for e in of_one if id(e.parameter) in lasts]
+                before = _distance(known) if known else now
+                # Of weights that are all zero it can't be told yet: momentum begins there, too.
+                if math.inf not in (now, before):
+                    self._places |= {(id(optimizer), place, id(each.parameter)) for each in of_one}
+                if min(now, before) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {place}, from which its "
                         "next step would undo the average of the models; pass an optimizer that keeps none, "
@@ -129,17 +134,9 @@ class CopiesOfWeights:
                         "torch.autocast), or average gradients with thinwire.attach"
                     )
 
-    def _is_new(self, optimizer: torch.optim.Optimizer, kept: Kept) -> bool:
-        place = id(optimizer), kept.place, id(kept.parameter)
-        is_new = place not in self._places
-        self._places.add(place)
-        return is_new
 
-
-def _are_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Return whether tensors are about equal to others, all of them together."""
-    if not pairs:
-        return False
+def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Return how far tensors are from weights, as a share of those; infinity if all of those are zero."""
     distance = norm = 0.0
     for tensor, weights in pairs:
         # An accelerator may have no fp64.
@@ -147,7 +144,7 @@ def _are_copies(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         other = held_of(weights).reshape(-1).to(held.device, torch.float32)
         distance += float((held - other).square().sum())
         norm += float(other.square().sum())
-    return distance < MAX_DISTANCE**2 * norm
+    return math.sqrt(distance / norm) if norm else math.inf
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
@@ -155,14 +152,12 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     found: list[tuple[str, object, object]] = []
     for own in (optimizer, *_inside(optimizer)):
-        for parameter, state in own.state.items():
-            if isinstance(state, Mapping):
-                found += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
         for group in own.param_groups:
             lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
             for key, values in lists.items():
                 found += _paired(f"param_groups[…][{key!r}]", group["params"], values)
         for key, value in vars(own).items():
+            found += _keyed(key, value)
             found += _paired(key, parameters, _flat(value))
         masters = [each for group in own.param_groups for each in group["params"]]
         found += _paired("its parameters", parameters, masters)
@@ -170,8 +165,17 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
         if not isinstance(owner, torch.Tensor) or not isinstance(kept, torch.Tensor):
             continue
         is_alike = kept.is_floating_point() and kept.numel() == owner.numel()
-        if is_alike and kept is not owner and not any(f"'{key}'" in place for key in ONLY_READ):
+        if is_alike and _is_apart(kept, owner) and not any(f"'{key}'" in place for key in ONLY_READ):
             yield Kept(place, owner, kept)
+
+
+def _is_apart(kept: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Return whether what is kept has memory of its own: a view has the average when the parameter has."""
+    held, other = held_of(kept), held_of(owner)
+    # Quantized states are of types that only their optimizers read.
+    return (
+        type(held) is torch.Tensor and held.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    )
 
 
 def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
@@ -180,6 +184,20 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]
         if isinstance(value, torch.optim.Optimizer):
             yield value
             yield from _inside(value)
+
+
+def _keyed(
+    place: str, value: object, owner: torch.Tensor | None = None
+) -> Iterator[tuple[str, object, object]]:
+    """Yield what mappings hold of a parameter that is a key of theirs."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if isinstance(key, torch.Tensor):
+                yield from _keyed(place, each, key)
+            else:
+                yield from _keyed(f"{place}[{key!r}]", each, owner)
+    elif owner is not None:
+        yield place, owner, value
 
 
 def _flat(value: object) -> list[object]:
@@ -194,7 +212,10 @@ def _flat(value: object) -> list[object]:
 def _paired(
     place: str, parameters: Sequence[object], values: Sequence[object]
 ) -> list[tuple[str, object, object]]:
-    """Return values with the parameters that they stand for, if there are as many."""
+    """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
+    sizes = [each.numel() for each in parameters if isinstance(each, torch.Tensor)]
+    if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
+        values = values[0].reshape(-1).split_with_sizes(sizes)
     if len(values) != len(parameters):
         return []
     return [(place, *pair) for pair in zip(parameters, values, strict=True)]

@@ -25,11 +25,13 @@ from thinwire.errors import AttachError, ConfigError, LeftError, StateError, Ste
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.localsgd.core import Averager
 from thinwire.localsgd.fragment import Averaged, layouts_of
-from thinwire.localsgd.members.elastic import Elastic, Front, MembershipStats
+from thinwire.localsgd.members.elastic import Elastic
+from thinwire.localsgd.members.front import Front
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import plain
 from thinwire.localsgd.members.inner_settings import InnerSettings, inner_settings
 from thinwire.localsgd.members.machine import MachineGroup
+from thinwire.localsgd.members.presence import MembershipStats
 from thinwire.localsgd.model import (
     AveragedModel,
     Optimizers,

@@ -15,7 +15,7 @@ from thinwire.localsgd.flight import Flight
 from thinwire.localsgd.fragment import Averaged, Buckets
 from thinwire.localsgd.loads import checksum_of
 from thinwire.localsgd.member import Member
-from thinwire.localsgd.members.elastic import Part
+from thinwire.localsgd.members.front import Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.model import Optimizers, as_sharded
 from thinwire.localsgd.settings import Streaming

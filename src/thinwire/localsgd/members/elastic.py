@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -11,156 +10,34 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Description, gather_bytes, gather_numbers
+from thinwire.channel import gather_bytes, gather_numbers
 from thinwire.channel.agreement import check_same
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
 from thinwire.localsgd.flight import Flight
+from thinwire.localsgd.members.front import Front, Part
 from thinwire.localsgd.members.group import Group
 from thinwire.localsgd.members.handing import broadcast_residual
-from thinwire.localsgd.members.inner_settings import InnerSettings, difference, digest
-from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError, heard, told
+from thinwire.localsgd.members.inner_settings import InnerSettings, difference, digest, set_otherwise
+from thinwire.localsgd.members.machine import PURPOSE, BrokenMemberError, described_together, heard, told
+from thinwire.localsgd.members.presence import (
+    NUMBER_BITS,
+    MembershipStats,
+    Presence,
+    count_changes,
+    kept_lineage,
+    next_lineage,
+    of_one_member,
+)
 from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
 
-NUMBER_BITS = 52  # a float64 holds every such number
 PAUSE_SECONDS = 0.5
-
-
-class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds."""
-
-    member: int  # drawn when it joined
-    lineage: int  # of the committed averagings that its model comes from
-    doubt: int  # the lineage after an averaging that it could commit if others have; 0 if there is none
-    step: int  # so far
-    min_members: int  # that it needs for an averaging
-    weight: float  # of its part
-    weight_behind_doubt: float  # of its part if what it is in doubt of was committed
-    error_norm: float  # of its residual
-    is_finite: bool  # what it would put in
-    is_leaving: bool  # after this averaging
-    is_new: bool  # it starts from the others' state
-    is_saving: bool = False  # behind this averaging
-    settings: int = 0  # a digest of what its optimizers inside are set to
-    averagings: int = 0  # since it joined
-
-    @classmethod
-    def of(cls, row: Sequence[float]) -> Presence:
-        """Return what a row of numbers says."""
-        member, lineage, doubt, step, min_members = map(int, row[:5])
-        weight, weight_behind_doubt, error_norm = row[5:8]
-        is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
-        settings, averagings = map(int, row[12:])
-        whole = member, lineage, doubt, step, min_members
-        flags = is_finite, is_leaving, is_new, is_saving
-        return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
-
-
-@dataclass
-class MembershipStats:
-    """Members that have come and gone, as this member has seen it.
-
-    Attributes:
-        members: In the last averaging.
-        averagings: Committed, since this member joined.
-        retries: Averagings that failed and were repeated.
-        joins: Members that joined after this one.
-        leaves: Members that left on purpose, and handed over their residual.
-        losses: Members that vanished.
-        lost_error: Sum of the norms of residuals that vanished with them, as last known.
-        quorum_seconds: Time spent waiting for it to be decided who takes part.
-    """
-
-    members: int = 0
-    averagings: int = 0
-    retries: int = 0
-    joins: int = 0
-    leaves: int = 0
-    losses: int = 0
-    lost_error: float = 0.0
-    quorum_seconds: float = 0.0
-
-
-def kept_lineage(present: Sequence[Presence]) -> int:
-    """Return the lineage that all go on from; the others must start again."""
-    lineages = [each.lineage for each in present]
-    committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
-    if committed:  # somebody has committed what others are in doubt of
-        return min(committed)
-    # Newcomers have no vote: they would count the member that has sent them its model twice.
-    counts = Counter([each.lineage for each in present if not each.is_new] or lineages)
-    # All see the same rows, and so all choose the same: the most frequent, of several the first.
-    return max(counts, key=lambda lineage: counts[lineage])
-
-
-def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Sequence[Presence]) -> None:
-    """Count who has come and gone from one committed averaging to the next."""
-    stats.members = len(now)
-    members = {each.member for each in now}
-    for gone in (each for each in before if each.member not in members):
-        if gone.is_leaving:
-            stats.leaves += 1
-            continue
-        stats.losses += 1
-        stats.lost_error += gone.error_norm
-        owed = (
-            f", and with it a residual of norm {gone.error_norm:g}, as last known" if gone.error_norm else ""
-        )
-        logger.warning("a member has vanished after step %d%s", gone.step, owed)
-    if before:
-        stats.joins += len(members - {each.member for each in before})
-
-
-class Part(NamedTuple):
-    """What a member would put into an averaging."""
-
-    weight: float  # 0 if it has done nothing
-    is_finite: bool
-    tensors: Any  # for the front to start with
-
-
-class Front(Protocol):
-    """What is averaged of a member: a model's changes, or its gradients."""
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, of those who have been here longest."""
-
-    def _part(self, turns_ahead: int = 0) -> Part:
-        """Return what this member would put into the next averaging, or the one after it."""
-
-    def _described(self) -> Description:
-        """Return what must be the same on all members, by subject."""
-
-    def _follow(self, step: int) -> None:
-        """Use what the others do after this step."""
-
-    @property
-    def _may_be_set_otherwise(self) -> bool:
-        """Whether a member whose optimizers are set otherwise is warned, and else refused."""
-
-    def _inner_settings(self) -> InnerSettings:
-        """Return what the optimizers inside are set to."""
-
-    def _state(self) -> Mapping[str, Any]:
-        """Return what a newcomer starts from: tensors and plain values."""
-
-    def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Start from such a state. All is checked before anything is changed."""
-
-    def _start(self, tensors: Any, scale: float, step: int) -> Flight[Any]:
-        """Send the first messages of an averaging, of what `_part` has looked at if it is still that."""
-
-    def _committed(
-        self, flight: Flight[Any] | None, step: int, num_members: int, *, may_be_empty: bool
-    ) -> None:
-        """Take the means of a committed averaging; None if no one had anything to average."""
 
 
 @dataclass
@@ -299,11 +176,7 @@ class Elastic:
 
     def _start(self) -> None:
         group, (present, tensors) = self._group, self._met()
-        # The same on all of this quorum, and on no one else: of the past, and of who was there. (The quorum's
-        # number is not enough: a lighthouse that has died and come back counts from the beginning.)
-        members = [each.member for each in present]
-        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
-        lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
+        lineage = next_lineage(self.lineage, group.quorum_id, present)
         total = sum(each.weight for each in present)
         flight = None
         if total:
@@ -425,16 +298,7 @@ class Elastic:
             return own
         purpose = "what the processes of a member say of themselves"
         rows = gather_numbers([float(each) for each in own], self._group.inside, purpose)
-        everyone = list(map(Presence.of, rows))
-        norms = [each.error_norm for each in everyone]
-        return everyone[0]._replace(
-            weight=sum(each.weight for each in everyone),
-            weight_behind_doubt=sum(each.weight_behind_doubt for each in everyone),
-            error_norm=math.hypot(*norms) if self._group.has_parts else norms[0],
-            is_finite=all(each.is_finite for each in everyone),
-            is_leaving=any(each.is_leaving for each in everyone),
-            is_saving=any(each.is_saving for each in everyone),
-        )
+        return of_one_member(list(map(Presence.of, rows)), have_parts=self._group.has_parts)
 
     def _join(self, present: Sequence[Presence]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
@@ -477,12 +341,7 @@ class Elastic:
         kept = kept_lineage(present)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        present = tuple(
-            each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
-            if each.doubt == kept
-            else each
-            for each in present
-        )
+        present = tuple(each.without_doubt(kept) for each in present)
         if any(each.lineage != kept for each in present):
             if present[self._group.control.rank].lineage != kept:
                 self._group.received = None
@@ -532,25 +391,18 @@ class Elastic:
 
     def _check_settings(self, present: Sequence[Presence], own: InnerSettings) -> None:
         """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
-        # Newcomers are given theirs, and at other steps a schedule has other values.
-        old = [rank for rank, each in enumerate(present) if not each.is_new]
-        if len({present[rank].settings for rank in old}) < 2:
+        # Newcomers are given theirs.
+        if len({each.settings for each in present if not each.is_new}) < 2:
             return
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
-        longest = max(present[rank].averagings for rank in old)
-        oldest = [rank for rank in old if present[rank].averagings == longest]
-        counts = Counter(present[rank].settings for rank in oldest)
-        usual = max(oldest, key=lambda rank: counts[present[rank].settings])
-        step = present[usual].step
-        others = [
-            rank for rank in old if present[rank].step == step and difference(everyone[rank], everyone[usual])
-        ]
+        usual, others = set_otherwise(everyone, present)
         if not others:
             return
         words = (
-            f"{difference(own, everyone[usual])} at step {step}, as of a schedule that counts each member's "
-            "own steps; let it go by `steps` of this context, which a member that joins takes over"
+            f"{difference(own, everyone[usual])} at step {present[usual].step}, as of a schedule that counts "
+            "each member's own steps; let it go by `steps` of this context, which a member that joins takes "
+            "over"
         )
         if not self._front._may_be_set_otherwise:
             refused = StepError(f"{words}. It was refused and has left, and the others go on")
@@ -576,7 +428,7 @@ class Elastic:
         step = None if group.received is None else group.received.get("step")
         if isinstance(step, int):
             self._front._follow(step)
-        described = self._described()
+        described = described_together(self._front._described(), group)
         data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(each, sort_keys=True) for each in everyone]
@@ -590,21 +442,6 @@ class Elastic:
         except AgreementError as error:
             refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
         self._refuse([text != usual for text in texts], "are configured otherwise", refused)
-
-    def _described(self) -> Description:
-        """Return what must be the same on all members, of all processes of this one."""
-        own, inside = self._front._described(), self._group.inside
-        if inside.size == 1:
-            return {"processes of a member": "1", **own}
-        kind = "each with a part of the model" if self._group.has_parts else "each with the whole model"
-        everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
-        described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
-        for rank, data in enumerate(everyone):
-            of_one = json.loads(data).items()
-            described |= {
-                f"{key} (process {rank})": said for key, said in of_one if described.get(key) != said
-            }
-        return described
 
     def _adopt(self) -> None:
         received = self._group.received

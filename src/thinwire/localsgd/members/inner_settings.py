@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+
+from thinwire.localsgd.members.presence import Presence
 
 # What schedules change. Others are counts or estimates of some optimizers' own.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
@@ -52,6 +55,18 @@ def difference(own: InnerSettings, others: InnerSettings) -> str:
         if len(mine) != len(theirs) or not all(math.isclose(*pair, rel_tol=MAX_GAP) for pair in pairs):
             return f"{name} is {_shown(mine)} on this member and {_shown(theirs)} on the others"
     return ""
+
+
+def set_otherwise(everyone: Sequence[InnerSettings], present: Sequence[Presence]) -> tuple[int, list[int]]:
+    """Return the rank of whose settings count, most of those here for longest, and the ranks with others."""
+    old = [rank for rank, each in enumerate(present) if not each.is_new]
+    longest = max(present[rank].averagings for rank in old)
+    oldest = [rank for rank in old if present[rank].averagings == longest]
+    counts = Counter(present[rank].settings for rank in oldest)
+    usual = max(oldest, key=lambda rank: counts[present[rank].settings])
+    # At other steps a schedule has other values.
+    alike = [rank for rank in old if present[rank].step == present[usual].step]
+    return usual, [rank for rank in alike if difference(everyone[rank], everyone[usual])]
 
 
 def _shown(values: Sequence[float]) -> str:

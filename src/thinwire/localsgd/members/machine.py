@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.channel import Message, Transport, Work, gather_bytes, gather_numbers
+from thinwire.channel import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.channel.metered import Wrapped
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.localsgd.members.group import Group
@@ -145,6 +145,20 @@ def heard(words: bytes, kinds: Sequence[type[Exception]], rank: int = 0) -> None
         kind, said = json.loads(words)["error"]
         error = BrokenMemberError if kind is None else kinds[kind]
         raise error(f"process {rank} of this member: {said}")
+
+
+def described_together(own: Description, group: Group) -> Description:
+    """Return what must be the same on all members, of all processes of this one. Collective inside."""
+    inside = group.inside
+    if inside.size == 1:
+        return {"processes of a member": "1", **own}
+    kind = "each with a part of the model" if group.has_parts else "each with the whole model"
+    everyone = gather_bytes(json.dumps(own).encode(), inside, "what the processes of a member hold")
+    described = {"processes of a member": f"{inside.size}, {kind}", **json.loads(everyone[0])}
+    for rank, data in enumerate(everyone):
+        of_one = json.loads(data).items()
+        described |= {f"{key} (process {rank})": said for key, said in of_one if described.get(key) != said}
+    return described
 
 
 class _Spoken(Transport):
