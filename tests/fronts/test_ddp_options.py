@@ -494,6 +494,16 @@ def dropped_and_added(model: nn.Module) -> None:
     layers.append(nn.Dropout(0.0))
 
 
+def layer_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0] = nn.Linear(24, 48)
+
+
+def parameter_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0].weight = nn.Parameter(layers[0].weight.detach().clone())
+
+
 def converted(model: nn.Module) -> None:
     model.to(torch.bfloat16)
 
@@ -509,8 +519,10 @@ def converted_back(model: nn.Module) -> None:
         (converted, "the model was converted"),
         (converted_back, "the model was converted"),
         (grown, "1.weight is trained, and DDP averages no gradient of it"),
+        (layer_replaced, "0.weight is trained, and DDP averages no gradient of it"),
+        (parameter_replaced, "0.weight is trained, and DDP averages no gradient of it"),
     ],
-    ids=["converted", "converted back", "a layer more"],
+    ids=["converted", "converted back", "a layer more", "another layer", "another parameter"],
 )
 @in_each_process(2)
 def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: Any, words: str) -> None:
@@ -546,6 +558,22 @@ def test_a_change_that_trains_nothing_more_is_none() -> None:
     assert are_alike(train(model, range(1, 3)))
     assert sync.stats().compression_ratio > 1.5
     assert sync.stats().steps == 3
+
+
+@in_each_process(2)
+def test_a_pass_with_computed_weights_is_no_change() -> None:
+    """As sharpness-aware training without a copy: in the place of each weight stands one that it moved to."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    for step in range(3):
+        moved = {name: parameter + 0.01 for name, parameter in model.named_parameters()}
+        outputs = torch.func.functional_call(model, moved, (inputs_of(step),))
+        model.zero_grad()
+        outputs.square().mean().backward()
+        assert are_alike(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    train(model, range(1))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 4
 
 
 # Optimizers inside the backward pass
