@@ -468,13 +468,14 @@ def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
 def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
     two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
     more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
+    several, outside = "the Wrapper holds 2 DDP models", "inside.1.weight of the Wrapper is trained outside"
+    optimizer = torch.optim.SGD(more.parameters(), lr=0.1)
     for call, words in (
-        (lambda: thinwire.attach(two, POWER), "the Wrapper holds 2 DDP models"),
-        (lambda: thinwire.join(two).__enter__(), "the Wrapper holds 2 DDP models"),
-        (
-            lambda: thinwire.LocalSGD(more, torch.optim.SGD(more.parameters(), lr=0.1), every_steps=2),
-            "inside.1.weight of the Wrapper is trained outside of the DDP model",
-        ),
+        (lambda: thinwire.attach(two, POWER), several),
+        (lambda: thinwire.join(two).__enter__(), several),
+        (lambda: thinwire.attach(more, POWER), outside),
+        (lambda: thinwire.join(more).__enter__(), outside),
+        (lambda: thinwire.LocalSGD(more, optimizer, every_steps=2), outside),
     ):
         kind, message = raised_by(call)
         assert kind == "AttachError"

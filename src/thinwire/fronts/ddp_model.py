@@ -80,11 +80,18 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     """Return the DDP model that was given, or that a wrapper such as Fabric's holds; None without one."""
     if isinstance(model, DistributedDataParallel):
         return model
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    if not isinstance(model, torch.nn.Module):
+        return None
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    kind = type(model).__name__
     if len(found) > 1:
+        raise AttachError(f"the {kind} holds {len(found)} DDP models, expected one; give them one by one")
+    inside = {id(parameter) for each in found for parameter in each.parameters()}
+    outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    if found and outside:
         raise AttachError(
-            f"the {type(model).__name__} holds {len(found)} DDP models, expected one; give them one by one"
+            f"{plain_name(outside[0])} of the {kind} is trained outside of the DDP model inside, and only "
+            "that would be averaged; wrap all of it in DistributedDataParallel, or give the DDP model"
         )
     return found[0] if found else None
 
