@@ -468,13 +468,14 @@ def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
 def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
     two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
     more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
+    several, outside = "the Wrapper holds 2 DDP models", "inside.1.weight of the Wrapper is trained outside"
+    optimizer = torch.optim.SGD(more.parameters(), lr=0.1)
     for call, words in (
-        (lambda: thinwire.attach(two, POWER), "the Wrapper holds 2 DDP models"),
-        (lambda: thinwire.join(two).__enter__(), "the Wrapper holds 2 DDP models"),
-        (
-            lambda: thinwire.LocalSGD(more, torch.optim.SGD(more.parameters(), lr=0.1), every_steps=2),
-            "inside.1.weight of the Wrapper is trained outside of the DDP model",
-        ),
+        (lambda: thinwire.attach(two, POWER), several),
+        (lambda: thinwire.join(two).__enter__(), several),
+        (lambda: thinwire.attach(more, POWER), outside),
+        (lambda: thinwire.join(more).__enter__(), outside),
+        (lambda: thinwire.LocalSGD(more, optimizer, every_steps=2), outside),
     ):
         kind, message = raised_by(call)
         assert kind == "AttachError"
@@ -494,6 +495,16 @@ def dropped_and_added(model: nn.Module) -> None:
     layers.append(nn.Dropout(0.0))
 
 
+def layer_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0] = nn.Linear(24, 48)
+
+
+def parameter_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0].weight = nn.Parameter(layers[0].weight.detach().clone())
+
+
 def converted(model: nn.Module) -> None:
     model.to(torch.bfloat16)
 
@@ -509,8 +520,10 @@ def converted_back(model: nn.Module) -> None:
         (converted, "the model was converted"),
         (converted_back, "the model was converted"),
         (grown, "1.weight is trained, and DDP averages no gradient of it"),
+        (layer_replaced, "0.weight is trained, and DDP averages no gradient of it"),
+        (parameter_replaced, "0.weight is trained, and DDP averages no gradient of it"),
     ],
-    ids=["converted", "converted back", "a layer more"],
+    ids=["converted", "converted back", "a layer more", "another layer", "another parameter"],
 )
 @in_each_process(2)
 def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: Any, words: str) -> None:
@@ -546,6 +559,22 @@ def test_a_change_that_trains_nothing_more_is_none() -> None:
     assert are_alike(train(model, range(1, 3)))
     assert sync.stats().compression_ratio > 1.5
     assert sync.stats().steps == 3
+
+
+@in_each_process(2)
+def test_a_pass_with_computed_weights_is_no_change() -> None:
+    """As sharpness-aware training without a copy: in the place of each weight stands one that it moved to."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    for step in range(3):
+        moved = {name: parameter + 0.01 for name, parameter in model.named_parameters()}
+        outputs = torch.func.functional_call(model, moved, (inputs_of(step),))
+        model.zero_grad()
+        outputs.square().mean().backward()
+        assert are_alike(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    train(model, range(1))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 4
 
 
 # Optimizers inside the backward pass

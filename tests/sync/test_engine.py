@@ -549,6 +549,10 @@ def test_statistics_of_one_process_print_no_ratio() -> None:
     assert stats.compression_ratio > 5  # of what would have been sent
     assert str(stats).splitlines()[1] == "averaged with no other process, so nothing was sent"
     assert "ratio" not in str(stats)
+    lines = str(simulation.syncs[0]).splitlines()
+    assert lines[0] == "PowerSGD(matrix_rank=2) over this process alone"
+    assert lines[1] == "so far: 1 step"
+    assert "ratio" not in str(simulation.syncs[0])
 
 
 # Parts of a model in steps of their own

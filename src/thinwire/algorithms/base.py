@@ -278,11 +278,6 @@ class Algorithm(ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in short.items())})"
 
     @property
-    def mixes_parameters(self) -> bool:
-        """Whether it keeps a residual, and what it sends for one parameter changes the means of others."""
-        return False
-
-    @property
     def remembers(self) -> bool:
         """Whether its steps write to memory, other than to take out what a different algorithm has left."""
         return True

@@ -123,11 +123,11 @@ class Metered(Wrapped):
 
     def start(self, message: Message) -> Work:
         """As `Transport.start`."""
-        handed_bytes, work = message.tensor.nbytes, super().start(message)
+        handed_bytes, size, work = message.tensor.nbytes, self.size, super().start(message)
         # Only now: what could not be sent has cost nothing.
         self.traffic.messages += 1
-        self.traffic.members = max(self.traffic.members, self.size)
-        self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, self.size)
+        self.traffic.members = max(self.traffic.members, size)
+        self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, size)
         return _TimedWork(work, self.traffic, self.traffic.rounds + 1)
 
 

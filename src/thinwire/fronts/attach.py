@@ -81,7 +81,7 @@ def attach(
 
     Cost per step: one host synchronisation with algorithms that remember something (none if not
     `host_check`); see each algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for
-    each parameter in the messages, while there is a residual.
+    each parameter in the messages, with these algorithms.
 
     Raises:
         AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its

@@ -166,7 +166,7 @@ class BucketFront:
                 used = None
                 if self._used is not None:
                     used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                self._keep_unused(bucket, lane, used)
+                    self._keep_unused(bucket, lane, used)
                 step.start(lane, flat, used)
             future = new_future(flat.device)
             self._waiting.append((future, flat))

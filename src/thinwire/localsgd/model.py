@@ -184,14 +184,7 @@ def _check_values(found: Iterable[Averaged]) -> None:
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the module, and the DDP model around it if there is one."""
     ddp, inner = ddp_inside(model), uncompiled(model)
-    if ddp is not None and isinstance(model, nn.Module):
-        inside = set(map(id, ddp.parameters()))
-        outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-        if outside:
-            raise AttachError(
-                f"{outside[0]} of the {type(model).__name__} is trained outside of the DDP model inside, and "
-                "only that would be averaged; wrap all of it in DistributedDataParallel, or none"
-            )
+    if ddp is not None:
         return ddp.module, ddp
     if not isinstance(inner, nn.Module):
         way = way_in(model)

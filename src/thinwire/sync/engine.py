@@ -77,7 +77,9 @@ class Engine(Lanes):
     def __str__(self) -> str:
         """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
-        where = f"{transport.size} processes, of which this is {transport.rank}"
+        where = "this process alone"
+        if transport.size > 1:
+            where = f"{transport.size} processes, of which this is {transport.rank}"
         shards = self.settings.together
         if self.places is None and shards is not None:
             where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
@@ -87,7 +89,7 @@ class Engine(Lanes):
             where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
             where += f"process {place} of machine {machine}"
         lines = [f"{self.algorithm} over {where}"]
-        if plan.routes:
+        if plan.routes and transport.size > 1:
             compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
             lines.append(
                 f"plan: {len(compressed)} of {len(self.specs)} parameters compressed, "

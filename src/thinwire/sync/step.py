@@ -66,8 +66,9 @@ class Step:
         has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
         if engine.places is not None:  # the same on all processes of the machine, who ask each other
             has_residual = engine.may_remember
-        means_unused = has_residual or engine.algorithm.mixes_parameters
-        self._finds_unused = engine.settings.may_be_unused and means_unused
+        # The first step after a warm-up has none, and leaves one.
+        has_residual = has_residual or engine.algorithm.remembers
+        self._finds_unused = engine.settings.may_be_unused and has_residual
         self._has_all = False
 
     @contextmanager

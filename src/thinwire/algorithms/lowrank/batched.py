@@ -48,11 +48,6 @@ class BatchedPowerSGD(LowRank):
 
     matrix_rank: int = 1
 
-    @property
-    def mixes_parameters(self) -> bool:
-        """See `Algorithm.mixes_parameters`: with error feedback, since all share one matrix."""
-        return self.error_feedback
-
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """See `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
