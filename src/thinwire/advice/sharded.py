@@ -44,7 +44,6 @@ class Sharded:
 
     @contextmanager
     def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
-        """As `Replicated.turn_of`."""
         if algorithm is None:
             yield None
             return

@@ -138,7 +138,6 @@ class Echo(Transport):
         self.size, self.rank = size, 0
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         tensor, output = message.tensor, message.output
         if message.collective == "all_reduce" and message.operation == "sum":
             tensor.mul_(self.size)  # the mean and the largest of equal ones are what they were

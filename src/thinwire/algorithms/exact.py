@@ -22,12 +22,10 @@ class _Uncompressed(Algorithm):
 
     @property
     def remembers(self) -> bool:
-        """As `Algorithm.remembers`."""
         return False
 
     @property
     def indivisible(self) -> int:
-        """See `Algorithm.indivisible`: an element."""
         return 1
 
 
@@ -46,7 +44,7 @@ class AllReduce(_Uncompressed):
     """
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: all travels uncompressed."""
+        """All travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)
 
 
@@ -66,11 +64,11 @@ class UncompressedPlan(BucketPlan):
         return cls(tuple(specs), tuple(routes), wire_dtype)
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `BucketPlan.exchange`: one round, of the flat gradient."""
+        """One round, of the flat gradient."""
         yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
 
     def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """See `BucketPlan.variant`: nothing, once there is no residual."""
+        """Launches are always the same once there is no residual."""
         return 0 if memory[ERROR].keys().isdisjoint(spec.name for spec in self.specs) else None
 
 
@@ -144,5 +142,5 @@ class Cast(_Uncompressed):
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
+        """All travels uncompressed, in 16 bits."""
         return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

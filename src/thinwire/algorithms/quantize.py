@@ -104,16 +104,14 @@ class Quantize(Algorithm):
 
     @property
     def remembers(self) -> bool:
-        """As `Algorithm.remembers`."""
         return self.error_feedback
 
     @property
     def indivisible(self) -> int:
-        """See `Algorithm.indivisible`: a block."""
         return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: all parameters travel in whole blocks.
+        """All parameters travel in whole blocks.
 
         The largest one's route bears what fills up the members' shares.
         """
@@ -149,7 +147,7 @@ class QuantizePlan(BucketPlan):
         return [spec.name for spec in self.specs]
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `BucketPlan.exchange`: two rounds, or one if there is a residual that no one will add to."""
+        """Two rounds, or one if there is a residual that no one will add to."""
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
             yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
@@ -190,7 +188,7 @@ class QuantizePlan(BucketPlan):
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """See `BucketPlan.variant`: nothing, if there are neither draws nor residuals."""
+        """Launches are always the same if there are neither draws nor residuals."""
         is_fixed = self.config.rounding == "nearest" and not self.config.error_feedback
         is_settled = is_fixed and memory[ERROR].keys().isdisjoint(self.names)
         return 0 if is_settled and are_recordable(device, self.specs[0].dtype, None) else None

@@ -117,11 +117,10 @@ class TopK(Algorithm):
 
     @property
     def indivisible(self) -> int:
-        """See `Algorithm.indivisible`: a chunk."""
         return self.chunk
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
+        """Send the largest entries of every parameter, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
         routes = [
             Route(
@@ -154,7 +153,7 @@ class TopKPlan(BucketPlan):
     message: Message
 
     def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """See `BucketPlan.variant`: nothing, once all is in memory, and kernels serve that read it."""
+        """Launches are the same once all is in memory, and kernels serve that read it."""
         known = memory[ERROR].keys() & memory[REDUCTION].keys()
         is_settled = all(spec.name in known for spec in self.specs if spec.numel)
         passes = entry_passes_for(torch.empty(0, dtype=self.specs[0].dtype, device=device))
@@ -162,7 +161,7 @@ class TopKPlan(BucketPlan):
         return 0 if is_settled and serves else None
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `BucketPlan.exchange`: one round; none for a bucket without elements."""
+        """One round; none for a bucket without elements."""
         if not self.message.parts:
             yield Commit(all_finite, writes=False)
             return

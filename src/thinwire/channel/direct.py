@@ -127,7 +127,6 @@ class Sum:
         post.later.put(go_on)
 
     def wait(self) -> None:
-        """As `dist.Work.wait`."""
         self._second.result().wait()
 
 
@@ -159,7 +158,6 @@ class Direct:
         self._ended = ended
 
     def wait(self) -> None:
-        """As `dist.Work.wait`."""
         # Taken out first: waiting for one of Gloo's again would never end.
         heads, self._heads, works, self._works = self._heads, (), self._works, ()
         for each, row in zip(heads, self._rows, strict=False):

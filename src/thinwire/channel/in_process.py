@@ -230,7 +230,6 @@ class InProcessTransport(Transport):
         self._room.is_broken = True
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Matched by order alone, as backends do it; but what differs is refused here; they would hang.

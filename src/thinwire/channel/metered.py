@@ -35,7 +35,6 @@ class Wrapped(Transport):
         return self.transport.control_device
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         return self.transport.start(message)
 
 
@@ -122,7 +121,6 @@ class Metered(Wrapped):
         self.traffic = Traffic() if traffic is None else traffic
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         handed_bytes, size, work = message.tensor.nbytes, self.size, super().start(message)
         # Only now: what could not be sent has cost nothing.
         self.traffic.messages += 1
@@ -185,7 +183,6 @@ class Recording(Wrapped):
         self._clock = clock
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         # Keep only the tensor's shape and type: the tensor itself would hold a gradient's memory.
         tensor = message.tensor
         note = Note(message.collective, tuple(tensor.shape), tensor.dtype, message.purpose, self._clock())

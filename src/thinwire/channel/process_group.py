@@ -79,7 +79,6 @@ class GroupTransport(Transport):
         return str(self.group.getBackendName())
 
     def start(self, message: Message) -> ProcessGroupWork:
-        """As `Transport.start`."""
         tensor, what = message.tensor, f"{message.tensor.numel()} × {message.tensor.dtype}"
         if message.collective == "all_reduce":
             what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
@@ -192,7 +191,6 @@ class ProcessGroupTransport(GroupTransport):
 
     @property
     def control_device(self) -> torch.device:
-        """As `Transport.control_device`."""
         kinds = [*self._backends]
         # The host reads control messages, so keep them off the accelerator, which it would have to wait for.
         if "cpu" in kinds:
@@ -203,7 +201,7 @@ class ProcessGroupTransport(GroupTransport):
 
     @property
     def data_device(self) -> torch.device:
-        """See `Transport.data_device`: the gradients' device, if a backend carries its tensors."""
+        """The gradients' device, if a backend carries its tensors."""
         device = self.gradient_device
         return self.control_device if device is None or device.type not in self._backends else device
 
@@ -214,7 +212,6 @@ class ProcessGroupTransport(GroupTransport):
         return self._own_gpu() if has_nccl else torch.device("cpu")
 
     def backend_for(self, device: torch.device) -> str:
-        """As `GroupTransport.backend_for`."""
         return self._backends.get(device.type, "none")
 
     @cached_property
@@ -253,7 +250,7 @@ class ProcessGroupTransport(GroupTransport):
         return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """See `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
+        """NCCL's, or an exchange and a sum."""
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._shares_evenly(flat, lengths):
@@ -266,7 +263,7 @@ class ProcessGroupTransport(GroupTransport):
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
-        """See `Transport.gather_parts`: NCCL's if parts are of one length, else copies of each part."""
+        """NCCL's if parts are of one length, else copies of each part."""
         if not self._shares_evenly(flat, lengths):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])

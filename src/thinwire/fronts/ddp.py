@@ -421,5 +421,5 @@ def switched(
 
 
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
-    """See `Switch.run`: the hook that it is registered with."""
+    """Take a bucket: the hook that DDP is given."""
     return state.run(bucket)

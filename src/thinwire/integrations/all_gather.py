@@ -20,7 +20,7 @@ class AllGatherGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """See `torch.autograd.Function.forward`: return shape (processes, *shape). Collective."""
+        """Return shape (processes, *shape). Collective."""
         # Kept for the backward pass, which is not given the group.
         ctx.transport = ProcessGroupTransport(group, tensor.device)
         return gather_stacked(tensor, ctx.transport)
@@ -28,7 +28,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """See `torch.autograd.Function.backward`: sum what all contributed to one's own slice. Collective."""
+        """Sum what all contributed to one's own slice. Collective."""
         # Each process gets its own slice only: half the bytes of a sum of everything, which all would get.
         parts = gradients[0].contiguous()
         received = torch.empty_like(parts)

@@ -301,7 +301,6 @@ class _LeavesFirst(Callback):
         self._strategy = strategy
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Callback.on_train_end`."""
         self._strategy._leave(None)
         of_trainer: Any = trainer
         of_trainer.callbacks = [each for each in of_trainer.callbacks if each is not self]
@@ -344,7 +343,7 @@ class ThinwireCallback(Callback):
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """See `Callback.setup`: refuse a strategy that has nothing to log or save, before all is built."""
+        """Refuse a strategy that has nothing to log or save, before all is built."""
         strategy, is_ours = trainer.strategy, False
         if isinstance(strategy, ThinwireStrategy):
             is_ours = strategy.algorithm is not None or strategy.remembering is not None
@@ -356,7 +355,7 @@ class ThinwireCallback(Callback):
             raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Callback.on_fit_start`: restore what a checkpoint held."""
+        """Restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
@@ -365,7 +364,7 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Callback.on_train_start`: let a member that comes and goes join."""
+        """Let a member that comes and goes join."""
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
@@ -383,16 +382,16 @@ class ThinwireCallback(Callback):
                 catch_up(config.scheduler, self.local.steps // config.frequency)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Callback.on_validation_start`: average a member's model first."""
+        """Average a member's model first."""
         if self.local is not None:
             self.local.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See `Callback.on_train_end`: average what is left of a member's model, and leave."""
+        """Average what is left of a member's model, and leave."""
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """See `Callback.on_exception`: leave at once; the others go on."""
+        """Leave at once; the others go on."""
         self._leave(type(exception))
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -401,7 +400,7 @@ class ThinwireCallback(Callback):
             local.__exit__(kind, None, None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """See `Callback.on_train_batch_end`: log every `log_every_n_steps`."""
+        """Log every `log_every_n_steps`."""
         # A member that joins takes over the others' count, which is not its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
@@ -417,7 +416,7 @@ class ThinwireCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """See `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
+        """Put what is remembered into it. Collective."""
         remembering = self.local or (_remembering(trainer) if self._make is None else None)
         # Before training there is nothing: a learning-rate finder saves then.
         if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
@@ -430,7 +429,7 @@ class ThinwireCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """See `Callback.on_load_checkpoint`: keep its state until the model is wrapped."""
+        """Keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
         if self._loaded is None and trainer.state.fn == TrainerFn.FITTING:
             logger.warning(

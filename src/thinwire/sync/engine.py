@@ -75,7 +75,6 @@ class Engine(Lanes):
         self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
 
     def __str__(self) -> str:
-        """As `GradientSync.__str__`."""
         transport, plan = self.transport, self.plan
         where = "this process alone"
         if transport.size > 1:
@@ -99,7 +98,6 @@ class Engine(Lanes):
         return "\n".join([*lines, f"so far: {self.counts()}"])
 
     def use(self, algorithm: Algorithm) -> None:
-        """As `GradientSync.use`."""
         self.check_between_steps("use()")
         self._take(algorithm)
         self._close_all()
@@ -168,7 +166,6 @@ class Engine(Lanes):
 
     @contextmanager
     def dry(self) -> Iterator[Callable[[], None]]:
-        """As `GradientSync.dry`."""
         self._check_no_step("dry()")
         before: Remembered | None = self.remembered()
         is_over = False
@@ -246,7 +243,6 @@ class Engine(Lanes):
     # Counts.
 
     def stats(self) -> Stats:
-        """As `GradientSync.stats`."""
         relative_error, error_norm = self._errors()
         unseen_steps, counts = self.unseen_nonfinite_steps(), self.counts()
         if unseen_steps:
@@ -364,7 +360,6 @@ class Engine(Lanes):
     # Saved state.
 
     def state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
         self.check_whole("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
@@ -392,7 +387,6 @@ class Engine(Lanes):
             return self.places.whole_state(self._packed(self.memory, {}), self.known_specs, unclaimed)
 
     def local_state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.local_state_dict`."""
         self.check_between_steps("local_state_dict()")
         self.check_whole("local_state_dict()")
         places, common = self.places, self.common_state()
@@ -432,7 +426,6 @@ class Engine(Lanes):
         )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """As `GradientSync.load_state_dict`."""
         if is_local(state):
             self.load_local(state, self.position, strict=strict)
         else:

@@ -30,7 +30,7 @@ class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `BucketPlan.exchange`: without a message."""
+        """Send nothing: this process averages no part of the bucket."""
         yield Commit(all_finite, writes=False)
 
 

@@ -55,7 +55,6 @@ class CudaGraph:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """As `Graph.recording`."""
         with torch.cuda.stream(self._stream):
             # Other threads may go on, such as those that load data.
             self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -70,14 +69,13 @@ class CudaGraph:
             table.copy_(sent_to(table.device, made))
 
     def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """See `Graph.upload`; filled after the recording, which must contain no copy from the host."""
+        """Filled after the recording, which must contain no copy from the host."""
         # In the graph's memory it could lie on the scratch of the graph's earlier launches.
         with torch.cuda.stream(self._outside):
             self._tables.append((torch.empty_like(made, device=device), made))
         return self._tables[-1][0]
 
     def replay(self) -> None:
-        """As `Graph.replay`."""
         self._graph.replay()
 
 
@@ -172,7 +170,6 @@ class Recorder(Exchange):
         return self.tape.scales.setdefault(scale.device, scale.clone())
 
     def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
-        """As `Exchange.start`."""
         assert bucket is not None
         self.tape.buckets.append(bucket)
         super().start(requests, name)
@@ -254,7 +251,6 @@ class Replay(Exchange):
         return section
 
     def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
-        """As `Exchange.start`."""
         requests.close()
         recorded = self._tape.buckets[self._num_started : self._num_started + 1]
         if bucket is None or [each.specs for each in recorded] != [bucket.specs]:
@@ -269,18 +265,15 @@ class Replay(Exchange):
         self._next()
 
     def advance_earlier(self) -> None:
-        """As `Exchange.advance_earlier`."""
         if self._num_started > 1:
             self._next()
 
     def advance(self) -> bool:
-        """As `Exchange.advance`."""
         is_under_way = bool(self._next().messages)
         self.tasks = [] if is_under_way else self._tape.tasks
         return is_under_way
 
     def is_healthy(self) -> torch.Tensor:
-        """As `Exchange.is_healthy`."""
         self._next()
         assert self._tape.found_healthy is not None
         return self._tape.found_healthy.clone()
@@ -289,7 +282,6 @@ class Replay(Exchange):
         """As `Recorder.commit_early`."""
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """As `Exchange.commit`."""
         if is_healthy is not None and self._tape.is_healthy is not None:
             self._tape.is_healthy.copy_(is_healthy)
         self._next()
@@ -299,11 +291,9 @@ class Replay(Exchange):
             there.copy_(here)
 
     def close(self) -> None:
-        """As `Exchange.close`."""
         self.tasks = []
 
     def drain(self) -> None:
-        """As `Exchange.drain`."""
         for work in self._works:
             with suppress(CommunicationError):
                 work.wait()

@@ -49,7 +49,7 @@ class BatchedPowerSGD(LowRank):
     matrix_rank: int = 1
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
+        """One route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
         shape = square(numel)
         matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
@@ -67,7 +67,7 @@ class BatchedPlan(LowRankPlan):
     """A bucket as two factors."""
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `LowRankPlan.compress`: two rounds for each power iteration."""
+        """Two rounds for each power iteration."""
         (route,) = self.compressed
         assert route.matrix_shape is not None
         assert route.matrix_rank is not None

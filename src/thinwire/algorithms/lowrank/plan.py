@@ -46,7 +46,7 @@ class LowRankPlan(BucketPlan):
         return StartingBases(self.config.seed, warm_start=self.config.warm_start)
 
     def kernels(self, device: torch.device) -> set[str]:
-        """See `BucketPlan.kernels`: bases, and products with them, differ in the last bits."""
+        """Bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
         kinds = {(dtypes[each.names[0]], each.matrix_rank) for each in self.compressed if each.matrix_rank}
         return {
@@ -55,7 +55,7 @@ class LowRankPlan(BucketPlan):
         }
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `BucketPlan.exchange`: one round if nothing is to be compressed, else those of `compress`."""
+        """One round if nothing is to be compressed, else those of `compress`."""
         names = [spec.name for spec in self.specs]
         if self.compressed and not self.config.sends_uncompressed(names, memory):
             yield from self.compress(bucket, memory)

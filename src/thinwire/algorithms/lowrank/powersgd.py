@@ -117,11 +117,11 @@ class PowerSGD(LowRank):
 
     @property
     def indivisible(self) -> Indivisible:
-        """See `Algorithm.indivisible`: a parameter, which is one matrix."""
+        """Name the parameter, which is one matrix."""
         return "parameter"
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
-        """See `Algorithm.prepare`: every matrix that shrinks enough is compressed.
+        """Every matrix that shrinks enough is compressed.
 
         Nothing is, if the bucket as a whole does not shrink.
         """
@@ -173,7 +173,7 @@ class PowerSGDPlan(LowRankPlan):
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
 
     def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """See `BucketPlan.variant`: the side of the next projection, once all is in memory."""
+        """Launches depend on the side of the next projection, once all is in memory."""
         keeps = [FACTOR, BASIS, *([ERROR, SENT] if self.config.error_feedback else [])]
         whole = [self.specs[index].name for index in self.uncompressed]
         is_settled = not any(name in memory[slot] for name in whole for slot in (ERROR, SENT)) and all(
@@ -194,7 +194,7 @@ class PowerSGDPlan(LowRankPlan):
         return (memory.step - self.config.warmup_steps) * self.config.power_iterations
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """See `LowRankPlan.compress`: one or two rounds for each iteration."""
+        """One or two rounds for each iteration."""
         dtype = self.config.message_dtype(bucket.flat.dtype)
         names = [bucket.specs[index].name for index in self.uncompressed]
         sent = compensated(bucket, memory, self.uncompressed, dtype)

@@ -39,7 +39,6 @@ class ShardedSync(GradientSync):
         self.shards, self.pieces, self._forget_pass = shards, pieces, forget_pass
 
     def abandon(self) -> None:
-        """As `GradientSync.abandon`."""
         super().abandon()
         self._forget_pass()
 
@@ -99,7 +98,7 @@ class ShardedSync(GradientSync):
         return _cut(loaded, self.pieces, self.shards)
 
     def distributed_state(self) -> Stateful:
-        """See `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
+        """Residuals are DTensors, sharded as their parameters are."""
         return _InShards(self, self._engine)
 
 

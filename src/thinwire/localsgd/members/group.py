@@ -183,7 +183,6 @@ class InProcessGroup(Group):
         lighthouse.there.append(self)
 
     def meet(self) -> None:
-        """As `Group.meet`."""
         lighthouse = self._lighthouse
         if self not in lighthouse.there:
             lighthouse.there.append(self)
@@ -205,17 +204,14 @@ class InProcessGroup(Group):
         raise CommunicationError(awaited.who_is_missing())
 
     def conclude(self, committed: bool) -> None:
-        """As `Group.conclude`."""
         if not committed and isinstance(self.transport.transport, InProcessTransport):
             self.transport.transport.abort()
         self.commits += committed
 
     def start_over(self, commits: int = 0) -> None:
-        """As `Group.start_over`."""
         self.commits = commits
 
     def leave(self) -> None:
-        """As `Group.leave`."""
         if self in self._lighthouse.there:
             self._lighthouse.there.remove(self)
             self._lighthouse.form_if_all_ask()

@@ -44,15 +44,12 @@ class MachineGroup(Group):
 
     @property
     def control(self) -> Transport:
-        """As `Group.control`."""
         return self._spoken
 
     def decided(self, value: float) -> float:
-        """As `Group.decided`."""
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
     def meet(self) -> None:
-        """As `Group.meet`."""
         met: dict[str, Any] = {}
         failure: BaseException | None = None
         if self._is_first:
@@ -88,7 +85,6 @@ class MachineGroup(Group):
         }
 
     def join(self, are_new: Sequence[bool]) -> None:
-        """As `Group.join`."""
         if self.has_parts and not self._is_first:  # which has met those of its place before
             spoken, place = self._spoken, self.inside.rank
             received = self._group.join_place(f"{self._address}/{place}", spoken.rank, spoken.size, are_new)
@@ -108,23 +104,19 @@ class MachineGroup(Group):
             self.received = unpacked(data.cpu())
 
     def break_off(self) -> None:
-        """As `Group.break_off`."""
         self._group.break_off()
 
     def conclude(self, committed: bool) -> None:
-        """As `Group.conclude`."""
         if self._is_first:
             self._group.conclude(committed)
         elif not committed:
             self._group.break_off()
 
     def start_over(self, commits: int = 0) -> None:
-        """As `Group.start_over`."""
         if self._is_first:
             self._group.start_over(commits)
 
     def leave(self) -> None:
-        """As `Group.leave`."""
         self._group.leave()
 
 
@@ -172,7 +164,6 @@ class _Spoken(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         work = None
         failure: BaseException | None = None
         if self._first is not None:
@@ -219,7 +210,6 @@ class _Inside(Wrapped):
     """Joins the processes of a member; if that breaks, the member ends."""
 
     def start(self, message: Message) -> Work:
-        """As `Transport.start`."""
         with _ending():
             return _InsideWork(super().start(message))
 

@@ -161,7 +161,6 @@ class TorchftGroup(Group):
         self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
     def meet(self) -> None:
-        """As `Group.meet`."""
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
         said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
@@ -218,7 +217,6 @@ class TorchftGroup(Group):
                 patience *= 1 if isinstance(error, _LighthouseGoneError) else 2
 
     def conclude(self, committed: bool) -> None:
-        """As `Group.conclude`."""
         if not committed:
             # At once, so that the others' messages fail as well, and no one waits until they time out.
             self._group.abort()
@@ -234,17 +232,15 @@ class TorchftGroup(Group):
             self.start_over(counted)
 
     def start_over(self, commits: int = 0) -> None:
-        """As `Group.start_over`."""
         self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
     def break_off(self) -> None:
-        """As `Group.break_off`."""
         self._group.abort()
 
     def join_place(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """See `Group.join`: meet those of one place, in a store; return what this one starts from, if new."""
+        """Meet those of one place, in a store; return what this one starts from, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises what it likes
@@ -260,7 +256,6 @@ class TorchftGroup(Group):
         return receive_state(transport, source, self._timeout.total_seconds()) if are_new[rank] else None
 
     def leave(self) -> None:
-        """As `Group.leave`."""
         if self._manager is None:
             self._group.abort()
             return
