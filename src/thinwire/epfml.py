@@ -237,7 +237,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue from a saved state, on any number of processes."""
+        """See `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
         self.sync.load_state_dict(state, strict=strict)
 
 

@@ -193,7 +193,7 @@ class ThinwireCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """Attach the model, and load what a checkpoint holds.
+        """See `TrainerCallback.on_train_begin`: attach the model, and load what a checkpoint holds.
 
         Collective if models are averaged: all processes take the first one's.
         """
@@ -236,7 +236,7 @@ class ThinwireCallback(TrainerCallback):
             catch_up(trainer.lr_scheduler, local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
-        """Average before evaluation, saving and the end. Collective."""
+        """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
         if self.local is None:
             return
         # A member that joins takes over the others' count, which is not its Trainer's.
@@ -249,12 +249,12 @@ class ThinwireCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **unused: Any) -> None:
-        """Average what is left of the models. Collective."""
+        """See `TrainerCallback.on_train_end`: average what is left of the models. Collective."""
         if self.local is not None:
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """Put what is remembered into the checkpoint.
+        """See `TrainerCallback.on_save`: put what is remembered into the checkpoint.
 
         Collective if models are averaged.
         """
@@ -271,7 +271,7 @@ class ThinwireCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any
     ) -> None:
-        """Add the compression to a log of the loss."""
+        """See `TrainerCallback.on_log`: add the compression to a log of the loss."""
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of((self.local or self._sync).stats(), "thinwire_")

@@ -63,7 +63,7 @@ class JSONLWriter:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One line; a number that is not finite, or beyond 1e100, becomes null."""
+        """See `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
         record = _readable({"kind": kind, "step": step, **values})
         self._file.write(json.dumps(record) + "\n")
 
@@ -92,7 +92,7 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on steps, norms and what the user logs."""
+        """See `Writer.write`: pass on steps, norms and what the user logs."""
         if kind == "log":
             # `seconds` is for the file: loggers have their own clocks.
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
