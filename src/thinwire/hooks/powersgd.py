@@ -320,7 +320,7 @@ class PowerSGDState:
         return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """A state of a different model shows at the first step."""
+        """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
         if self._front is not None:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
