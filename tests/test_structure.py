@@ -248,7 +248,7 @@ def functions_that_users_call() -> Iterator[tuple[str, ast.FunctionDef, str]]:
                 is_listed = not in_the_reference().isdisjoint((place, owner, module))
                 is_setter = any(ast.unparse(each).endswith(".setter") for each in function.decorator_list)
                 # What a method of the base takes and raises is said there.
-                is_inherited = isinstance(node, ast.ClassDef) and bool(node.bases) and "\n" not in said
+                is_inherited = isinstance(node, ast.ClassDef) and bool(node.bases) and "Args:" not in said
                 is_for_users = is_listed and function.name[0] != "_" and not is_setter
                 if is_for_users and not is_inherited and not said.startswith(("As `", "See `")):
                     yield place, function, said
