@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 STAGES := types compiled docs lint triton wheel tests
 
 # Tests that need no framework, tool or demo.
-CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
+CORE := tests/algorithms tests/kernels tests/comm tests/ddp_comm_hooks tests/adapters tests/hooks tests/sync tests/testing tests/watch \
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 

@@ -1,6 +1,6 @@
 """Held-out loss with AdamW, Muon or Lion after equally many tokens: ways to send less, each at its best rate.
 
-Members of one process train byte GPTs with Thinwire's own algorithms and fronts; several seeds run side by
+Members of one process train byte GPTs with Thinwire's own algorithms and adapters; several seeds run side by
 side, as lanes. Each run adds a line to a file: one that is stopped loses nothing, and `page` makes the page.
 """
 
@@ -26,7 +26,7 @@ from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
 from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, Nesterov, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, run_members
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
 from thinwire.simulation import Simulation
 from trainings import EXACT, command_line, cosine, percents, text, train_all, windows
@@ -98,36 +98,36 @@ class Averaging:
 
 
 class LocalTraining:
-    """Models of their own that are averaged now and then, by a front such as `LocalSGD`."""
+    """Models of their own that are averaged now and then, by an adapter such as `LocalSGD`."""
 
     def __init__(
         self,
         stacked: StackedGPT,
         setting: Setting,
         rates: Sequence[float],
-        front: Callable[..., LocalSGD],
+        adapter: Callable[..., LocalSGD],
     ) -> None:
         self._gradients = stacked.gradients
         self.by_member: list[list[Optimizer]] = [[] for _ in stacked.models]
         self._inside = [ExitStack() for _ in stacked.models]
-        fronts: list[list[LocalSGD]] = [[] for _ in stacked.models]
+        adapters: list[list[LocalSGD]] = [[] for _ in stacked.models]
         for lane, rate in enumerate(rates):
             groups = InProcessTransport.group(setting.members)
             for rank, (models, group) in enumerate(zip(stacked.models, groups, strict=True)):
                 optimizers = new_optimizers(models[lane : lane + 1], setting.inner, [rate])
                 self.by_member[rank] += optimizers
-                fronts[rank].append(front(models[lane], optimizers[-1], replicas=group))
+                adapters[rank].append(adapter(models[lane], optimizers[-1], replicas=group))
         self.optimizers = [each for optimizers in self.by_member for each in optimizers]
-        self._front = fronts[0][0]
+        self._adapter = adapters[0][0]
 
         def enter(rank: int) -> None:
-            for each in fronts[rank]:
+            for each in adapters[rank]:
                 self._inside[rank].enter_context(each)
 
         run_members(setting.members, enter)
 
     def step(self) -> None:
-        """Step every member's models by themselves; the fronts average them when it is time."""
+        """Step every member's models by themselves; the adapters average them when it is time."""
         clip(self._gradients)
         run_members(len(self.by_member), self._step)
 
@@ -138,7 +138,7 @@ class LocalTraining:
     def finish(self) -> float:
         """Average what is left; return how many times fewer bytes than in fp32 were sent."""
         run_members(len(self._inside), lambda rank: self._inside[rank].close())
-        return self._front.stats().compression_ratio
+        return self._adapter.stats().compression_ratio
 
 
 class WarmedUp:
@@ -204,8 +204,8 @@ def averaging(algorithm: Algorithm) -> Method:
 def local(
     every_steps: int, algorithm: Algorithm | None = None, **options: Any
 ) -> Callable[[StackedGPT, Setting, Sequence[float]], LocalTraining]:
-    front = partial(LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), **options)
-    return partial(LocalTraining, front=front)
+    adapter = partial(LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), **options)
+    return partial(LocalTraining, adapter=adapter)
 
 
 def warmed_up(share: float, warmup: Algorithm, then: Callable[..., LocalTraining]) -> Method:
@@ -215,10 +215,10 @@ def warmed_up(share: float, warmup: Algorithm, then: Callable[..., LocalTraining
 
 def diloco(every_steps: int, **options: Any) -> Callable[..., LocalTraining]:
     """DiLoCo as it comes, but for `options`."""
-    return partial(LocalTraining, front=partial(DiLoCo, every_steps=every_steps, **options))
+    return partial(LocalTraining, adapter=partial(DiLoCo, every_steps=every_steps, **options))
 
 
-# How a front that averages models may stream, by the words that a method's name has for it.
+# How an adapter that averages models may stream, by the words that a method's name has for it.
 STREAMING: dict[str, dict[str, Any]] = {
     "2 fragments": {"streaming": Streaming(fragments=2)},
     "1 step late": {"streaming": Streaming(delay_steps=1)},

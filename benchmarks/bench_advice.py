@@ -147,7 +147,7 @@ def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant, steps:
     """Of a step with an averaging of the models now and then; its optimizer changes nothing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seconds = []
-    with way.front(model, optimizer, every_steps=way.every_steps, **way.options):
+    with way.adapter(model, optimizer, every_steps=way.every_steps, **way.options):
         for number in range(1 + max(1, steps // way.every_steps)):
             dist.barrier()
             start = time.perf_counter()

@@ -29,7 +29,7 @@ from pages import markdown_table, page, save
 from progress import Progress
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import ProcessGroupTransport
+from thinwire.comm import ProcessGroupTransport
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.sync.engine import Engine

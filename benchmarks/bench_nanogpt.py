@@ -24,10 +24,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from pages import RESULTS_FOLDER, markdown_table, page, spread, with_interval
 from thinwire import AllReduce, LocalSGD, Quantize, TopK
+from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, Transport, run_members
+from thinwire.comm import InProcessTransport, Transport, run_members
 from thinwire.demo.model import GPT, GPTConfig, fixed_batches, next_byte_loss, sample_batch
-from thinwire.fronts.tensors import StepFront
 from trainings import EXACT, command_line, percents, train_all
 
 RECORDS = RESULTS_FOLDER / "nanogpt.jsonl"
@@ -115,7 +115,7 @@ def train_member(
     schedule = LambdaLR(optimizer, share_of_peak)
     draws = torch.Generator().manual_seed(1_000 * run.seed + rank)
 
-    front = StepFront(parameters, METHODS[run.method], transport=transport)
+    adapter = GradientListAdapter(parameters, METHODS[run.method], transport=transport)
     averaged_steps = round(AVERAGED_SHARE.get(run.method, 1.0) * STEPS)
 
     def take(steps: range) -> None:
@@ -128,7 +128,7 @@ def train_member(
             optimizer.zero_grad()
             torch.autograd.backward(next_byte_loss(model, *batch))
             if step < averaged_steps:
-                means, _ = front.average([each.grad for each in parameters])
+                means, _ = adapter.average([each.grad for each in parameters])
                 for parameter, mean in zip(parameters, means, strict=True):
                     parameter.grad = mean
             nn.utils.clip_grad_norm_(parameters, MAX_GRADIENT_NORM)
@@ -137,7 +137,7 @@ def train_member(
 
     take(range(averaged_steps))
     # Bytes of a step, in those of fp32.
-    sent = averaged_steps / front.sync.stats().compression_ratio
+    sent = averaged_steps / adapter.sync.stats().compression_ratio
     if averaged_steps < STEPS:
         with LocalSGD(model, optimizer, every_steps=5, algorithm=TopK(), replicas=transport) as local:
             take(range(averaged_steps, STEPS))

@@ -19,7 +19,7 @@ from models import GPT2_SMALL, buckets_of
 from pages import markdown_table, page, save
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport
+from thinwire.comm import InProcessTransport
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.limits import installed
 from thinwire.sync import Engine, Settings, replay

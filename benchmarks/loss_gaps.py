@@ -105,16 +105,16 @@ def of_adamw() -> Iterator[LossGap]:
             # How long a warm-up is to be depends on the run's steps, which advice does not know.
             if made.func is not WarmedUp:
                 is_simple = made.func is Averaging
-                code = str(made.keywords["algorithm"]) if is_simple else code_of(made.keywords["front"])
+                code = str(made.keywords["algorithm"]) if is_simple else code_of(made.keywords["adapter"])
                 yield from measured(code, percents(losses[method], losses.get(EXACT, {})), where)
 
 
-def code_of(front: partial[Any]) -> str:
-    """A front with its settings, as it is written in code."""
-    settings = {name: value for name, value in front.keywords.items() if value is not None}
+def code_of(adapter: partial[Any]) -> str:
+    """An adapter with its settings, as it is written in code."""
+    settings = {name: value for name, value in adapter.keywords.items() if value is not None}
     if settings.get("algorithm") == AllReduce():
         del settings["algorithm"]
-    func: type = front.func  # type: ignore[assignment]
+    func: type = adapter.func  # type: ignore[assignment]
     return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.algorithms import PowerSGD
-from thinwire.channel import InProcessTransport, run_members
-from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Message, Work
+from thinwire.comm import InProcessTransport, run_members
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError
-from thinwire.localsgd import LocalSGD
+from thinwire.local_sgd import LocalSGD
 from training import batch_of, flat, new_model, new_optimizer, train
 
 Result = TypeVar("Result")

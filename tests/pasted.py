@@ -13,11 +13,11 @@ from advice.ways import LOCAL, TWO, advice_of
 from thinwire.advice.variants import LocalVariant, lines_to_paste
 
 
-def lines_for(front: str) -> list[str]:
+def lines_for(adapter: str) -> list[str]:
     """Where 2 bits are advised, and where models are averaged every other step, in 4 bits."""
     way = LocalVariant(thinwire.DiLoCo, 2, {"algorithm": thinwire.Quantize(bits=4)})
     local = replace(LOCAL, name=way.name, code=way.code)
-    return [lines_to_paste(advice_of(best, budget=0.2))[front] for best in (TWO, local)]
+    return [lines_to_paste(advice_of(best, budget=0.2))[adapter] for best in (TWO, local)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Resident memory of long runs, with every algorithm and front: `python tests/resident.py [steps]`, at night.
+"""Resident memory of long runs, of all algorithms and adapters: `python tests/resident.py [steps]`, at night.
 
 A model of real size, in real processes. What a step leaves behind, be it a few bytes between large tensors,
 lets the heap grow without end, which no count of live tensors shows.
@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import Pool
 from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
+from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import Algorithm
-from thinwire.fronts.tensors import StepFront
 
 WARM_STEPS = 50
 MOST_MB = 32
@@ -61,8 +61,8 @@ def sharded(algorithm: Algorithm, width: int) -> Step:
 
 
 def tensors(algorithm: Algorithm, width: int) -> Step:
-    front = StepFront(layers(width).parameters(), algorithm)
-    return lambda: front.average([torch.randn_like(parameter) for parameter in front.parameters])
+    adapter = GradientListAdapter(layers(width).parameters(), algorithm)
+    return lambda: adapter.average([torch.randn_like(parameter) for parameter in adapter.parameters])
 
 
 def local(algorithm: Algorithm, width: int) -> Step:

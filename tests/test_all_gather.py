@@ -12,7 +12,7 @@ from torch import Tensor
 
 import thinwire
 from pool import Pools, in_each_process
-from thinwire.channel import ProcessGroupTransport, Recording
+from thinwire.comm import ProcessGroupTransport, Recording
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 
 

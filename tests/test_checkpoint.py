@@ -40,8 +40,8 @@ from thinwire import (
     StateError,
 )
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import InProcessTransport
 from thinwire.checkpoint import load, load_local, merge, save, save_local
+from thinwire.comm import InProcessTransport
 from thinwire.simulation import Simulation
 from training import flat
 

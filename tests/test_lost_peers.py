@@ -20,7 +20,7 @@ import thinwire
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
-from thinwire.channel import agreement
+from thinwire.comm import agreement
 from thinwire.sync import engine_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
 
@@ -81,9 +81,9 @@ def are_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault) -> None:
+def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm, fault: Fault) -> None:
     setting.join_group()
-    sync, step_with = FRONTS[front](algorithm)
+    sync, step_with = FRONTS[adapter](algorithm)
     is_struck = setting.process_rank == LOST
     kind = InjectedError if is_struck and fault.kind == "raise" else CommunicationError
     with faults(sync, [fault]):
@@ -123,16 +123,16 @@ CASES: list[tuple[str, Algorithm, Fault]] = [
 
 
 @pytest.mark.parametrize(
-    ("front", "algorithm", "fault"),
+    ("adapter", "algorithm", "fault"),
     CASES,
-    ids=[f"{front}-{type(a).__name__}-{f.kind}-after-{f.after_messages}" for front, a, f in CASES],
+    ids=[f"{adapter}-{type(a).__name__}-{f.kind}-after-{f.after_messages}" for adapter, a, f in CASES],
 )
 def test_the_others_are_told_where_and_keep_their_memory(
-    front: str, algorithm: Algorithm, fault: Fault
+    adapter: str, algorithm: Algorithm, fault: Fault
 ) -> None:
     # Who dies is missed at once.
     timeout: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
-    ended = crash.run(train_until_lost, front, algorithm, fault, **timeout)
+    ended = crash.run(train_until_lost, adapter, algorithm, fault, **timeout)
     assert [each.exit_code for each in ended] == [0, -9 if fault.kind == "kill" else 0, 0], ended
 
 

@@ -1,4 +1,4 @@
-"""Resident memory stays where it is, with every front, in processes."""
+"""Resident memory stays where it is, with every adapter, in processes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ DISTRIBUTED = re.compile(
 
 def test_only_the_channel_issues_collectives_and_makes_groups() -> None:
     found = {name.split(".")[1:2][0] for name in MODULES if DISTRIBUTED.search(MODULES[name].read_text())}
-    assert found == {"channel"}
+    assert found == {"comm"}
 
 
 def test_algorithms_are_pure_tensor_code() -> None:
@@ -197,7 +197,7 @@ found = {"strangers": list(strangers), "all": list(sys.modules)}
 named = [thinwire.checkpoint.save, thinwire.powersgd.Config, hasattr(thinwire, "nothing")]
 print(json.dumps({**found, "named": list(map(str, named))}))
 """
-LATER = ("demo", "cli", "checkpoint", "powersgd", "integrations", "advice", "localsgd")
+LATER = ("demo", "cli", "checkpoint", "powersgd", "integrations", "advice", "local_sgd")
 
 
 def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from thinwire.version import __version__
 
 if TYPE_CHECKING:
     from thinwire import hooks
+    from thinwire.adapters.attach import attach
+    from thinwire.adapters.join import join
+    from thinwire.adapters.replicas import check_replicas
     from thinwire.advice import advise, auto
     from thinwire.algorithms import AllReduce, Cast, PowerSGD, Quantize, TopK
     from thinwire.errors import (
@@ -27,10 +30,7 @@ if TYPE_CHECKING:
         StepError,
         ThinwireError,
     )
-    from thinwire.fronts.attach import attach
-    from thinwire.fronts.join import join
-    from thinwire.fronts.replicas import check_replicas
-    from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
+    from thinwire.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
     from thinwire.plan import Plan
     from thinwire.sync import GradientSync
     from thinwire.sync.stats import Stats
@@ -96,10 +96,10 @@ PUBLIC_MODULES = (
 _HOMES = {
     "advice": ("advise", "auto"),
     "algorithms": ("AllReduce", "Cast", "PowerSGD", "Quantize", "TopK"),
-    "fronts.attach": ("attach",),
-    "fronts.join": ("join",),
-    "localsgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
-    "fronts.replicas": ("check_replicas",),
+    "adapters.attach": ("attach",),
+    "adapters.join": ("join",),
+    "local_sgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
+    "adapters.replicas": ("check_replicas",),
     "plan": ("Plan",),
     "sync": ("GradientSync",),
     "sync.stats": ("Stats",),

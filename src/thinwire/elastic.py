@@ -7,11 +7,11 @@
 """
 
 from thinwire.errors import LeftError
-from thinwire.localsgd.elastic import DiLoCo, LocalSGD
-from thinwire.localsgd.members.group import Group, InProcessGroup, InProcessLighthouse
-from thinwire.localsgd.members.presence import MembershipStats
-from thinwire.localsgd.members.torchft_group import TorchftGroup
-from thinwire.localsgd.steps import Steps
+from thinwire.local_sgd.elastic import DiLoCo, LocalSGD
+from thinwire.local_sgd.groups.group import Group, InProcessGroup, InProcessLighthouse
+from thinwire.local_sgd.groups.presence import MembershipStats
+from thinwire.local_sgd.groups.torchft_group import TorchftGroup
+from thinwire.local_sgd.steps import Steps
 
 __all__ = [
     "DiLoCo",

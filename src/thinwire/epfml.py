@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
+from thinwire.adapters.tensors import GradientListAdapter, Gradients
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
-from thinwire.channel import Layout
 from thinwire.checks import checked_scaler, shown
+from thinwire.comm import Layout
 from thinwire.errors import ConfigError, StepError
-from thinwire.fronts.tensors import Gradients, StepFront
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
@@ -65,13 +65,13 @@ class Options(TypedDict, total=False):
 
 
 class _Synchronised(Aggregator):
-    """An aggregator over a `StepFront`."""
+    """An aggregator over a `GradientListAdapter`."""
 
     grad_scaler: GradScaler | None
 
     @abstractmethod
-    def _front_for(self, tensors: Gradients) -> StepFront:
-        """Return the front for these parameters or gradients."""
+    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
+        """Return the adapter for these parameters or gradients."""
 
     @torch.no_grad()
     def aggregate(self, gradients: Gradients) -> list[Any]:
@@ -94,30 +94,30 @@ class _Synchronised(Aggregator):
             GradientError: One is sparse.
             CommunicationError: A collective failed; memory is as it was.
         """
-        front = self._front_for(gradients)
-        means, committed = front.average(gradients)
+        adapter = self._adapter_for(gradients)
+        means, committed = adapter.average(gradients)
         if not committed:
-            front.engine.warn_of_nonfinite()
+            adapter.engine.warn_of_nonfinite()
         # A step that was not committed has sent nothing, so the input stays.
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
-                self._leave_error(front, index, gradient)
+                self._leave_error(adapter, index, gradient)
         return means
 
-    def _leave_error(self, front: StepFront, index: int, gradient: torch.Tensor) -> None:
-        error = front.engine.take_error(front.name_of(index))
+    def _leave_error(self, adapter: GradientListAdapter, index: int, gradient: torch.Tensor) -> None:
+        error = adapter.engine.take_error(adapter.name_of(index))
         if error is None:
             gradient.zero_()
             return
         # In the units and the type of the gradient, to which the next one is added by the loop.
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
-        gradient.copy_(front.in_layout(index, error * scale))
+        gradient.copy_(adapter.in_layout(index, error * scale))
         held = torch.empty_like(error)
-        front.in_layout(index, held).copy_(gradient)
+        adapter.in_layout(index, held).copy_(gradient)
         residual = error - held / scale
         # What the gradient's type can't hold of it stays here.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
-            front.engine.put_error(front.name_of(index), residual)
+            adapter.engine.put_error(adapter.name_of(index), residual)
 
 
 class AllReduce(_Synchronised):
@@ -151,23 +151,23 @@ class AllReduce(_Synchronised):
             "on_nonfinite": on_nonfinite,
             "machines": machines,
         }
-        self._front: StepFront | None = None
+        self._adapter: GradientListAdapter | None = None
 
     def aggregate(self, gradients: Gradients) -> list[Any]:
         """As `Aggregator.aggregate`; of no gradients no means, and no message."""
         return super().aggregate(gradients) if gradients else []
 
-    def _front_for(self, tensors: Gradients) -> StepFront:
-        """Return a front; a new one for other tensors than before, since nothing is remembered."""
+    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
+        """Return an adapter; a new one for other tensors than before, since nothing is remembered."""
         given = [tensor for tensor in tensors if tensor is not None]
         if len(given) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
-        if self._front is None or _kinds(self._front.parameters) != _kinds(given):
-            self._front = StepFront(given, algorithms.AllReduce(), **self._options)
-        return self._front
+        if self._adapter is None or _kinds(self._adapter.parameters) != _kinds(given):
+            self._adapter = GradientListAdapter(given, algorithms.AllReduce(), **self._options)
+        return self._adapter
 
 
-class AlgorithmAggregator(StepFront, _Synchronised):
+class AlgorithmAggregator(GradientListAdapter, _Synchronised):
     """Averages gradients by any of Thinwire's algorithms, such as `thinwire.Quantize(bits=4)`.
 
     Args:
@@ -195,7 +195,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         AttachError: This process is not in the group, or `torchrun` has started several and
             `torch.distributed` is not initialised.
 
-    Cost per step: the algorithm's, and see `StepFront`.
+    Cost per step: the algorithm's, and see `GradientListAdapter`.
 
     Examples:
         >>> import thinwire
@@ -214,7 +214,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         self.grad_scaler = checked_scaler(options.get("grad_scaler"))
         super().__init__(params, algorithm, **options)
 
-    def _front_for(self, tensors: Gradients) -> StepFront:
+    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
         """Return itself."""
         return self
 
@@ -259,7 +259,7 @@ class PowerSGD(AlgorithmAggregator):
         ThinwireError: As of `AlgorithmAggregator`.
 
     Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and see
-    `StepFront`.
+    `GradientListAdapter`.
 
     Examples:
         >>> layer = torch.nn.Linear(64, 32)  # in a process group
@@ -308,11 +308,11 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not isinstance(aggregator, _Synchronised):
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
-    front = aggregator._front_for(parameters)
+    adapter = aggregator._adapter_for(parameters)
     if not isinstance(aggregator, AllReduce):
         here = set(map(id, parameters))
         # In the aggregator's order, by which its state knows them.
-        parameters = front.parameters
+        parameters = adapter.parameters
         there = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if here != there:
             raise ConfigError(
@@ -321,7 +321,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
                 "optimizer, of all its parameters"
             )
     scaler = _enabled_scaler(optimizer, aggregator)
-    means, committed = front.average([parameter.grad for parameter in parameters])
+    means, committed = adapter.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
     # A scaler is asked whatever has become of the step: it lowers its scale by the means that are not finite.

@@ -81,7 +81,7 @@ class CommunicationError(ThinwireError, RuntimeError):
 
 
 class LeftError(ThinwireError, RuntimeError):
-    """This member has left its elastic group, as it was asked to. The context of its front swallows it."""
+    """This member has left its elastic group, as it was asked to. The context of its adapter swallows it."""
 
 
 class MissingExtraError(ThinwireError, ImportError):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, Machines, run_members
 from thinwire.checks import whole_number
+from thinwire.comm import InProcessTransport, Machines, run_members
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings

@@ -36,9 +36,9 @@ from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline, Transfer
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, priced
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers, run_members
 from thinwire.cli.advise import show
-from thinwire.localsgd import LocalSGD
+from thinwire.comm import Collective, InProcessTransport, agree, gather_numbers, run_members
+from thinwire.local_sgd import LocalSGD
 from thinwire.probe.result import PairTiming
 from thinwire.sync import Engine, engine_of
 
@@ -456,7 +456,7 @@ def _alive() -> tuple[int, int, list[list[str]]]:
 
     def note() -> None:
         holding = {each for each in made if isinstance(each, Engine) and each.memory_bytes()}
-        # A front that was entered holds the last averages, and its engine's memory.
+        # An adapter that was entered holds the last averages, and its engine's memory.
         entered = {each for each in made if isinstance(each, LocalSGD)}
         alive.append([str(each.algorithm) for each in holding - set(map(engine_of, entered))])
         alive[-1] += map(str, entered)

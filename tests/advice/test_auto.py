@@ -26,7 +26,7 @@ from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_n
 from thinwire.advice.result import choose
 from thinwire.advice.variants import priced
 from thinwire.algorithms import Algorithm
-from thinwire.channel import run_members
+from thinwire.comm import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
 from thinwire.watch import read_run

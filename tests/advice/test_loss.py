@@ -55,7 +55,7 @@ from thinwire.advice.variants import (
 )
 from thinwire.advice.words import losses_of, notes_on, sources, verdict
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Collective, InProcessTransport
+from thinwire.comm import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec
 from thinwire.probe import Probe, Timing
 from thinwire.sync import Engine
@@ -412,13 +412,13 @@ def test_what_may_be_lost_is_told_in_a_sentence(loss: ExpectedLoss, told: str) -
     assert loss.in_words == told
 
 
-def test_there_are_lines_to_paste_for_every_front() -> None:
-    fronts = {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
+def test_there_are_lines_to_paste_for_every_adapter() -> None:
+    adapters = {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
     lines = lines_to_paste(advice_of(*EVERYTHING, budget=0.005))
-    assert lines.keys() == fronts
+    assert lines.keys() == adapters
     assert all("thinwire.Quantize(bits=2)" in each for each in lines.values())
     local = lines_to_paste(advice_of(*EVERYTHING, budget=0.2))
-    assert local.keys() == fronts
+    assert local.keys() == adapters
     assert local["DDP"] == f"import thinwire\n{LOCAL.code}"
     assert "unwrap_model(model), optimizer.optimizer, every_steps=30):" in local["Accelerate"]
     assert "ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=30))" in local["Lightning"]
@@ -496,7 +496,7 @@ def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: torch.dtype) -> None:
+def test_an_averaging_is_timed_by_the_adapter_itself_and_changes_nothing(dtype: torch.dtype) -> None:
     """A model of one layer can't be averaged in two fragments: that way is not offered."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32, dtype=dtype))

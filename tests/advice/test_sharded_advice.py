@@ -20,12 +20,12 @@ import thinwire
 from advice.ways import network
 from pool import Pool
 from thinwire import ConfigError
+from thinwire.adapters.sharded.model import local_of
 from thinwire.advice import Advice, bench, sharded
 from thinwire.advice.measure import Link
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, SHARDING, lines_to_paste, priced
 from thinwire.errors import AttachError
-from thinwire.fronts.sharded.model import local_of
 from thinwire.probe import Probe, probe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

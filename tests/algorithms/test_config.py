@@ -21,7 +21,7 @@ from in_turn import InTurn
 from pool import in_each_process
 from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import ProcessGroupTransport
+from thinwire.comm import ProcessGroupTransport
 
 LOW_RANK: dict[str, list[Any]] = {
     "matrix_rank": [0, -3, "4", 4.0, True, None],
@@ -200,7 +200,7 @@ def test_top_k_in_every_step_is_attached_and_warned_of() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("thinwire.fronts.attach")
+    logger = logging.getLogger("thinwire.adapters.attach")
     logger.addHandler(handler)
     try:
         model = DistributedDataParallel(nn.Linear(64, 64))

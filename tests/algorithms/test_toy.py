@@ -19,10 +19,10 @@ import members
 import thinwire
 from catalog import buckets, random_gradients
 from pool import are_alike, in_each_process
+from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import registry
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, run_members
-from thinwire.fronts.tensors import StepFront
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.probe.result import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
@@ -46,12 +46,12 @@ def test_lists_of_tensors_are_averaged_by_members_in_one_process() -> None:
 
     def body(rank: int) -> tuple[list[torch.Tensor], float]:
         parameters = [torch.zeros(40, 30), torch.zeros(30)]
-        front = StepFront(parameters, AroundTrend(), transport=transports[rank])
+        adapter = GradientListAdapter(parameters, AroundTrend(), transport=transports[rank])
         draws = torch.Generator().manual_seed(rank)
         for _ in range(3):
-            means, committed = front.average([torch.randn(p.shape, generator=draws) for p in parameters])
+            means, committed = adapter.average([torch.randn(p.shape, generator=draws) for p in parameters])
             assert committed
-        return [mean for mean in means if mean is not None], front.sync.stats().compression_ratio
+        return [mean for mean in means if mean is not None], adapter.sync.stats().compression_ratio
 
     first, *others = run_members(3, body)
     assert first[1] > 3.5

@@ -35,7 +35,7 @@ def main() -> None:
     run = Run(**lives(given.averagings, given.seed), steps=given.averagings * EVERY, wait_seconds=1e9)
     run.check_equal()
     assert set(run.results) == {"done", "left"}, run.errors
-    stats = run.fronts[0].membership()
+    stats = run.adapters[0].membership()
     lost = run.lost(least_owed=0.005)  # of one averaging, and the changes of all
     print(f"{Counter(run.results)}, {stats}: relative difference {lost:.1e}")
     assert lost < 1e-5

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from thinwire.algorithms import Quantize
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Message, Work, run_members
-from thinwire.channel.in_process import wait_for
-from thinwire.channel.metered import Wrapped
+from thinwire.comm import Message, Work, run_members
+from thinwire.comm.in_process import wait_for
+from thinwire.comm.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.errors import CommunicationError
-from thinwire.localsgd.member import Member
+from thinwire.local_sgd.member import Member
 
-Front = TypeVar("Front", bound=Member)
+Averageable = TypeVar("Averageable", bound=Member)
 
 FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
 VOTE = "whether all have received everything"
@@ -33,12 +33,12 @@ def alone(lighthouse: InProcessLighthouse | None = None) -> InProcessGroup:
 class Reached:
     """Waits until a member has made so many steps."""
 
-    def __init__(self, fronts: Callable[[], Iterable[Member]], steps: int) -> None:
-        self._fronts, self._steps = fronts, steps
+    def __init__(self, adapters: Callable[[], Iterable[Member]], steps: int) -> None:
+        self._adapters, self._steps = adapters, steps
 
     @property
     def is_complete(self) -> bool:
-        return any(front.steps >= self._steps for front in self._fronts())
+        return any(adapter.steps >= self._steps for adapter in self._adapters())
 
     def who_is_missing(self) -> str:
         return f"step {self._steps} is waited for"
@@ -88,7 +88,7 @@ class Killed(Exception):  # noqa: N818
     pass
 
 
-class InTurns(ABC, Generic[Front]):
+class InTurns(ABC, Generic[Averageable]):
     """Members that train in one process, each till it is killed, fails, or returns how it ended.
 
     `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: at which step
@@ -106,7 +106,7 @@ class InTurns(ABC, Generic[Front]):
     ) -> None:
         self.lighthouse, self.joins_at = lighthouse or InProcessLighthouse(1, 60.0), joins_at
         self.ends, self.faults = ends or {}, faults or {}
-        self.fronts: dict[int, Front] = {}
+        self.adapters: dict[int, Averageable] = {}
         self.errors: dict[int, BaseException] = {}
         self.models: dict[tuple[int, int], torch.Tensor] = {}  # what `train` notes, by step and member
         self.groups = {
@@ -130,19 +130,19 @@ class InTurns(ABC, Generic[Front]):
 
     @abstractmethod
     def train(self, member: int) -> Any:
-        """Train with a front of its own, put into `fronts`; how that ended."""
+        """Train with an adapter of its own, put into `adapters`; how that ended."""
 
     def end(self, how: str, member: int) -> None:
         """Let a member leave, or kill it."""
         if how == "leave":
-            self.fronts[member].leave()
+            self.adapters[member].leave()
         else:
             self.groups[member].leave = lambda: None  # type: ignore[method-assign]
             raise Killed
 
     def wait_until(self, steps: int) -> None:
         """Wait until a member has made so many steps."""
-        reached = Reached(self.fronts.values, steps)
+        reached = Reached(self.adapters.values, steps)
         while not reached.is_complete:
             with suppress(CommunicationError):  # all wait for one that has been struck, and go on without it
                 wait_for(reached)
@@ -155,15 +155,15 @@ class InTurns(ABC, Generic[Front]):
 
     def owed(self, member: int) -> torch.Tensor:
         """Return a member's residual, in the order of its parameters."""
-        front = self.fronts[member]
-        errors, named = front._engine.memory[ERROR], front.module.named_parameters()
+        adapter = self.adapters[member]
+        errors, named = adapter._engine.memory[ERROR], adapter.module.named_parameters()
         return torch.cat([errors.get(name, torch.zeros_like(each)).flatten() for name, each in named])
 
     def lasts(self, member: int) -> torch.Tensor:
         """Return a member's last averages, in the order of its parameters."""
-        front: Any = self.fronts[member]
-        lasts = {each.name: last for each, last in front._fragments.lasts}
-        return torch.cat([lasts[name].flatten() for name, _ in front.module.named_parameters()])
+        adapter: Any = self.adapters[member]
+        lasts = {each.name: last for each, last in adapter._fragments.lasts}
+        return torch.cat([lasts[name].flatten() for name, _ in adapter.module.named_parameters()])
 
 
 @st.composite

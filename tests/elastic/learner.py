@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
-from thinwire.channel import Message, Work
-from thinwire.channel.metered import Wrapped
+from thinwire.comm import Message, Work
+from thinwire.comm.metered import Wrapped
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
-from thinwire.localsgd.members import torchft_group
+from thinwire.local_sgd.groups import torchft_group
 from thinwire.tensors.layout import held_of
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3

@@ -18,7 +18,7 @@ import torch
 from elastic.in_turns import VOTE, Faulty, InTurns
 from elastic.learner import BATCH, EVERY, USUAL, Learner, checksum, diloco, heldout_loss
 from thinwire.elastic import InProcessLighthouse
-from thinwire.localsgd.member import Member
+from thinwire.local_sgd.member import Member
 
 STRIKE_EVERY = 13
 FEWEST, MOST = 2, 6
@@ -74,7 +74,7 @@ class Training(InTurns[Member]):
         learner = Learner(os.devnull, number, steps=steps, seed=self.seed)
         group, strikes = self.groups[member], self.strikes.get(member, [])
         faulty = group.transport = Faulty(group.transport, "", -1)  # fails nothing until it is told to
-        local = self.fronts[member] = diloco(learner, group)
+        local = self.adapters[member] = diloco(learner, group)
         with local:
             while local.steps < steps:
                 averaging, rest = divmod(local.steps, EVERY)

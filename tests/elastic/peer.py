@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from elastic.learner import USUAL, WAIT_SECONDS, Learner, checksum, die, heldout_loss
 from thinwire import Nesterov, Quantize
-from thinwire.localsgd.outer import new_outer
+from thinwire.local_sgd.outer import new_outer
 
 
 class Deadly:

@@ -11,14 +11,14 @@ import torch
 from elastic.in_turns import alone
 from thinwire import Warmup, elastic
 from thinwire.algorithms import AllReduce, Quantize
-from thinwire.channel import InProcessTransport, run_members
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.elastic import InProcessGroup, InProcessLighthouse, LocalSGD
 from thinwire.errors import CommunicationError, StateError
-from thinwire.localsgd.members import handing
-from thinwire.localsgd.members.elastic import Elastic
-from thinwire.localsgd.members.handing import packed
-from thinwire.localsgd.members.machine import BrokenMemberError, MachineGroup
-from thinwire.localsgd.model import AveragedModel
+from thinwire.local_sgd.groups import state_transfer
+from thinwire.local_sgd.groups.elastic import Elastic
+from thinwire.local_sgd.groups.machine import BrokenMemberError, MachineGroup
+from thinwire.local_sgd.groups.state_transfer import packed
+from thinwire.local_sgd.model import AveragedModel
 from thinwire.sync import Engine
 from training import new_model, new_optimizer, train
 
@@ -67,8 +67,8 @@ def test_an_unforeseen_error_of_one_process_ends_its_member(rank: int) -> None:
         group = FirstOnly(inside[own], ValueError())
         machine = MachineGroup(group, has_parts=False)
         engine = Engine(AllReduce(), machine.transport, [])
-        front = Mock(spec=LocalSGD)
-        membership = Elastic(machine, engine, front, torch.device("cpu"))
+        adapter = Mock(spec=LocalSGD)
+        membership = Elastic(machine, engine, adapter, torch.device("cpu"))
         failing = ValueError("a bug") if own == rank else None
         with pytest.raises(BaseException) as raised:  # noqa: PT011
             membership._all_can(Mock(side_effect=failing))
@@ -101,13 +101,13 @@ def test_a_state_that_takes_longer_than_the_others_wait_is_refused_early(
     timeout_seconds: float, comes: bool
 ) -> None:
     transport = Slow({"weight": torch.zeros(40_000_000, dtype=torch.uint8)})
-    with patch("thinwire.localsgd.members.handing.time.monotonic", lambda: transport.now):
+    with patch("thinwire.local_sgd.groups.state_transfer.time.monotonic", lambda: transport.now):
         if comes:
-            state = handing.receive_state(cast(Any, transport), 0, timeout_seconds)
+            state = state_transfer.receive_state(cast(Any, transport), 0, timeout_seconds)
             assert len(state["weight"]) == 40_000_000
             return
         with pytest.raises(StateError, match=r"^a newcomer's state of 40 MB takes about 40 s at 8.0 Mbit/s"):
-            handing.receive_state(cast(Any, transport), 0, timeout_seconds)
+            state_transfer.receive_state(cast(Any, transport), 0, timeout_seconds)
     assert transport.now < 0.5 * timeout_seconds  # before the others give up
 
 

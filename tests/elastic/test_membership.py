@@ -22,9 +22,9 @@ from elastic.in_turns import FEW_BITS, VOTE, InTurns, Killed, Turn, alone, clean
 from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Message, Work
-from thinwire.channel.in_process import wait_for
-from thinwire.channel.process_group import GroupTransport
+from thinwire.comm import InProcessTransport, Message, Work
+from thinwire.comm.in_process import wait_for
+from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,
@@ -33,11 +33,11 @@ from thinwire.elastic import (
     Steps,
 )
 from thinwire.errors import CommunicationError, ConfigError, LeftError, StateError, StepError
-from thinwire.localsgd import member
-from thinwire.localsgd.fragment import Fragment
-from thinwire.localsgd.members import handing
-from thinwire.localsgd.members.handing import packed, unpacked
-from thinwire.localsgd.members.presence import MembershipStats, Presence, count_changes
+from thinwire.local_sgd import member
+from thinwire.local_sgd.fragment import Fragment
+from thinwire.local_sgd.groups import state_transfer
+from thinwire.local_sgd.groups.presence import MembershipStats, Presence, count_changes
+from thinwire.local_sgd.groups.state_transfer import packed, unpacked
 from thinwire.watch import read_run
 
 EVERY = 2
@@ -97,7 +97,7 @@ class Run(InTurns[LocalSGD]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(100 + member)
         shared = self.shared | self.options.get(member, {})
-        local = self.fronts[member] = self.kind(model, optimizer, group=self.groups[member], **shared)
+        local = self.adapters[member] = self.kind(model, optimizer, group=self.groups[member], **shared)
         end_step, end = self.ends.get(member, (-1, ""))
         with local:
             self.models[local.steps, member] = parameters_of(model)
@@ -117,7 +117,7 @@ class Run(InTurns[LocalSGD]):
         return "left" if local.is_leaving else "done"
 
     def end(self, how: str, member: int) -> None:
-        local, group = self.fronts[member], self.groups[member]
+        local, group = self.adapters[member], self.groups[member]
         if how == "leave late":
             conclude = group.conclude
 
@@ -166,7 +166,7 @@ class Run(InTurns[LocalSGD]):
         ]
         moved = self.models[self.steps, last[0]].double() - self.models[0, 0].double()
         # What is owed counts by the number of members at the last averaging, those who left with it included.
-        num_members = self.fronts[last[0]].membership().members
+        num_members = self.adapters[last[0]].membership().members
         owed = torch.stack([self.owed(member).double() for member in last]).sum(0) / num_members
         true = torch.stack([torch.as_tensor(change) for change in changes]).sum(0)
         assert owed.norm() > least_owed * true.norm()
@@ -179,17 +179,17 @@ def test_members_that_come_go_and_vanish_hold_one_model_after_every_averaging(ki
     assert run.results == ["done", "left", "killed", "done", "done"]
     run.check_equal()
     assert not torch.equal(run.models[12, 0], run.models[2, 0])
-    stats = run.fronts[0].membership()
+    stats = run.adapters[0].membership()
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (3, 6, 2, 1, 1)
     assert stats.lost_error > 0
-    assert run.fronts[0].stats().compression_ratio > 2
+    assert run.adapters[0].stats().compression_ratio > 2
 
 
 def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> None:
     run = Run([0, 0, 0], steps=10, ends={1: (4, "leave late")})
     assert run.results == ["done", "left", "done"]
     assert [len(run.put_in[turn]) for turn in range(5)] == [3, 3, 3, 3, 2]
-    stats = run.fronts[0].membership()
+    stats = run.adapters[0].membership()
     assert (stats.leaves, stats.losses, stats.lost_error) == (1, 0, 0)
     run.check_equal()
     assert run.lost() < 3e-6
@@ -204,9 +204,9 @@ def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> No
     st.sampled_from([1, 2]),
 )
 def test_movement_and_mean_residual_are_all_changes_whoever_joins_and_leaves(
-    lives: dict[str, Any], algorithm: Any, front: tuple[Any, dict[str, Any]], fragments: int
+    lives: dict[str, Any], algorithm: Any, adapter: tuple[Any, dict[str, Any]], fragments: int
 ) -> None:
-    kind, outer = front
+    kind, outer = adapter
     run = Run(**lives, kind=kind, algorithm=algorithm, streaming=Streaming(fragments=fragments), **outer)
     assert run.results[0] == "done"
     assert not run.errors
@@ -223,7 +223,7 @@ def test_an_averaging_that_fails_for_one_or_all_is_repeated_and_nothing_is_lost(
         run.check_equal()
         if words == VOTE and failing == [1]:
             continue  # the others have committed: told below
-        assert run.fronts[0].membership().retries == 1
+        assert run.adapters[0].membership().retries == 1
         assert torch.equal(run.models[8, 0], calm.models[8, 0])
         assert all(torch.equal(run.owed(member), calm.owed(member)) for member in range(3))
 
@@ -233,9 +233,9 @@ def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> Non
     run.check_equal()
     assert torch.equal(run.models[2, 0], calm.models[2, 0])
     assert (2, 1) not in run.models  # it learnt of it with the next one, of which it took part with nothing
-    assert run.fronts[1].membership().averagings == 4
-    assert run.fronts[0].membership().losses == run.fronts[1].membership().losses == 0
-    assert run.fronts[1].membership().lost_error == 0
+    assert run.adapters[1].membership().averagings == 4
+    assert run.adapters[0].membership().losses == run.adapters[1].membership().losses == 0
+    assert run.adapters[1].membership().lost_error == 0
     assert len(run.put_in[1]) == 2  # its own steps of that turn were never made
 
 
@@ -281,8 +281,8 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     run = Run([0, 0, 0], steps=16, ends={1: (4, "away")})
     assert run.results == ["done"] * 3
     run.check_equal()
-    assert run.fronts[1].membership().lost_error > 0
-    stats = run.fronts[0].membership()
+    assert run.adapters[1].membership().lost_error > 0
+    stats = run.adapters[0].membership()
     assert (stats.losses, stats.joins) == (1, 1)
 
 
@@ -309,14 +309,14 @@ def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[i
     run = Run(joins_at, ends={0: (2, "stray")}, wait_seconds=2.0)
     assert run.results == ["done"] * len(joins_at)
     run.check_equal()
-    assert run.fronts[0].membership().lost_error > 0
-    assert run.fronts[1].membership().lost_error == 0
+    assert run.adapters[0].membership().lost_error > 0
+    assert run.adapters[1].membership().lost_error == 0
 
 
 def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_numbers() -> None:
     runs = [Run([0, 0], steps=2) for _ in range(2)]
     assert len({run.lighthouse.quorum_id for run in runs}) == 1
-    lineages = [{front._membership.lineage for front in run.fronts.values()} for run in runs]
+    lineages = [{adapter._membership.lineage for adapter in run.adapters.values()} for run in runs]
     assert len(lineages[0]) == len(lineages[1]) == 1
     assert lineages[0] != lineages[1]
 
@@ -404,7 +404,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.localsgd.members.elastic.PAUSE_SECONDS", 0.0),
+        patch("thinwire.local_sgd.groups.elastic.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):
@@ -426,10 +426,10 @@ def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytes
 
     monkeypatch.setattr(InProcessTransport, "start", noted)
     in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    residual_bytes = sum(error.nbytes for error in in_one.fronts[0]._engine.memory[ERROR].values())
+    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.memory[ERROR].values())
     assert sent == [residual_bytes]
     sent.clear()
-    monkeypatch.setattr(handing, "PART_BYTES", 500)
+    monkeypatch.setattr(state_transfer, "PART_BYTES", 500)
     in_parts = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
     assert sum(sent) == residual_bytes > 4 * max(sent) >= 4 * 500
     assert in_parts.results == in_one.results == ["done", "left", "done"]
@@ -441,16 +441,16 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also what has come of it before the link was cut."""
-    monkeypatch.setattr(handing, "PART_BYTES", 500)
+    monkeypatch.setattr(state_transfer, "PART_BYTES", 500)
     calm = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")})
     cut = [
         Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (HANDED_OVER, place)})
         for place in (1, part)
     ]
-    lost = [each.error_norm for each in cut[1].fronts[0]._membership._present if each.is_leaving]
-    assert calm.fronts[0].membership().lost_error == 0
+    lost = [each.error_norm for each in cut[1].adapters[0]._membership._present if each.is_leaving]
+    assert calm.adapters[0].membership().lost_error == 0
     assert len(lost) == 2
-    assert cut[1].fronts[0].membership().lost_error == pytest.approx(sum(lost))
+    assert cut[1].adapters[0].membership().lost_error == pytest.approx(sum(lost))
     assert torch.equal(cut[1].owed(0), cut[0].owed(0))
     assert not torch.equal(cut[1].owed(0), calm.owed(0))
 
@@ -480,7 +480,7 @@ def test_a_member_with_another_setting_is_refused_by_name_and_the_others_go_on(
     assert run.results == ["done", "done", "AgreementError"]
     assert told in str(run.errors[2])
     assert "the others go on" in str(run.errors[2])
-    assert run.fronts[0].membership().losses == 0
+    assert run.adapters[0].membership().losses == 0
     run.check_equal()
 
 
@@ -491,46 +491,46 @@ def test_a_member_that_changes_its_model_says_so_at_its_next_averaging_and_the_o
 ) -> None:
     class Freezing(Run):
         def end(self, how: str, member: int) -> None:
-            cast(nn.Linear, self.fronts[member].module).bias.requires_grad_(False)
+            cast(nn.Linear, self.adapters[member].module).bias.requires_grad_(False)
 
     run = Freezing([0, 0, 0], ends={1: (step, "freeze")})
     assert run.results == ["done", "StepError", "done"]
     assert "others than on entry: ['bias']; leave the context before you freeze" in str(run.errors[1])
-    assert run.fronts[1].steps == 6
-    assert run.fronts[0].membership().members == 2
+    assert run.adapters[1].steps == 6
+    assert run.adapters[0].membership().members == 2
     run.check_equal()
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent: bool) -> None:
-    optimizers, fronts, groups = [], [], []
+    optimizers, adapters, groups = [], [], []
     for _ in range(2):
         model, own = linear_and_two()
         optimizers.append(own)
         groups.append(InProcessGroup(InProcessLighthouse(send_optimizer=is_sent)))
-        fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], every_steps=2))
-    with fronts[0], fronts[1]:
+        adapters.append(LocalSGD(model, optimizers[-1], group=groups[-1], every_steps=2))
+    with adapters[0], adapters[1]:
         for _ in range(3):
-            fronts[0].module(torch.ones(1, 32)).sum().backward()
+            adapters[0].module(torch.ones(1, 32)).sum().backward()
             for optimizer in optimizers[0]:
                 optimizer.step()
-        assert fronts[0].steps == 3
-        fronts[1]._adopt(unpacked(packed(groups[0].provide())))
+        assert adapters[0].steps == 3
+        adapters[1]._adopt(unpacked(packed(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
             assert held.keys() == (sent.keys() if is_sent else set())
             assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
-        assert fronts[0]._described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
+        assert adapters[0]._described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
 
 
-def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
+def entered(adapter: Callable[..., Any], opened: ExitStack) -> Any:
     """Return a member of a group by itself, after two steps."""
     model, optimizers = linear_and_two()
-    member = opened.enter_context(front(model, optimizers, group=alone()))
+    member = opened.enter_context(adapter(model, optimizers, group=alone()))
     for _ in range(2):
         model(torch.randn(1, 32)).sum().backward()
-        for stepping in [member] if front is STEPS else optimizers:
+        for stepping in [member] if adapter is STEPS else optimizers:
             stepping.step()
     return member
 
@@ -580,14 +580,14 @@ def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> d
     return {**state, **others, "members": members | inside, "checksum": None}
 
 
-@pytest.mark.parametrize("front", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
+@pytest.mark.parametrize("adapter", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
 @pytest.mark.parametrize("case", UNFIT)
 def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
-    case: str, front: Callable[..., Any]
+    case: str, adapter: Callable[..., Any]
 ) -> None:
     change, told = UNFIT[case]
     with ExitStack() as opened:
-        first, second = entered(front, opened), entered(front, opened)
+        first, second = entered(adapter, opened), entered(adapter, opened)
         sent = unpacked(packed(first._state()))
         held = unpacked(packed(second._state()))
         assert held["checksum"] != sent["checksum"]
@@ -678,7 +678,7 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             options: Any = {"every_steps": 2, "algorithm": AllReduce()}
             options |= {"outer": Nesterov(lr=outer["lr"], momentum=outer["momentum"])}
             members.append(opened.enter_context(DiLoCo(model, optimizer, group=group, **options)))
-        weight, others = (cast(nn.Linear, front.module).weight for front in members)
+        weight, others = (cast(nn.Linear, adapter.module).weight for adapter in members)
         for _ in range(16):
             members[0]._optimizers[0].step()
             members[0]._optimizers[0].step()
@@ -689,9 +689,9 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
         assert last.bfloat16() != 1
         members[1]._adopt(unpacked(packed(members[0]._state())))
         assert torch.equal(others, weight)
-        for front in members:
-            assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)
-            assert front._state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+        for adapter in members:
+            assert all((flat == last).all() for fragment in adapter._fragments for flat in fragment.last)
+            assert adapter._state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -707,14 +707,14 @@ def test_changes_are_computed_once_an_averaging(fragments: int, monkeypatch: pyt
     run = Run([0, 0], streaming=Streaming(fragments=fragments))
     run.check_equal()
     # On entry they are looked at, too, and nobody has any.
-    assert len(computed) == sum(front.membership().averagings + 1 for front in run.fronts.values())
+    assert len(computed) == sum(adapter.membership().averagings + 1 for adapter in run.adapters.values())
 
 
 def test_who_has_left_takes_no_step() -> None:
     run = Run([0, 0], ends={1: (4, "leave")})
-    assert run.fronts[1].has_left
+    assert run.adapters[1].has_left
     with pytest.raises(LeftError, match="has left"):
-        run.fronts[1]._after_own_step()
+        run.adapters[1]._after_own_step()
 
 
 def test_what_does_not_go_is_refused_before_anything_changes() -> None:

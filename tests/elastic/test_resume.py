@@ -18,11 +18,11 @@ import thinwire
 from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone
 from thinwire import Nesterov, Streaming, Warmup, checkpoint
 from thinwire.algorithms import AllReduce, PowerSGD, TopK
-from thinwire.channel import InProcessTransport, run_members
-from thinwire.channel.in_process import wait_for
+from thinwire.comm import InProcessTransport, run_members
+from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, LocalSGD, Steps
 from thinwire.errors import ConfigError, StateError, StepError
-from thinwire.localsgd import elastic
+from thinwire.local_sgd import elastic
 from training import flat
 
 
@@ -68,23 +68,23 @@ class Run(InTurns[Any]):
 
     def train(self, member: int) -> str:
         model, optimizer = member_of(member)
-        front = self.fronts[member] = self.kind(model, optimizer, group=self.groups[member])
+        adapter = self.adapters[member] = self.kind(model, optimizer, group=self.groups[member])
         if member in self.states:
-            front.load_state_dict(self.states[member])
+            adapter.load_state_dict(self.states[member])
         end_step, end = self.ends.get(member, (-1, ""))
-        with front:
-            while front.steps < self.steps:
-                if front.steps == end_step:
+        with adapter:
+            while adapter.steps < self.steps:
+                if adapter.steps == end_step:
                     self.end(end, member)
-                draw_gradients(model, front.steps, member)
-                front.step() if isinstance(front, Steps) else optimizer.step()
-                if front.steps == self.saves_at:
-                    self.saved[member] = front.state_dict()
+                draw_gradients(model, adapter.steps, member)
+                adapter.step() if isinstance(adapter, Steps) else optimizer.step()
+                if adapter.steps == self.saves_at:
+                    self.saved[member] = adapter.state_dict()
                 wait_for(Turn())
-                self.models[front.steps, member] = flat(model)
-            if not isinstance(front, Steps):
-                front.average()
-                self.models[front.steps, member] = flat(model)
+                self.models[adapter.steps, member] = flat(model)
+            if not isinstance(adapter, Steps):
+                adapter.average()
+                self.models[adapter.steps, member] = flat(model)
         return "done"
 
 
@@ -112,7 +112,7 @@ def test_a_run_that_resumes_is_the_run_that_went_on_to_the_bit(kind: str) -> Non
     assert after.keys() == resumed.models.keys()
     assert all(torch.equal(model, resumed.models[at]) for at, model in after.items())
     assert all(torch.equal(whole.owed(member), resumed.owed(member)) for member in range(3))
-    assert resumed.fronts[0].membership().lost_error == 0
+    assert resumed.adapters[0].membership().lost_error == 0
     if kind != "delay":
         assert torch.equal(resumed.models[12, 0], resumed.models[12, 2])
 
@@ -136,10 +136,10 @@ def test_any_number_of_members_resume_from_one_file_and_nothing_that_was_owed_is
     assert expected.norm() > 0
     mean = torch.stack([resumed.owed(member) for member in range(members)]).mean(0)
     torch.testing.assert_close(mean, expected)
-    models = [flat(front.module) for front in resumed.fronts.values()]
+    models = [flat(adapter.module) for adapter in resumed.adapters.values()]
     saved = in_order(whole.saved[1]["last_average"])
     assert all(torch.equal(model, saved) for model in models)
-    assert resumed.fronts[members - 1].membership().lost_error == 0
+    assert resumed.adapters[members - 1].membership().lost_error == 0
 
 
 def test_who_resumes_late_takes_over_what_the_others_are_at_and_nothing_counts_as_lost() -> None:
@@ -147,7 +147,7 @@ def test_who_resumes_late_takes_over_what_the_others_are_at_and_nothing_counts_a
     run = Run(2, KINDS["local"], states={0: state, 1: state}, joins_at=[0, 9], steps=15)
     assert run.results == ["done"] * 2
     assert torch.equal(run.models[15, 0], run.models[15, 1])
-    assert [front.membership().lost_error for front in run.fronts.values()] == [0, 0]
+    assert [adapter.membership().lost_error for adapter in run.adapters.values()] == [0, 0]
 
 
 @pytest.mark.parametrize("member", [0, 2])
@@ -156,7 +156,7 @@ def test_a_message_that_fails_while_a_run_is_saved_is_sent_again(words: str, mem
     place = 1 if words == "state_dict()" else 4
     run = Run(3, KINDS["local"], saves_at=7, faults={member: (words, place)})
     assert run.results == ["done"] * 3, run.errors
-    assert run.fronts[member].membership().retries >= 1
+    assert run.adapters[member].membership().retries >= 1
     assert torch.equal(run.models[12, 0], run.models[12, 2])
     assert run.saved[0]["sync"]["slots"] == run.saved[2]["sync"]["slots"]
 
@@ -167,19 +167,19 @@ def test_a_run_is_saved_by_torch_distributed_checkpoint_too(tmp_path: Path) -> N
         def train(self, member: int) -> str:
             model = nn.Linear(8, 4)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            front = LocalSGD(model, optimizer, every_steps=2, group=self.groups[member], algorithm=FEW_BITS)
+            adapter = LocalSGD(model, optimizer, every_steps=2, group=self.groups[member], algorithm=FEW_BITS)
             if member in self.states:
-                state = {"local": front.distributed_state()}
+                state = {"local": adapter.distributed_state()}
                 load(state, checkpoint_id=tmp_path / str(member), no_dist=True)
-            with front:
+            with adapter:
                 self.saved[member] = flat(model)
                 model(torch.ones(1, 8) * (member + 1)).sum().backward()
                 optimizer.step()
-                state = {"local": front.distributed_state()}
+                state = {"local": adapter.distributed_state()}
                 if member not in self.states:
                     save(state, checkpoint_id=tmp_path / str(member), no_dist=True)
                     self.models[0, member] = flat(model)
-            return str(front.steps)
+            return str(adapter.steps)
 
     first = Saving(2, local())
     assert first.results == ["1", "1"], first.errors
@@ -203,7 +203,7 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     state = Run(2, KINDS["local"], saves_at=6).saved[0]
     model = nn.Linear(32, 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    front = LocalSGD(model, optimizer, every_steps=2, group=alone())
+    adapter = LocalSGD(model, optimizer, every_steps=2, group=alone())
     for broken, told in (
         ({**state, "step": -1, "checksum": None}, "step must be"),
         ({**state, "step": 7}, "damaged"),
@@ -211,11 +211,11 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
         (3, "made by LocalSGD.state_dict.., got int"),
     ):
         with pytest.raises(StateError, match=told):
-            front.load_state_dict(broken)  # type: ignore[arg-type]
+            adapter.load_state_dict(broken)  # type: ignore[arg-type]
     with pytest.raises(StepError, match="outside the context"):
-        front.state_dict()
+        adapter.state_dict()
     with pytest.raises(StateError, match=r"differ in \['0.bias'"):
-        front.load_state_dict(state)
+        adapter.load_state_dict(state)
     entered = LocalSGD(model, optimizer, every_steps=2, group=alone())
     with entered, pytest.raises(StepError, match="before the context"):
         entered.load_state_dict(state)
@@ -249,7 +249,7 @@ def test_fixed_members_resume_what_elastic_ones_have_saved_and_the_other_way_rou
     saved, model = of_fixed_members(None, every_steps=3)
     run = Run(2, KINDS["local"], states={0: saved, 1: saved}, steps=saved["step"])
     assert run.results == ["done"] * 2, run.errors
-    assert torch.equal(flat(run.fronts[1].module), model)
+    assert torch.equal(flat(run.adapters[1].module), model)
     mean = (run.owed(0) + run.owed(1)) / 2
     torch.testing.assert_close(mean, in_order(saved["sync"]["error"]))
     delayed, _ = of_fixed_members(None, every_steps=3, streaming=Streaming(delay_steps=2))
@@ -307,7 +307,7 @@ def test_members_that_die_and_join_while_changes_are_in_flight() -> None:
     run = Run(0, kind, joins_at=[0, 0, 0, 5], ends={1: (5, "kill")}, steps=16)
     assert run.results == ["done", "killed", "done", "done"], run.errors
     assert all(torch.equal(run.lasts(0), run.lasts(each)) for each in (2, 3))
-    assert run.fronts[0].membership().losses == 1
+    assert run.adapters[0].membership().losses == 1
 
 
 def test_a_member_that_joins_in_the_warm_up_or_behind_it_uses_what_the_others_do() -> None:
@@ -316,7 +316,7 @@ def test_a_member_that_joins_in_the_warm_up_or_behind_it_uses_what_the_others_do
         run = Run(0, kind, joins_at=[0, 0, joins], steps=12)
         assert run.results == ["done"] * 3, (joins, run.errors)
         assert torch.equal(run.models[12, 0], run.models[12, 2])
-        assert run.fronts[2]._engine.algorithm == PowerSGD(matrix_rank=2)
+        assert run.adapters[2]._engine.algorithm == PowerSGD(matrix_rank=2)
 
 
 class Unequal(InTurns[Any]):
@@ -346,8 +346,8 @@ class Unequal(InTurns[Any]):
         with patch.object(elastic, "monotonic", lambda: self.clocks[self.running]):
             draws = torch.Generator().manual_seed(member)
             self.running = member
-            front = self.fronts[member] = self.kind(model, optimizer, group=group)
-            with front:
+            adapter = self.adapters[member] = self.kind(model, optimizer, group=group)
+            with adapter:
                 while self.clocks[member] < self.until:
                     inputs = torch.randn(8, 16, generator=draws)
                     optimizer.zero_grad()
@@ -364,9 +364,9 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
     run = Unequal([0.5, 1.0], kind)
     assert run.results == ["done"] * 2, run.errors
     assert all(waited / run.until <= 0.05 for waited in run.waited)
-    fast, slow = (run.fronts[member]._steps_here for member in range(2))
+    fast, slow = (run.adapters[member]._steps_here for member in range(2))
     assert fast == pytest.approx(2 * slow, rel=0.05)
-    assert run.fronts[0].steps == run.fronts[1].steps
+    assert run.adapters[0].steps == run.adapters[1].steps
     by_steps = Unequal([0.5, 1.0], partial(LocalSGD, every_steps=20, algorithm=AllReduce()))
     assert by_steps.waited[0] / by_steps.until > 0.4
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from elastic.in_turns import FEW_BITS, VOTE, InTurns, Turn, alone, clean_lives
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, TopK
-from thinwire.channel.in_process import wait_for
+from thinwire.comm.in_process import wait_for
 from thinwire.elastic import Steps
 from thinwire.errors import AgreementError, ConfigError, LeftError, StepError
 
@@ -57,7 +57,7 @@ class Run(InTurns[Steps]):
             optimizers = [torch.optim.AdamW([each], lr=self.lr) for each in parameters]
         draws = torch.Generator().manual_seed(100 + member)
         algorithm = self.algorithms.get(member, self.algorithm)
-        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=self.groups[member])
+        steps = self.adapters[member] = Steps(model, optimizers, algorithm, group=self.groups[member])
         end_step, end = self.ends.get(member, (-1, ""))
         own_steps = 0
         with steps:
@@ -81,7 +81,7 @@ class Run(InTurns[Steps]):
         numbers = [each for one in optimizers for group in one.param_groups for each in group["params"]]
         numbers += [each for one in optimizers for state in one.state.values() for each in state.values()]
         held = torch.cat([each.detach().flatten() for each in numbers])
-        self.models[self.fronts[member].steps, member] = held
+        self.models[self.adapters[member].steps, member] = held
 
     def moved(self) -> torch.Tensor:
         """Return by how much the first member's numbers have changed since it began."""
@@ -92,11 +92,11 @@ def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
     run = Run([0, 0, 0, 2], ends={1: (3, "leave"), 2: (4, "kill")})
     assert run.results == ["done", "left", "killed", "done"]
     run.check_equal(since=1)
-    stats = run.fronts[0].membership()
+    stats = run.adapters[0].membership()
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (2, 6, 1, 1, 1)
     assert stats.lost_error > 0
     assert [len(run.put_in[step]) for step in range(6)] == [3, 3, 3, 4, 2, 2]
-    assert run.fronts[0].stats().compression_ratio > 2
+    assert run.adapters[0].stats().compression_ratio > 2
 
 
 def test_the_step_is_along_the_mean_of_what_each_has_learnt_from() -> None:
@@ -122,7 +122,7 @@ def test_movement_and_mean_residual_are_all_mean_gradients_whoever_joins_and_lea
     owed = torch.zeros_like(true)
     for member in (member for member, result in enumerate(run.results) if result == "done"):
         # By those of the last step, who have left with it included.
-        owed += run.owed(member).double() / run.fronts[member].membership().members
+        owed += run.owed(member).double() / run.adapters[member].membership().members
     assert owed.norm() > 0.05 * true.norm() / LR  # it was compressed
     assert (run.moved() - LR * owed - true).norm() < 3e-6 * true.norm()
 
@@ -132,7 +132,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_gradients(words: str) -> No
     calm = Run([0, 0, 0])
     run = Run([0, 0, 0], faults=dict.fromkeys(range(3), (words, 3)))
     run.check_equal(since=1)
-    assert run.fronts[0].membership().retries == 1
+    assert run.adapters[0].membership().retries == 1
     assert torch.equal(run.models[6, 0], calm.models[6, 0])
 
 
@@ -142,7 +142,7 @@ def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
     run.check_equal(since=1)
     assert torch.equal(run.models[2, 0], calm.models[2, 0])
     assert (2, 1) not in run.models  # it took that step together with the next one
-    assert run.fronts[1].membership().averagings == 6
+    assert run.adapters[1].membership().averagings == 6
     assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
 
 

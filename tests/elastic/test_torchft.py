@@ -22,11 +22,11 @@ from torch._C._distributed_c10d import TCPStore
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
-from thinwire.channel.process_group import GroupTransport
+from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
-from thinwire.localsgd.members import torchft_group
+from thinwire.local_sgd.groups import torchft_group
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -215,7 +215,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 
         with (
             patch.object(group._manager, "start_quorum", no_answer),
-            patch("thinwire.localsgd.members.torchft_group.PAUSE_SECONDS", 0.0),
+            patch("thinwire.local_sgd.groups.torchft_group.PAUSE_SECONDS", 0.0),
         ):
             group.meet()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.

@@ -27,7 +27,7 @@ from pool import Pool
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport
+from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (
     code_kernels_for,

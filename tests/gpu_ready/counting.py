@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
-from thinwire.channel.transport import Message, Transport, Work
+from thinwire.comm.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher, triton_kernels

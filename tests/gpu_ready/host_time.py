@@ -16,7 +16,7 @@ import torch
 
 from gpu_ready.counting import Alike, Done, buckets_of, by_triton, gpt2_small
 from thinwire.algorithms import Algorithm
-from thinwire.channel.transport import Message, Work
+from thinwire.comm.transport import Message, Work
 from thinwire.kernels.triton import launcher
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, replay

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gpu_ready.counting import tensors_in
-from thinwire.channel.transport import Message, Transport, Work
+from thinwire.comm.transport import Message, Transport, Work
 
 MAIN, NCCL = 0, 99
 

@@ -32,19 +32,19 @@ from gpu_ready.counting import (
 from gpu_ready.host_time import HostTime, host_time
 from kernel_calls import asked
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.adapters.sharded.fsdp import FSDPAdapter
+from thinwire.adapters.sharded.model import Piece
+from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory, topk
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.channel import Machines
-from thinwire.fronts.sharded.front import ShardedFront
-from thinwire.fronts.sharded.model import Piece
-from thinwire.fronts.tensors import StepFront
+from thinwire.comm import Machines
 from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
-from thinwire.localsgd import LocalSGD
-from thinwire.localsgd import model as local_sgd_model
+from thinwire.local_sgd import LocalSGD
+from thinwire.local_sgd import model as local_sgd_model
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
 from thinwire.sync.settings import loss_scale_of
@@ -359,16 +359,16 @@ def parameters_of(shapes: dict[str, tuple[int, ...]]) -> list[torch.nn.Parameter
     return [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes.values()]
 
 
-def test_the_front_of_tensors() -> None:
+def test_the_adapter_of_tensors() -> None:
     """One bucket. Beside the algorithm's: each gradient is copied to the bucket, and these are joined."""
     parameters = parameters_of(ONE_LAYER)
-    front = StepFront(parameters, PowerSGD(matrix_rank=4), transport=Alike())
+    adapter = GradientListAdapter(parameters, PowerSGD(matrix_rank=4), transport=Alike())
     gradients = [torch.empty_like(parameter) for parameter in parameters]
-    found, _ = counted(lambda: front.average(gradients))
+    found, _ = counted(lambda: adapter.average(gradients))
     of_one_layer(RANK_4, 174, 13.3).check(found)
 
 
-def test_the_front_of_local_sgd() -> None:
+def test_the_adapter_of_local_sgd() -> None:
     """Beside the algorithm's and the optimizer's: the change since the last average, and the way back."""
     model = torch.nn.Module()
     for number, parameter in enumerate(parameters_of(ONE_LAYER)):
@@ -388,7 +388,7 @@ def test_the_front_of_local_sgd() -> None:
 
 
 @pytest.mark.parametrize("host_check", [True, False])
-def test_the_front_of_sharded_models(host_check: bool) -> None:
+def test_the_adapter_of_sharded_models(host_check: bool) -> None:
     """It waits for the means as others do; and for who has a gradient only where it lacks one."""
     parameters = parameters_of(ONE_LAYER)
     pieces = [
@@ -401,17 +401,17 @@ def test_the_front_of_sharded_models(host_check: bool) -> None:
         [piece.spec for piece in pieces],
         Settings(host_check=host_check),
     )
-    front = ShardedFront(engine, OnDevice(), Mock(), pieces)
-    front._has_order = True  # which is agreed upon in the first step, with waits
+    adapter = FSDPAdapter(engine, OnDevice(), Mock(), pieces)
+    adapter._has_order = True  # which is agreed upon in the first step, with waits
 
     def step() -> None:
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-            front._changed.add(id(parameter))
-        front.average()
+            adapter._changed.add(id(parameter))
+        adapter.average()
 
     with on_meta():
-        for bucket in front._buckets:
+        for bucket in adapter._buckets:
             bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
     found, _ = counted(step)
     of_one_layer(RANK_4, *((175, 13.3) if host_check else (187, 16.3, 0))).check(found)

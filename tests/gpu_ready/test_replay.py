@@ -14,7 +14,7 @@ from gpu_ready.recorded import RecordedGraph
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Memory, Requests
 from thinwire.algorithms.exact import UncompressedPlan
-from thinwire.channel import InProcessTransport, run_members
+from thinwire.comm import InProcessTransport, run_members
 from thinwire.errors import StepError
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec, Route

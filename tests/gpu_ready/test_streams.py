@@ -16,9 +16,9 @@ from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
 from gpu_ready.recorded import RecordedGraph
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
 from thinwire import AllReduce, PowerSGD, Quantize
+from thinwire.adapters.ddp import ATTACHED, adapter_of, switched
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.fronts.ddp import ATTACHED, front_of, switched
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, clock, replay, streams
@@ -145,15 +145,15 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
         model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.002)
         with simulated(monkeypatch) as device:
             transport = SimulatedNCCL(device, forgets=False)
-            front = front_of(model, algorithm, transport, Settings.of())
-            switched(model, lambda: front, ATTACHED)
+            adapter = adapter_of(model, algorithm, transport, Settings.of())
+            switched(model, lambda: adapter, ATTACHED)
             # In the first one DDP learns the order of its buckets, in the fourth they are recorded.
             for _ in range(NUM_STEPS + 4):
                 model.zero_grad()
                 torch.autograd.backward(model(torch.randn(4, 24)).sum())
                 for parameter in model.parameters():
                     parameter.detach().sub_(0.1 * torch.randn(()) * parameter.grad)  # type: ignore[operator]
-        return device, transport.waiting, len(front._lanes)
+        return device, transport.waiting, len(adapter._lanes)
     finally:
         dist.destroy_process_group()
 
@@ -170,7 +170,7 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
     ],
     ids=str,
 )
-def test_ddps_front_holds_up_no_gradient_and_does_not_race(
+def test_ddps_adapter_holds_up_no_gradient_and_does_not_race(
     algorithm: Algorithm, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RecordedGraph, "num_replays", 0)
@@ -185,10 +185,10 @@ def test_ddps_front_holds_up_no_gradient_and_does_not_race(
 
 
 @pytest.mark.parametrize("missing", ["rejoin", "every wait for a stream"])
-def test_a_race_with_ddps_front_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_with_ddps_adapter_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders the stream beside the backward pass."""
     if missing == "rejoin":
-        monkeypatch.setattr(streams.Aside, "rejoin", lambda self: None)
+        monkeypatch.setattr(streams.CommStream, "rejoin", lambda self: None)
     else:
         monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
     assert train_ddp(PowerSGD(matrix_rank=2), monkeypatch)[0].races

@@ -24,7 +24,7 @@ import thinwire
 from pool import are_alike, in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms import BatchedPowerSGD
-from thinwire.channel import ProcessGroupTransport
+from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import stateless
 from thinwire.powersgd import AlgorithmAggregator
 from training import gathered

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import in_each_process
 from thinwire import AttachError, ConfigError, LocalSGD, ThinwireError, hooks
-from thinwire.channel import ProcessGroupTransport
+from thinwire.comm import ProcessGroupTransport
 from training import agreed, flat, halves, new_model, new_optimizer, pairs, train
 
 

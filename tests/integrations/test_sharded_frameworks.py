@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from accelerated import several_processes
-from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, train
+from adapters.test_sharded import agreed, flat, language, mesh_of, sharded, train
 from integrations.test_lightning import Regression, fit, lightning_environment
 from integrations.test_transformers import new_trainer
 from pool import in_each_process

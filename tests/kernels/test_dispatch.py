@@ -15,7 +15,7 @@ import torch
 from catalog import spec
 from kernel_calls import asked, wanted
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
-from thinwire.channel import InProcessTransport
+from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for

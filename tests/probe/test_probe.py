@@ -27,9 +27,9 @@ from crash import listening_on
 from launcher import run_in_network, run_job
 from pool import Pool
 from test_lab import real, undisturbed
-from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.common import alone
 from thinwire.cli.probe import _counts, show, told_streams
+from thinwire.comm import ProcessGroupTransport, Work
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import Link, Network
 from thinwire.probe import PairTiming, Probe, Timing, measure, probe

@@ -28,7 +28,7 @@ from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, Row, measure
 from thinwire.sync import Engine
-from thinwire.sync.exchange import Exchange
+from thinwire.sync.scheduler import CollectiveScheduler
 
 
 def test_all_is_well_here() -> None:
@@ -64,7 +64,7 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
 
 def poisoned(patch: pytest.MonkeyPatch) -> None:
     """A step that is not finite is committed."""
-    patch.setattr(Exchange, "is_healthy", lambda self: torch.tensor(True))
+    patch.setattr(CollectiveScheduler, "is_healthy", lambda self: torch.tensor(True))
 
 
 def drifting(patch: pytest.MonkeyPatch) -> None:

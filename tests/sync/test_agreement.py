@@ -25,7 +25,7 @@ from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, 
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, agree, run_members
+from thinwire.comm import InProcessTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.sync import Engine, GradientSync, lanes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.channel import Traffic
+from thinwire.comm import Traffic
 from thinwire.sync.clock import StepClock
 
 CUDA = torch.device("cuda", 0)

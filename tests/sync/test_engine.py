@@ -17,7 +17,7 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Message, Recording, Work, run_members
+from thinwire.comm import InProcessTransport, Message, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import lanes

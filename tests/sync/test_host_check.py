@@ -18,7 +18,7 @@ from thinwire import AllReduce, Cast, PowerSGD, Quantize, hooks
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport
+from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
@@ -109,22 +109,22 @@ def test_the_errors_of_a_family_stay_one_batch() -> None:
     assert stacked([error["head.weight"], error["body.weight"]]) is not None
 
 
-@pytest.mark.parametrize("front", ["attach", "hook", "aggregator", "exact aggregator"])
+@pytest.mark.parametrize("adapter", ["attach", "hook", "aggregator", "exact aggregator"])
 @in_each_process(2)
-def test_every_front_takes_it_and_processes_that_differ_in_it_are_told(front: str) -> None:
+def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter: str) -> None:
     host_check = torch.distributed.get_rank() == 0
     module = torch.nn.Linear(48, 40)
     optimizer = torch.optim.SGD(module.parameters())
-    model = module if "aggregator" in front else DistributedDataParallel(module)
+    model = module if "aggregator" in adapter else DistributedDataParallel(module)
     aggregator: epfl.Aggregator = epfl.AllReduce(host_check=host_check)
-    if front == "aggregator":
+    if adapter == "aggregator":
         aggregator = epfl.PowerSGD(module.parameters(), epfl.Config(rank=2), host_check=host_check)
-    elif front == "attach":
+    elif adapter == "attach":
         thinwire.attach(model, PowerSGD(), host_check=host_check)
     elif isinstance(model, DistributedDataParallel):
         model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
     told = "process 0 has host_check True, process 1 has host_check False"
-    if "aggregator" not in front:
+    if "aggregator" not in adapter:
         with pytest.raises(thinwire.AgreementError, match=told):
             torch.autograd.backward(model(torch.ones(2, 48)).sum())
         return

@@ -16,8 +16,8 @@ from torch import Tensor
 from catalog import buckets, flat_error, random_gradients, true_means
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import Machines
 from thinwire.checkpoint import load_local, merge, save, save_local
+from thinwire.comm import Machines
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync

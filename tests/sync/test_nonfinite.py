@@ -111,7 +111,7 @@ def test_what_a_narrower_type_makes_of_a_finite_mean_counts() -> None:
         assert bool(gradients[0][0].isinf().all()) == (count == 0)
 
 
-# On real processes, through every front.
+# On real processes, through every adapter.
 
 
 def new_model() -> nn.Sequential:
@@ -129,29 +129,29 @@ def loss_of(model: nn.Module, step: int, *, overflows: bool = False) -> Tensor:
     return loss * torch.inf if overflows and dist.get_rank() == 1 else loss
 
 
-Front = tuple[nn.Module, Callable[[], object], LocalSGD | None]
+Averageable = tuple[nn.Module, Callable[[], object], LocalSGD | None]
 
 
-def attached(on_nonfinite: Any, algorithm: Algorithm = POWER) -> Front:
+def attached(on_nonfinite: Any, algorithm: Algorithm = POWER) -> Averageable:
     model = new_ddp_model()
     thinwire.attach(model, algorithm, on_nonfinite=on_nonfinite)
     return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
-def hooked(state: object, hook: Any) -> Front:
+def hooked(state: object, hook: Any) -> Averageable:
     model = new_ddp_model()
     model.register_comm_hook(state, hook)
     return model, torch.optim.SGD(model.parameters(), lr=0.05).step, None
 
 
-def by_local_sgd(on_nonfinite: Any) -> Front:
+def by_local_sgd(on_nonfinite: Any) -> Averageable:
     model = new_ddp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100, on_nonfinite=on_nonfinite))
     return model, optimizer.step, local
 
 
-def by_optimizer_step(aggregator_of: Callable[[list[nn.Parameter]], epfl.Aggregator]) -> Front:
+def by_optimizer_step(aggregator_of: Callable[[list[nn.Parameter]], epfl.Aggregator]) -> Averageable:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     aggregator = aggregator_of(list(model.parameters()))
@@ -159,7 +159,7 @@ def by_optimizer_step(aggregator_of: Callable[[list[nn.Parameter]], epfl.Aggrega
 
 
 CONFIG = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-FRONTS: dict[str, Callable[[Any], Front]] = {
+FRONTS: dict[str, Callable[[Any], Averageable]] = {
     "attach": attached,
     "attach exactly": lambda how: attached(how, AllReduce()),
     "attach in fp16": lambda how: attached(how, Cast("fp16")),
@@ -179,20 +179,20 @@ FRONTS: dict[str, Callable[[Any], Front]] = {
 
 
 @pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("adapter", FRONTS)
 @in_each_process(2)
 def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
-    front: str, on_nonfinite: str
+    adapter: str, on_nonfinite: str
 ) -> None:
-    raised, disturbed = _trained(front, on_nonfinite, overflow=True)
-    _, healthy = _trained(front, on_nonfinite, overflow=False)
+    raised, disturbed = _trained(adapter, on_nonfinite, overflow=True)
+    _, healthy = _trained(adapter, on_nonfinite, overflow=False)
     assert raised == (on_nonfinite == "raise")
     assert torch.equal(disturbed, healthy)
     assert are_alike([disturbed])
 
 
-def _trained(front: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
-    model, step, local = FRONTS[front](on_nonfinite)
+def _trained(adapter: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
+    model, step, local = FRONTS[adapter](on_nonfinite)
     raised = False
     with nullcontext() if local is None else local:
         for number in range(3):

@@ -34,22 +34,22 @@ def overflows(processes: int, seed: int = 3) -> dict[int, int]:
 
 
 # A model, what averages, and what makes a step of a loss.
-Front = tuple[nn.Module, Any, Callable[[Tensor], None]]
+Averageable = tuple[nn.Module, Any, Callable[[Tensor], None]]
 
 
-def by_attach(scaler: GradScaler) -> Front:
+def by_attach(scaler: GradScaler) -> Averageable:
     ddp_model = new_ddp_model()
     return ddp_model, thinwire.attach(ddp_model, POWER, grad_scaler=scaler), scaled_step(ddp_model, scaler)
 
 
-def by_hook(scaler: GradScaler, told: Any = None) -> Front:
+def by_hook(scaler: GradScaler, told: Any = None) -> Averageable:
     ddp_model = new_ddp_model()
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=told or scaler)
     ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
     return ddp_model, state, scaled_step(ddp_model, scaler)
 
 
-def by_hook_told_the_scale(scaler: GradScaler) -> Front:
+def by_hook_told_the_scale(scaler: GradScaler) -> Averageable:
     return by_hook(scaler, scaler.get_scale)
 
 
@@ -65,7 +65,7 @@ def scaled_step(model: nn.Module, scaler: GradScaler) -> Callable[[Tensor], None
     return step
 
 
-def by_optimizer_step(scaler: GradScaler) -> Front:
+def by_optimizer_step(scaler: GradScaler) -> Averageable:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
@@ -79,10 +79,10 @@ def by_optimizer_step(scaler: GradScaler) -> Front:
     return model, aggregator, step
 
 
-@pytest.mark.parametrize("front", [by_attach, by_hook, by_hook_told_the_scale, by_optimizer_step])
+@pytest.mark.parametrize("adapter", [by_attach, by_hook, by_hook_told_the_scale, by_optimizer_step])
 @in_each_process(2)
-def test_overflows_leave_no_trace(front: Callable[[GradScaler], Front]) -> None:
-    check_overflows_leave_no_trace(front)
+def test_overflows_leave_no_trace(adapter: Callable[[GradScaler], Averageable]) -> None:
+    check_overflows_leave_no_trace(adapter)
 
 
 @in_each_process(4)
@@ -90,12 +90,12 @@ def test_among_four_overflows_leave_no_trace() -> None:
     check_overflows_leave_no_trace(by_attach)
 
 
-def check_overflows_leave_no_trace(front: Callable[[GradScaler], Front]) -> None:
+def check_overflows_leave_no_trace(adapter: Callable[[GradScaler], Averageable]) -> None:
     """Five batches more that overflow on one process; else the same run, to the bit."""
     growing = GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
     unscaled = GradScaler("cpu", init_scale=1.0, growth_interval=10_000)
-    disturbed = trained(front, growing, overflows(dist.get_world_size()))
-    healthy = trained(front, unscaled, {})
+    disturbed = trained(adapter, growing, overflows(dist.get_world_size()))
+    healthy = trained(adapter, unscaled, {})
     assert_the_same(disturbed, healthy, skipped=5)
     assert min(disturbed.scales) < max(disturbed.scales)
     assert set(healthy.scales) == {1.0}
@@ -124,8 +124,8 @@ def assert_the_same(disturbed: Trained, healthy: Trained, *, skipped: int) -> No
     assert disturbed.stats.compression_ratio > 3
 
 
-def trained(front: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Trained:
-    model, sync, step = front(scaler)
+def trained(adapter: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Trained:
+    model, sync, step = adapter(scaler)
     scales = []
     for number in range(STEPS):
         if number in overflowing:

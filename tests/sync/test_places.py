@@ -13,7 +13,7 @@ from algorithms.test_conformance import assert_same_state, over, warmup_steps
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import InProcessTransport, Work
+from thinwire.comm import InProcessTransport, Work
 from thinwire.errors import CommunicationError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation

@@ -17,7 +17,7 @@ from catalog import buckets, low_rank_routes, random_gradients, spec
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Recording
+from thinwire.comm import InProcessTransport, Recording
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
 from thinwire.sync import state as state_room

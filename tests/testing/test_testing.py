@@ -73,12 +73,12 @@ def test_closed_it_leaves_the_wire_as_it_was() -> None:
     assert engine.wire is before
 
 
-@pytest.mark.parametrize("front", [by_hook, by_optimizer_step], ids=lambda front: front.__name__)
+@pytest.mark.parametrize("adapter", [by_hook, by_optimizer_step], ids=lambda adapter: adapter.__name__)
 @in_each_process(2)
-def test_faults_that_need_no_restart_on_real_processes(front: Any) -> None:
+def test_faults_that_need_no_restart_on_real_processes(adapter: Any) -> None:
     slow, stalled = fail_at(0, 1, "slow", seconds=0.05), fail_at(1, 2, "stall", seconds=0.05)
     overflowing = fail_at(1, 3, "non-finite")
-    sync, step_with = front(POWER)
+    sync, step_with = adapter(POWER)
     with faults(sync, [slow, stalled, overflowing]) as struck:
         for step in range(6):
             step_with(step)

@@ -29,8 +29,8 @@ from pool import Pool
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Message, Work
-from thinwire.channel.metered import Wrapped
+from thinwire.comm import InProcessTransport, Message, Work
+from thinwire.comm.metered import Wrapped
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.sync.stats import Stats
@@ -537,8 +537,8 @@ class AnnouncedWork:
         self.work.wait()
 
 
-def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> None:
-    """And what is exposed has all of it, and the messages that a front sends before."""
+def test_waiting_for_a_slow_process_is_waiting_on_every_adapter(pool2: Pool) -> None:
+    """And what is exposed has all of it, and the messages that an adapter sends before."""
     for told in pool2.run(_slow_peer)[:1]:
         for name, steps in told.items():
             assert len(steps) == 4
@@ -559,10 +559,10 @@ def _slow_peer() -> dict[str, list[Mapping[str, Any]]]:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(96, 64))
     own = torch.nn.Linear(96, 64)
-    front = powersgd.PowerSGD(
+    adapter = powersgd.PowerSGD(
         list(own.parameters()), powersgd.Config(rank=2, start_compressing_after_num_steps=0)
     )
-    for name, sync in (("ddp", thinwire.attach(model, PowerSGD(matrix_rank=2))), ("step", front.sync)):
+    for name, sync in (("ddp", thinwire.attach(model, PowerSGD(matrix_rank=2))), ("step", adapter.sync)):
         kept, metered = Kept(), engine_of(sync).metered
         metered.transport = announcing = Announcing(metered.transport)
         with Watch(sync, kept):
@@ -574,7 +574,7 @@ def _slow_peer() -> dict[str, list[Mapping[str, Any]]]:
                     time.sleep(SLOW_SECONDS)
                 torch.autograd.backward(loss)
                 if name == "step":
-                    front.aggregate([p.grad for p in own.parameters() if p.grad is not None])
+                    adapter.aggregate([p.grad for p in own.parameters() if p.grad is not None])
         told[name] = kept.of("step")
     return told
 

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thinwire.adapters.attach import attach
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes, unwrapped_optimizer
 from thinwire.advice.result import Prediction, checked_budget, checked_gain, choose
 from thinwire.advice.variants import BASELINE, EXACT, LOCAL_VARIANTS, expected_losses, priced
 from thinwire.advice.words import losses_of, nearest, none_within
 from thinwire.algorithms import AllReduce
-from thinwire.channel import CALL, agree, gather_numbers
 from thinwire.checks import true_or_false, whole_count, whole_number
+from thinwire.comm import CALL, agree, gather_numbers
 from thinwire.errors import ConfigError
-from thinwire.fronts.attach import attach
-from thinwire.localsgd.model import check_trains
+from thinwire.local_sgd.model import check_trains
 from thinwire.sync import GradientSync, engine_of
 
 logger = logging.getLogger(__name__)

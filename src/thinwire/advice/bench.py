@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.ddp import DDPAdapter, adapter_of, switched
 from thinwire.advice.loss import Training, published_gap
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
@@ -29,16 +30,15 @@ from thinwire.advice.variants import (
     priced,
 )
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Transport, gather_numbers, own_subgroup
+from thinwire.comm import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError, GradientError
-from thinwire.fronts.ddp import BucketFront, front_of, switched
-from thinwire.localsgd import LocalSGD
+from thinwire.local_sgd import LocalSGD
 from thinwire.sync import Engine, engine_of
 
 if TYPE_CHECKING:
     from thinwire.advice.sharded import Sharded
 
-# Steps of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
+# Steps of a turn: in their first step adapters agree, plan and compile; in the second they have a residual.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
 # One in each direction, so that no algorithm is always the first.
 MIN_ROUNDS = 2
@@ -56,12 +56,12 @@ class Replicated:
         # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
         group = own_subgroup(1, None)
         entered.callback(dist.destroy_process_group, group)
-        # Steps train `model`; fronts that average whole models are given `module`.
+        # Steps train `model`; adapters that average whole models are given `module`.
         self.module, self._transport = module, transport
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
-        self._front: BucketFront | None = None
-        switched(self._ddp, lambda: self._front, "advise")
+        self._adapter: DDPAdapter | None = None
+        switched(self._ddp, lambda: self._adapter, "advise")
 
     @contextmanager
     def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
@@ -73,11 +73,11 @@ class Replicated:
             with self._ddp.no_sync():  # DDP calls no hook in there
                 yield None
             return
-        self._front = front_of(self._ddp, algorithm, self._transport)
+        self._adapter = adapter_of(self._ddp, algorithm, self._transport)
         try:
-            yield self._front.engine
+            yield self._adapter.engine
         finally:
-            self._front = None
+            self._adapter = None
 
 
 @dataclass
@@ -111,10 +111,10 @@ class Bench:
         for local in LOCAL_VARIANTS:
             try:
                 # With all its settings: a model may have fewer layers than fragments.
-                self._front_of(local.front, every_steps=local.every_steps, **local.options)
+                self._adapter_of(local.adapter, every_steps=local.every_steps, **local.options)
             except (ConfigError, GradientError):
                 continue
-            alike = local.front, local.options.get("algorithm")
+            alike = local.adapter, local.options.get("algorithm")
             self.ways.append((local.name, local, self.averagings.setdefault(alike, Timed())))
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
@@ -192,11 +192,14 @@ class Bench:
     def _local_turn(self, timed: Timed, kind: type[LocalSGD], algorithm: Algorithm | None) -> None:
         """Average the whole model after every step of an optimizer that changes nothing."""
         settings = {} if algorithm is None else {"algorithm": algorithm}
-        front, optimizer = self._front_of(kind, every_steps=1, **settings)
-        with front:
+        adapter, optimizer = self._adapter_of(kind, every_steps=1, **settings)
+        with adapter:
             # The optimizer finds no gradients, so all that is timed is the averaging after its step.
             timed.timelines += self._timelines(optimizer.zero_grad, optimizer.step)
-            timed.memory_bytes, timed.residual_bytes = _kept_bytes(front), engine_of(front).residual_bytes()
+            timed.memory_bytes, timed.residual_bytes = (
+                _kept_bytes(adapter),
+                engine_of(adapter).residual_bytes(),
+            )
 
     def _timelines(self, prepare: Callable[[], None], step: Callable[[], object]) -> list[Timeline]:
         found = []
@@ -207,25 +210,25 @@ class Bench:
             found.append(self.stopwatch.timeline())
         return found[UNTIMED_STEPS:]
 
-    def _front_of(self, kind: type[LocalSGD], **settings: Any) -> tuple[LocalSGD, torch.optim.Optimizer]:
-        """Return a front that averages the model over the stopwatch, and the optimizer that it follows."""
+    def _adapter_of(self, kind: type[LocalSGD], **settings: Any) -> tuple[LocalSGD, torch.optim.Optimizer]:
+        """Return an adapter that averages the model over the stopwatch, and the optimizer that it follows."""
         module = self.subject.module
         optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.0)
         return kind(module, optimizer, replicas=self.stopwatch.transport, **settings), optimizer
 
 
-def _kept_bytes(front: LocalSGD) -> int:
+def _kept_bytes(adapter: LocalSGD) -> int:
     """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
         """Return what this process holds: its shard of a sharded tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-    kept_bytes = engine_of(front).memory_bytes()
-    for state in () if front.outer is None else front.outer.state.values():
+    kept_bytes = engine_of(adapter).memory_bytes()
+    for state in () if adapter.outer is None else adapter.outer.state.values():
         kept_bytes += sum(held(each).nbytes for each in state.values() if isinstance(each, torch.Tensor))
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
-    averaged = (each for each in front.module.parameters() if each.requires_grad)
+    averaged = (each for each in adapter.module.parameters() if each.requires_grad)
     return kept_bytes + sum(held(each).numel() * max(4, each.itemsize) for each in averaged)
 
 

@@ -20,13 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, contenders
 from thinwire.advice.timeline import Network, Stopwatch, Transfer
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import (
+from thinwire.checks import number, whole_count
+from thinwire.comm import (
     Collective,
     ProcessGroupTransport,
     Transport,
@@ -34,9 +36,7 @@ from thinwire.channel import (
     round_trips_over_gloo,
     wire_bytes,
 )
-from thinwire.checks import number, whole_count
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.result import ring_share

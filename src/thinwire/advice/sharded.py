@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.adapters.sharded.fsdp import FSDPAdapter, refuse_attached, specs_of
+from thinwire.adapters.sharded.model import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
+from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError
-from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
-from thinwire.fronts.sharded.model import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.sync import Engine, Settings
@@ -33,14 +33,14 @@ class Sharded:
         entered.enter_context(_put_back(model))
         self.model = self.module = model
         self.shards: int | None = self._group.size
-        self._front: ShardedFront | None = None
+        self._adapter: FSDPAdapter | None = None
         for parameter in (each.parameter for each in self._pieces if each.parameter.requires_grad):
             hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             entered.callback(hook.remove)
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        if self._front is not None:
-            self._front.arrived(parameter)
+        if self._adapter is not None:
+            self._adapter.arrived(parameter)
 
     @contextmanager
     def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
@@ -49,11 +49,11 @@ class Sharded:
             return
         settings = Settings(together=self._group if self._group.size > 1 else None)
         engine = Engine(algorithm, self._transport, specs_of(self._pieces), settings)
-        self._front = ShardedFront(engine, self._group, self._sharded, self._pieces)
+        self._adapter = FSDPAdapter(engine, self._group, self._sharded, self._pieces)
         try:
             yield engine
         finally:
-            self._front = None
+            self._adapter = None
 
 
 def shards_of(model: nn.Module) -> Transport:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.channel import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
+from thinwire.comm import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
 from thinwire.tensors.accelerators import wait_for
 

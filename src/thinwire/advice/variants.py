@@ -10,8 +10,8 @@ from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_lo
 from thinwire.advice.result import Advice, Prediction
 from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
-from thinwire.localsgd import DiLoCo, LocalSGD, Nesterov, Streaming
-from thinwire.localsgd.schedule import WHOLE
+from thinwire.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming
+from thinwire.local_sgd.schedule import WHOLE
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
@@ -32,9 +32,9 @@ def priced() -> dict[str, Variant]:
 
 @dataclass(frozen=True)
 class LocalVariant:
-    """A front with settings that are tried."""
+    """An adapter with settings that are tried."""
 
-    front: type[LocalSGD]
+    adapter: type[LocalSGD]
     every_steps: int
     options: Mapping[str, Any] = field(default_factory=dict)
     # An algorithm that surely loses less, as it is written in code, if this was not measured.
@@ -49,12 +49,12 @@ class LocalVariant:
     @property
     def name(self) -> str:
         """As it is written in code, without what is trained."""
-        return f"{self.front.__name__}({self._settings()})"
+        return f"{self.adapter.__name__}({self._settings()})"
 
     @property
     def code(self) -> str:
         """The line to put around a training loop."""
-        return f"with thinwire.{self.front.__name__}(model, optimizer, {self._settings('thinwire.')}):"
+        return f"with thinwire.{self.adapter.__name__}(model, optimizer, {self._settings('thinwire.')}):"
 
     def _settings(self, prefix: str = "") -> str:
         given = {"every_steps": self.every_steps, **self.options}
@@ -98,27 +98,27 @@ def code_of(name: str, local: LocalVariant | None, *, is_sharded: bool) -> str:
 
 
 def lines_to_paste(advice: Advice) -> dict[str, str]:
-    """Return lines by front, in its users' names: model, optimizer, mesh, accelerator, trainer."""
+    """Return lines by adapter, in its users' names: model, optimizer, mesh, accelerator, trainer."""
     if advice.adds_nothing:
         return {}  # exact averaging is what they do by themselves
     # Only FSDP2 alone is priced for a sharded model; native HSDP needs no Thinwire.
-    lines = _lines_by_front(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
+    lines = _lines_by_adapter(advice.best) if advice.shards is None else {"FSDP2": advice.best.code}
     imported = "import thinwire\n"
-    return {front: imported * ("thinwire." in text) + text for front, text in lines.items()}
+    return {adapter: imported * ("thinwire." in text) + text for adapter, text in lines.items()}
 
 
-def _lines_by_front(best: Prediction) -> dict[str, str]:
+def _lines_by_adapter(best: Prediction) -> dict[str, str]:
     algorithm, partial = f"thinwire.{best.name}", ""
     sharded = inside = f"thinwire.attach(model, {algorithm})"
     if best.averages_less_often:
         sharded = best.code
-        front, _, settings = sharded[len("with ") : -len("):")].partition("(model, optimizer, ")
+        adapter, _, settings = sharded[len("with ") : -len("):")].partition("(model, optimizer, ")
         # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
         # averaging gradients.
         unwrapped = f"accelerator.unwrap_model(model), optimizer.optimizer, {settings}"
-        inside = f"with model.no_sync(), {front}({unwrapped}):"
-        # Frameworks make the front themselves, when model and optimizer are there.
-        algorithm, partial = f"partial({front}, {settings})", "from functools import partial\n"
+        inside = f"with model.no_sync(), {adapter}({unwrapped}):"
+        # Frameworks make the adapter themselves, when model and optimizer are there.
+        algorithm, partial = f"partial({adapter}, {settings})", "from functools import partial\n"
     return {
         "DDP": best.code,
         "FSDP2": _after_sharding(sharded),

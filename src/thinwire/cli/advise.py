@@ -17,13 +17,13 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import COMPUTING, MAX_BUDGET_LOSS, Advice
 from thinwire.advice.variants import lines_to_paste
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
 from thinwire.errors import ConfigError
-from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.probe import Probe
 
 COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")
@@ -195,8 +195,8 @@ def show(advice: Advice, console: Console) -> None:
     by_latency = _by_round_trip(advice)
     pasted = [
         line
-        for front, text in lines_to_paste(advice).items()
-        for line in ("", f"{front}:", *(f"    {each}" for each in text.splitlines()))
+        for adapter, text in lines_to_paste(advice).items()
+        for line in ("", f"{adapter}:", *(f"    {each}" for each in text.splitlines()))
     ]
     # Prose wraps on a terminal; code to copy does not, and in a pipe a sentence is a line.
     for lines, is_prose in (

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from thinwire.channel import gather_numbers
 from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_without_numba
+from thinwire.comm import gather_numbers
 from thinwire.errors import ConfigError
 from thinwire.kernels.triton import limits
 from thinwire.selfcheck.checks import CHECKS, Bench

@@ -12,7 +12,7 @@ import typer
 from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
 from thinwire.launch import ElasticJob
-from thinwire.localsgd.members.torchft_group import ASKED
+from thinwire.local_sgd.groups.torchft_group import ASKED
 
 
 def run(

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 
 from thinwire import hooks
+from thinwire.adapters.ddp_model import ddp_inside, register, wrong_model
 from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its modules when imported)
     debugging_hooks,
     default_hooks,
@@ -32,7 +33,6 @@ from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its mod
     quantization_hooks,
 )
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import ddp_inside, register, wrong_model
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 

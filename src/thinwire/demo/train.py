@@ -37,7 +37,7 @@ from thinwire.demo.model import (
 )
 from thinwire.errors import ConfigError
 from thinwire.launch import LOOK_EVERY_SECONDS, join_group, leave_group, python_module
-from thinwire.localsgd.members.torchft_group import MEMBER
+from thinwire.local_sgd.groups.torchft_group import MEMBER
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64

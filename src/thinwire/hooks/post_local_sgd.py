@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from thinwire.adapters.common import divide_by_contributors
+from thinwire.adapters.ddp import DDPAdapter
+from thinwire.adapters.ddp_model import completed_future, dense_buffer
 from thinwire.algorithms.exact import WireDtype
-from thinwire.channel import ProcessGroupTransport, agree, checked_group
-from thinwire.channel.process_group import own_subgroup
 from thinwire.checks import true_or_false, whole_count
+from thinwire.comm import ProcessGroupTransport, agree, checked_group
+from thinwire.comm.process_group import own_subgroup
 from thinwire.errors import ConfigError
-from thinwire.fronts.common import divide_by_contributors
-from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.hooks.stateless import cast_in, checked_state, sent_mean
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
@@ -91,7 +91,7 @@ class PostLocalSGDState:
         self.on_nonfinite = on_nonfinite
         self.iter = 0
         self.is_agreed = False
-        self._fronts: dict[dist.ProcessGroup, BucketFront] = {}
+        self._adapters: dict[dist.ProcessGroup, DDPAdapter] = {}
 
     def __setattr__(self, name: str, value: object) -> None:
         """Check what is set; a mistyped name is an error, as with torch's own state, which has slots."""
@@ -111,7 +111,7 @@ class PostLocalSGDState:
         """Return a state with the same settings and groups at step 0: a copied model has no hook."""
         # Without __init__: groups can't be copied, and are the same objects for the copy.
         copied = PostLocalSGDState.__new__(PostLocalSGDState)
-        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _fronts={})
+        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _adapters={})
         return copied
 
 
@@ -162,12 +162,12 @@ def averaged(
             logger.info("local SGD starts after %d steps", state.iter)
     # One question for the whole step, so its buckets must wait for each other.
     if state.on_nonfinite != "nan":
-        # One front for each group, kept: it has a step under way from bucket to bucket.
-        if transport.group not in state._fronts:
+        # One adapter for each group, kept: it has a step under way from bucket to bucket.
+        if transport.group not in state._adapters:
             settings = Settings(on_nonfinite=state.on_nonfinite)
             engine = Engine(cast_in(wire_dtype), transport, settings=settings)
-            state._fronts[transport.group] = BucketFront(engine)
-        return state._fronts[transport.group].run(bucket)
+            state._adapters[transport.group] = DDPAdapter(engine)
+        return state._adapters[transport.group].run(bucket)
     # Contributors are counted over the whole group; of those in a subgroup nothing is known.
     if not is_local:
         divide_by_contributors(bucket.parameters(), flat)

@@ -15,16 +15,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
+from thinwire.adapters.ddp_model import dense_buffer
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, LowRankRoute, translated
 from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.channel import Layout, ProcessGroupTransport
 from thinwire.checks import number, true_or_false, whole_count
+from thinwire.comm import Layout, ProcessGroupTransport
 from thinwire.errors import ConfigError, StateError
-from thinwire.fronts.ddp import BucketFront, front_of_hook
-from thinwire.fronts.ddp_model import dense_buffer
 from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
@@ -118,7 +118,7 @@ class PowerSGDState:
         **options: "Unpack[StepOptions]",
     ) -> None:
         # Before what follows: setters look at it. A hook can know its model from the first step on only.
-        self._front: BucketFront | None = None
+        self._adapter: DDPAdapter | None = None
         self._used_with = ""
         self.process_group = process_group
         given = {
@@ -172,14 +172,14 @@ class PowerSGDState:
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
         # `sync.use` may have switched to an algorithm that the settings do not describe.
-        in_use = None if self._front is None else self._front.sync.algorithm
+        in_use = None if self._adapter is None else self._adapter.sync.algorithm
         return getattr(in_use, name, self._settings[name])
 
     def _change(self, name: str, value: object) -> None:
         """Set one, by torch's name, from the next step on."""
         change = translated({name: value})
-        if self._front is not None:
-            in_use = self._front.sync.algorithm
+        if self._adapter is not None:
+            in_use = self._adapter.sync.algorithm
             # Other algorithms have no such setting, and `sync.use` says what they have.
             if not isinstance(in_use, LowRank):
                 raise ConfigError(
@@ -189,7 +189,7 @@ class PowerSGDState:
             algorithm = replace(in_use, **change)
             # Only a change: after `use` the next step compares all processes.
             if algorithm != in_use:
-                self._front.sync.use(algorithm)
+                self._adapter.sync.use(algorithm)
         # Last, so that a change that is refused leaves the settings as they were.
         self._settings |= change
 
@@ -204,7 +204,7 @@ class PowerSGDState:
             raise ConfigError(
                 f"process_group must be a torch.distributed process group or None, got {group!r}"
             )
-        if self._front is not None:
+        if self._adapter is not None:
             raise ConfigError("process_group can't be set after the first step; make a new state")
         self._process_group = group
 
@@ -220,7 +220,7 @@ class PowerSGDState:
     @property
     def next_stats_report(self) -> int:
         """The step after which the statistics are logged next."""
-        steps = 0 if self._front is None else self._front.sync.steps
+        steps = 0 if self._adapter is None else self._adapter.sync.steps
         return (steps // self._log_every_steps + 1) * self._log_every_steps
 
     orthogonalization_epsilon = property(lambda state: state._unused["orthogonalization_epsilon"])
@@ -236,20 +236,20 @@ class PowerSGDState:
     @property
     def iter(self) -> int:
         """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
-        if self._front is None:
+        if self._adapter is None:
             return 0 if self._loaded is None else int(self._loaded["step"])
-        counts = self._front.engine.counts()
+        counts = self._adapter.engine.counts()
         return counts.steps - counts.nonfinite_steps
 
     @property
     def error_dict(self) -> Mapping[str, torch.Tensor]:
         """This process's residual, by parameter name, torch's by bucket: fp32, flat, unscaled; to read."""
-        return MappingProxyType({} if self._front is None else self._front.engine.memory[ERROR])
+        return MappingProxyType({} if self._adapter is None else self._adapter.engine.memory[ERROR])
 
     @property
     def q_memory_dict(self) -> Mapping[str, torch.Tensor]:
         """The last mean right factors, by name: fp32, shape (matrix rank, columns); to read."""
-        return MappingProxyType({} if self._front is None else self._front.engine.memory[FACTOR])
+        return MappingProxyType({} if self._adapter is None else self._adapter.engine.memory[FACTOR])
 
     @property
     def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
@@ -285,14 +285,14 @@ class PowerSGDState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: before its first use it may be sent to the processes that will use it."""
-        if self._front is not None:
+        if self._adapter is not None:
             raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
         return self.__dict__
 
     @property
     def plan(self) -> Plan:
         """Which parameter travels how; empty before the first step."""
-        return Plan(()) if self._front is None else self._front.sync.plan
+        return Plan(()) if self._adapter is None else self._adapter.sync.plan
 
     @property
     def sync(self) -> GradientSync:
@@ -302,18 +302,18 @@ class PowerSGDState:
             AttachError: There was no step yet.
         """
         return attached(
-            None if self._front is None else self._front.sync,
+            None if self._adapter is None else self._adapter.sync,
             "this PowerSGDState has not been used yet; it attaches itself in the first step",
         )
 
     def stats(self) -> Stats:
         """Return what has been done so far; see `thinwire.Stats`."""
-        return Stats() if self._front is None else self._front.sync.stats()
+        return Stats() if self._adapter is None else self._adapter.sync.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
-        if self._front is not None:
-            return self._front.sync.state_dict()
+        if self._adapter is not None:
+            return self._adapter.sync.state_dict()
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         # An empty one: a checkpoint of before the first step has what a later one has.
@@ -321,8 +321,8 @@ class PowerSGDState:
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
-        if self._front is not None:
-            self._front.sync.load_state_dict(state, strict=strict)
+        if self._adapter is not None:
+            self._adapter.sync.load_state_dict(state, strict=strict)
         else:
             # Check what can be checked without a model; the first step shows the rest.
             checked_saved_state(state, specs=None)
@@ -330,8 +330,8 @@ class PowerSGDState:
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended, so that the state can be saved."""
-        if self._front is not None:
-            self._front.sync.abandon()
+        if self._adapter is not None:
+            self._adapter.sync.abandon()
 
     def algorithm(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
@@ -347,25 +347,25 @@ class PowerSGDState:
     def run(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None, bucket: GradBucket
     ) -> Future[torch.Tensor]:
-        """As `BucketFront.run`, for a hook, which must always be the same."""
+        """As `DDPAdapter.run`, for a hook, which must always be the same."""
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
-        if self._front is None:
+        if self._adapter is None:
             transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
             settings = Settings.of(**self._steps, typed=self._typed)
             algorithm = self.algorithm(kind, wire_dtype)
-            front = front_of_hook(self, algorithm, transport, settings, self._machines)
+            adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
             if self._loaded is not None:
-                front.sync.load_state_dict(self._loaded, strict=self._strict)
-            front.engine.observers.append(partial(self._after_step, front.engine))
-            # Only now: if the front was refused, the state is still there for a second try.
-            self._front, self._loaded, self._used_with = front, None, used_with
+                adapter.sync.load_state_dict(self._loaded, strict=self._strict)
+            adapter.engine.observers.append(partial(self._after_step, adapter.engine))
+            # Only now: if the adapter was refused, the state is still there for a second try.
+            self._adapter, self._loaded, self._used_with = adapter, None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
             raise ConfigError(
                 f"this PowerSGDState has been used with {self._used_with}, now with {used_with}; make one "
                 "state for each model and hook, or switch with state.sync.use(…)"
             )
-        return self._front.run(bucket)
+        return self._adapter.run(bucket)
 
     def _after_step(self, engine: Engine, committed: bool) -> None:
         """Count and log."""
@@ -407,7 +407,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
     Raises:
         ConfigError: The state is of a different kind, or was used with a different hook or model.
-        ThinwireError: As of `BucketFront.run`.
+        ThinwireError: As of `DDPAdapter.run`.
     """
     return checked_state(PowerSGDState, state).run(PowerSGD, None, bucket)
 

@@ -10,14 +10,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thinwire.adapters.common import divide_by_contributors
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
+from thinwire.adapters.ddp_model import completed_future, dense_buffer
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
-from thinwire.channel import Layout, ProcessGroupTransport, agree, future_of
 from thinwire.checks import whole_number
+from thinwire.comm import Layout, ProcessGroupTransport, agree, future_of
 from thinwire.errors import ConfigError
-from thinwire.fronts.common import divide_by_contributors
-from thinwire.fronts.ddp import BucketFront, front_of_hook
-from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import attached
 from thinwire.version import __version__
@@ -38,7 +38,7 @@ class MachinesState:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, machines: Layout = True) -> None:
         self.process_group, self._machines = process_group, machines
-        self._front: BucketFront | None = None
+        self._adapter: DDPAdapter | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "MachinesState":
         """Return a new one: a copied model has no hook."""
@@ -52,19 +52,19 @@ class MachinesState:
             AttachError: There was no step yet.
         """
         missing = "this MachinesState has not been used yet; it attaches itself in the first step"
-        return attached(None if self._front is None else self._front.sync, missing)
+        return attached(None if self._adapter is None else self._adapter.sync, missing)
 
     def run(self, algorithm: AllReduce | Cast, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `BucketFront.run`, by the algorithm of a hook, which must always be the same."""
-        if self._front is None:
+        """As `DDPAdapter.run`, by the algorithm of a hook, which must always be the same."""
+        if self._adapter is None:
             transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
-            self._front = front_of_hook(self, algorithm, transport, Settings(), self._machines)
-        if self._front.engine.algorithm != algorithm:
+            self._adapter = adapter_of_hook(self, algorithm, transport, Settings(), self._machines)
+        if self._adapter.engine.algorithm != algorithm:
             raise ConfigError(
-                f"this MachinesState has been used with {self._front.engine.algorithm}, now with "
+                f"this MachinesState has been used with {self._adapter.engine.algorithm}, now with "
                 f"{algorithm}; make one for each hook"
             )
-        return self._front.run(bucket)
+        return self._adapter.run(bucket)
 
 
 def allreduce_hook(

@@ -29,10 +29,10 @@ import torch
 from packaging.version import Version
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
-from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync, attached, engine_of
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from thinwire.channel import ProcessGroupTransport, gather_stacked
+from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import ConfigError
 
 

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as to
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import hooks
+from thinwire.adapters.ddp_model import ddp_inside, register, wrong_model
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.ddp_model import ddp_inside, register, wrong_model
 from thinwire.hooks import MachinesState, PostLocalSGDState, PowerSGDState
 
 SUCH_AS = "such as thinwire.hooks.powerSGD_hook"

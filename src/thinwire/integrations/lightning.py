@@ -19,12 +19,12 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.attach import attach
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm, PowerSGD
-from thinwire.channel import Layout
 from thinwire.checks import whole_number
+from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
-from thinwire.fronts.attach import attach
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
@@ -38,7 +38,7 @@ from thinwire.integrations.local import (
     new_auto,
     new_local,
 )
-from thinwire.localsgd.core import ModelAverager
+from thinwire.local_sgd.core import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of

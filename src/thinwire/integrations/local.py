@@ -12,15 +12,15 @@ from typing import Any, TypeAlias, TypeGuard
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from thinwire.adapters.attach import attach
+from thinwire.adapters.ddp_model import ddp_inside
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
-from thinwire.channel import Layout
+from thinwire.comm import Layout
 from thinwire.errors import ConfigError
-from thinwire.fronts.attach import attach
-from thinwire.fronts.ddp_model import ddp_inside
-from thinwire.localsgd import elastic
-from thinwire.localsgd.core import ModelAverager
+from thinwire.local_sgd import elastic
+from thinwire.local_sgd.core import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
 

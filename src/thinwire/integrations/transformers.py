@@ -21,14 +21,14 @@ from typing import Any, cast
 
 import torch
 
+from thinwire.adapters.attach import attach as attach_model
+from thinwire.adapters.start import ALONE
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Layout
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
+from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
-from thinwire.fronts.attach import attach as attach_model
-from thinwire.fronts.start import ALONE
 from thinwire.integrations.local import (
     Makes,
     catch_up,
@@ -39,7 +39,7 @@ from thinwire.integrations.local import (
     new_auto,
     new_local,
 )
-from thinwire.localsgd.core import ModelAverager
+from thinwire.local_sgd.core import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of

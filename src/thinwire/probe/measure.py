@@ -13,7 +13,7 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 
-from thinwire.channel import (
+from thinwire.comm import (
     Collective,
     ProcessGroupTransport,
     Work,

@@ -9,8 +9,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
-from thinwire.channel import Collective
 from thinwire.checks import number, whole_number
+from thinwire.comm import Collective
 from thinwire.errors import ConfigError
 
 VERSION = 1

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters.attach import attach
+from thinwire.adapters.replicas import check_replicas
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.channel import ProcessGroupTransport, machines_of
+from thinwire.comm import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
-from thinwire.fronts.attach import attach
-from thinwire.fronts.replicas import check_replicas
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import LossScale, loss_scale_of

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from thinwire.channel import Traffic
+from thinwire.comm import Traffic
 from thinwire.sync.streams import marked
 
 
@@ -38,7 +38,7 @@ class StepClock:
     @contextmanager
     def inside(self, traffic: Traffic, *, are_ready: bool = True) -> Iterator[None]:
         """Count what is done within as Thinwire's; of nested ones only the outer one counts."""
-        # Fronts, engines and steps each ask, and any may be the outer one; the engines of a local SGD have
+        # Adapters, engines and steps each ask, and any may be the outer one; the engines of a local SGD have
         # one clock, so that an average of one within the other's time counts once.
         if self._is_inside:
             yield

@@ -1,4 +1,4 @@
-"""Engine: what fronts drive. It opens lanes, begins steps, keeps count, saves and loads."""
+"""Engine: what adapters drive. It opens lanes, begins steps, keeps count, saves and loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Machines, Metered, Traffic, Transport, agree
+from thinwire.comm import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.checksum import with_checksum
@@ -37,8 +37,8 @@ FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 class Engine(Lanes):
     """Averages gradients over a group: an algorithm at work on a model, and the transport it uses.
 
-    A front opens a lane for each bucket, begins a step and starts the lanes in it; the user's `GradientSync`
-    stands before the engine.
+    An adapter opens a lane for each bucket, begins a step and starts the lanes in it. The user's
+    `GradientSync` stands before the engine.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Engine(Lanes):
             )
 
     def warn_of_nonfinite(self) -> None:
-        """Say once what becomes of a step that is not finite; for fronts whose gradients the user applies."""
+        """Say once what becomes of a step that is not finite; for adapters whose means the user applies."""
         # A scaler tries out how far it can go, and leaves out such steps.
         if self._has_warned or self.settings.is_skipped:
             return

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class GradientSync:
     """What averages a model's gradients, as its user sees it: to look at, to switch, to save and to load.
 
-    `thinwire.attach` makes one, and the other fronts have one as `sync`. Printing it gives some lines to
+    `thinwire.attach` makes one, and the other adapters have one as `sync`. Printing it gives some lines to
     read. It is what `torch.distributed.checkpoint` calls stateful.
     """
 
@@ -257,7 +257,7 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """What makes steps and counts them: an `Engine`, and a front that has one but counts different steps."""
+    """Makes steps and counts them: an `Engine`, and an adapter that has one but counts different steps."""
 
     observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
 
@@ -290,7 +290,7 @@ class Counting(Protocol):
 def engine_of(target: GradientSync | Synced) -> Engine:
     """Return what averages behind a handle; for what drives or watches it."""
     sync = target if isinstance(target, GradientSync) else target.sync
-    # Kept private: the handle is the user's view, and fronts drive the engine.
+    # Kept private: the handle is the user's view, and adapters drive the engine.
     return sync._engine
 
 

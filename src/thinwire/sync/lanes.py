@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
 from thinwire.algorithms.registry import no_algorithm
-from thinwire.channel import CALL, Machines, Traffic, Transport, agree
+from thinwire.comm import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.places import NOTHING, BucketParts, Places, Ranges, Specs
@@ -26,8 +26,8 @@ class Lane:
     """The route of one bucket's gradients, step by step.
 
     What is done once for a bucket (processes compared, plan made, memory put in order) is in no later step's
-    way: its front keeps the lane as long as it `is_current`. The engine closes its lanes when its algorithm,
-    its members or its memory change.
+    way: its adapter keeps the lane as long as it `is_current`. The engine closes its lanes when its
+    algorithm, its members or its memory change.
     """
 
     specs: Specs  # in the order of their gradients
@@ -227,7 +227,7 @@ class Lanes:
     def _close_all(self) -> None:
         """Close all lanes, and plan their buckets again."""
         for lane in self._open.values():
-            lane.is_current = False  # fronts keep their lanes from step to step, and look at this
+            lane.is_current = False  # adapters keep their lanes from step to step, and look at this
         self._open.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
         self._model_plans, self.has_agreed = (), False

@@ -14,7 +14,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
 from thinwire.algorithms.registry import SLOTS
-from thinwire.channel import Transport, gather_bytes
+from thinwire.comm import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.state import names_in, tensors_of_all

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, Slot
-from thinwire.channel import Message, Transport, Work
+from thinwire.comm import Message, Transport, Work
 from thinwire.errors import CommunicationError, StepError, ThinwireError
 from thinwire.kernels.device_tables import uploading_by
-from thinwire.sync.exchange import Exchange, Round, Task
+from thinwire.sync.scheduler import CollectiveScheduler, Round, Task
 from thinwire.tensors.accelerators import sent_to
 
 enabled = True
@@ -145,8 +145,8 @@ class Homes:
         return found
 
 
-class Recorder(Exchange):
-    """Drives a step's buckets as an `Exchange`, and records it."""
+class Recorder(CollectiveScheduler):
+    """Drives a step's buckets as an `CollectiveScheduler`, and records it."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Recorder(Exchange):
         self._num_messages += len(messages)
 
     def is_healthy(self) -> torch.Tensor:
-        """As `Exchange.is_healthy`; the next replay leaves the answer as it is."""
+        """As `CollectiveScheduler.is_healthy`; the next replay leaves the answer as it is."""
         with self._computing():
             self.tape.found_healthy = super().is_healthy()
         return self.tape.found_healthy.clone()
@@ -214,7 +214,7 @@ class Recorder(Exchange):
         """Let no one pass: all commit in one section."""
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """As `Exchange.commit`; memory comes to lie where the next step reads it."""
+        """As `CollectiveScheduler.commit`; memory comes to lie where the next step reads it."""
         self.tape.is_healthy = is_healthy = None if is_healthy is None else is_healthy.clone()
         self.tape.tasks = [Passed(task.gate) for task in self.tasks if task.gate is not None]
         with self._computing():
@@ -225,8 +225,8 @@ class Recorder(Exchange):
         self.is_whole = len(tasks) == len(self.tasks) and self.tape.before.keys() <= after.keys()
 
 
-class Replay(Exchange):
-    """Drives a step that was recorded: as an `Exchange` does, without its arithmetic."""
+class Replay(CollectiveScheduler):
+    """Drives a step that was recorded: as an `CollectiveScheduler` does, without its arithmetic."""
 
     def __init__(self, tape: Tape, transport: Transport, name: str, memory: Memory) -> None:
         super().__init__(transport, name)
@@ -314,17 +314,17 @@ class Replays:
 
     def exchange(
         self, plans: Sequence[BucketPlan], memory: Memory, device: torch.device, wire: Transport, name: str
-    ) -> Exchange:
+    ) -> CollectiveScheduler:
         """Return what drives a step of buckets of these plans."""
         if plans is not self._plans:
             self._forget(plans)
             # Next to nothing is launched for what travels uncompressed.
             self._pays = any(route.is_compressed for plan in plans for route in plan.routes)
         if not (enabled and self._pays and can_record(device)):
-            return Exchange(wire, name)
+            return CollectiveScheduler(wire, name)
         variant = tuple(plan.variant(memory, device) for plan in plans)
         if None in variant or variant in self._unfit:
-            return Exchange(wire, name)
+            return CollectiveScheduler(wire, name)
         tape = self.tapes.get(variant)
         if tape is not None and tape.fits(memory):
             return Replay(tape, wire, name, memory)
@@ -332,7 +332,7 @@ class Replays:
             self._forget(plans)
         self._seen[variant] = self._seen.get(variant, 0) + 1
         if self._seen[variant] <= UNRECORDED_STEPS:
-            return Exchange(wire, name)
+            return CollectiveScheduler(wire, name)
         return Recorder(wire, name, memory, self._homes, cuda_graphs(device), variant)
 
     def bring_home(self, memory: Memory) -> None:
@@ -340,7 +340,7 @@ class Replays:
         if self.tapes:
             self._homes.bring(memory)
 
-    def keep(self, exchange: Exchange) -> None:
+    def keep(self, exchange: CollectiveScheduler) -> None:
         """Keep what was recorded of a step that has ended."""
         if isinstance(exchange, Recorder) and exchange.is_whole:
             self.tapes[exchange.variant] = exchange.tape

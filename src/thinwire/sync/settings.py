@@ -1,4 +1,4 @@
-"""How a sync treats its steps: what all fronts let the user choose."""
+"""How a sync treats its steps: what all adapters let the user choose."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Transport
 from thinwire.checks import shown
+from thinwire.comm import Transport
 from thinwire.errors import ConfigError
 from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import sent_to
@@ -131,7 +131,7 @@ class Settings:
         on_nonfinite: OnNonfinite = "nan",
         typed: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Return what a user has chosen, by the three arguments that all fronts take; see `attach`."""
+        """Return what a user has chosen, by the three arguments that all adapters take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         scale = loss_scale_of(grad_scaler)
         is_skipped, typed = _is_enabled(grad_scaler), typed or {}

@@ -12,9 +12,9 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
-from thinwire.channel import Transport, gather_bytes
-from thinwire.channel.collectives import in_messages
 from thinwire.checks import whole_number
+from thinwire.comm import Transport, gather_bytes
+from thinwire.comm.collectives import in_messages
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
@@ -334,7 +334,7 @@ def in_memory_order(
     slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
 ) -> torch.Tensor:
     """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type."""
-    # Both may come to light only here: of a front that learns its parameters bucket by bucket.
+    # Both may come to light only here: of an adapter that learns its parameters bucket by bucket.
     _check_range(slot.name, {spec.name: tensor}, {spec.name: spec})
     if tuple(tensor.shape) != spec.shape:
         shapes = f"shape {tuple(tensor.shape)}, the model's parameter {spec.shape}"

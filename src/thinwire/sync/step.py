@@ -10,13 +10,13 @@ import torch
 
 from thinwire.algorithms import Bucket, Commit, Mean, Requests
 from thinwire.algorithms.error_feedback import ERROR, put_back_residuals, residuals_of
-from thinwire.channel import Work, true_for_all
+from thinwire.comm import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
-from thinwire.sync.exchange import Exchange, Task, shown
 from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
+from thinwire.sync.scheduler import CollectiveScheduler, Task, shown
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.tensors import accelerators
 
@@ -37,7 +37,7 @@ class Step:
     def __init__(
         self,
         engine: Lanes,
-        exchange: Exchange,
+        exchange: CollectiveScheduler,
         clock: StepClock,
         number: int,
         ended: Callable[[Step, bool], None],
@@ -46,7 +46,7 @@ class Step:
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
-        self._engine, self._exchange, self._clock, self._ended = engine, exchange, clock, ended
+        self._engine, self._scheduler, self._clock, self._ended = engine, exchange, clock, ended
         self._number, self._name = number, f"step {number}"
         self._pipelined = pipelined and engine.algorithm.pipelines_buckets
         self._streams = Streams()
@@ -153,10 +153,10 @@ class Step:
         """Send the first message of what this process averages of a bucket."""
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.between.rank)
         memory = self._engine.memory_at(self._number)
-        self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
+        self._scheduler.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
         if self._pipelined:
-            self._exchange.advance_earlier()
+            self._scheduler.advance_earlier()
 
     def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
         """Return what the loss is multiplied by in this step, shape (); None if it is not.
@@ -167,7 +167,7 @@ class Step:
             return None
         # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
         if device not in self._scales:
-            self._scales[device] = self._exchange.loss_scale(self._loss_scale(device).reshape(()))
+            self._scales[device] = self._scheduler.loss_scale(self._loss_scale(device).reshape(()))
         return self._scales[device]
 
     # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
@@ -214,7 +214,7 @@ class Step:
         if not self._has_all:
             self._send_held()
             self._has_all = True
-        return self._exchange.advance()
+        return self._scheduler.advance()
 
     def _send_held(self) -> None:
         """Send all that waited until all buckets are there."""
@@ -234,7 +234,7 @@ class Step:
         self._send_reduced(len(self._divided))
         if self._used:
             # One message for all buckets, which travels with their second.
-            self._exchange.close_with(self._keep_unapplied())
+            self._scheduler.close_with(self._keep_unapplied())
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -250,7 +250,7 @@ class Step:
                     # What comes back is written while the last messages travel: an accelerator does that
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
-                        self._exchange.commit_early()
+                        self._scheduler.commit_early()
                     is_under_way = self._advance()
                 with shown("thinwire: commit"):
                     committed = self._commit()
@@ -260,7 +260,7 @@ class Step:
                 self._engine.note(self._lanes, committed=committed)
                 if self._engine.torn == self._name:
                     self._engine.torn = ""
-                self._engine.replays.keep(self._exchange)
+                self._engine.replays.keep(self._scheduler)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()
@@ -279,11 +279,11 @@ class Step:
         engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
-            self._write(self._exchange.tasks)
+            self._write(self._scheduler.tasks)
             traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
             return True
         # Computed from what all members have received alike: all find the same, and need not ask each other.
-        is_healthy, told = self._exchange.is_healthy(), None
+        is_healthy, told = self._scheduler.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
         if engine.places is not None:
             told = self._ask_machine(engine.places, is_healthy, purpose)
@@ -309,7 +309,7 @@ class Step:
                 if settings.host_check and not engine.algorithm.remembers:
                     engine.may_remember = num_remembering > 0
         if committed:
-            self._write(self._exchange.tasks)
+            self._write(self._scheduler.tasks)
         for bucket in () if committed else self._buckets:
             bucket.flat.fill_(fill)
         return committed or not settings.host_check
@@ -319,7 +319,7 @@ class Step:
         if self._engine.may_remember:
             # Until all means are there: memory holds this step then, and the gradients do not.
             self._engine.torn = self._engine.torn or self._name
-        self._exchange.commit(tasks, is_healthy)
+        self._scheduler.commit(tasks, is_healthy)
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
@@ -328,7 +328,7 @@ class Step:
             return True
         if self._engine.places is not None:
             return self._engine.may_remember
-        return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
+        return settings.together is not None or any(commit.writes for commit in self._scheduler.commits)
 
     def _ask_machine(self, places: Places, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
         """Return how many processes of the machine are not healthy, what they sent, how many remember."""
@@ -345,7 +345,7 @@ class Step:
         """Let the device decide."""
         by_themselves, memory = [], self._engine.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
-        for task, lane, bucket in zip(self._exchange.tasks, self._lanes, self._buckets, strict=True):
+        for task, lane, bucket in zip(self._scheduler.tasks, self._lanes, self._buckets, strict=True):
             keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
@@ -355,7 +355,7 @@ class Step:
                 self._write([task])
                 memory.restore_where(is_healthy, before, lane.plan.labels)
         self._write(by_themselves, is_healthy)
-        for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
+        for task, bucket in zip(self._scheduler.tasks, self._buckets, strict=True):
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
 
@@ -374,7 +374,7 @@ class Step:
         """End a step that can't be finished. Memory is as it was before it."""
         # It does not wait for what is under way: if a member has died, that would hold back the error
         # until the group's timeout. What comes next does (`drain`).
-        self._exchange.close()
+        self._scheduler.close()
         if self.is_open:
             for lane in self._lanes:
                 lane.is_in_flight = False
@@ -388,7 +388,7 @@ class Step:
         for each in self._divided:
             with suppress(CommunicationError):
                 each.work.wait()
-        self._exchange.drain()
+        self._scheduler.drain()
 
     def _check_open(self) -> None:
         if not self.is_open:

@@ -39,7 +39,7 @@ def launching_on(stream: torch.Stream) -> AbstractContextManager[object]:
     return context
 
 
-class Aside:
+class CommStream:
     """Streams beside those of the backward pass, one for each device; none on the CPU.
 
     What a step computes there, and the messages that it waits for, hold up no gradient that is still to come.
@@ -49,7 +49,7 @@ class Aside:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     @contextmanager
-    def after_here(self, device: torch.device) -> Iterator[None]:
+    def wait_for_current(self, device: torch.device) -> Iterator[None]:
         """Launch on it, behind all that the current stream has been given."""
         here = current_stream(device)
         if here is None:
@@ -61,7 +61,7 @@ class Aside:
         with launching_on(self._streams[device]):
             yield
 
-    def rejoin(self) -> None:
+    def current_waits(self) -> None:
         """Let the current streams wait for all that it has been given.
 
         Before they are given anything else: what was made on them may have been freed while this reads it.

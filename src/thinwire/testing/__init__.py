@@ -8,8 +8,8 @@ The same schedule is given to every process; each picks its own faults from it. 
 of gradients is about to be sent: by DDP's hook, `thinwire.powersgd` or `LocalSGD`.
 """
 
-from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.metered import Note, Recording
+from thinwire.comm.in_process import InProcessTransport, run_members
+from thinwire.comm.metered import Note, Recording
 from thinwire.simulation import Simulation
 from thinwire.testing.faults import Fault, InjectedError, Kind, Synced, fail_at, faults, random_faults
 

@@ -14,9 +14,9 @@ from typing import Literal, get_args
 
 import torch
 
-from thinwire.channel import InProcessTransport, Message, Transport, Work
-from thinwire.channel.metered import Wrapped
 from thinwire.checks import number, whole_number
+from thinwire.comm import InProcessTransport, Message, Transport, Work
+from thinwire.comm.metered import Wrapped
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine, GradientSync, Synced, engine_of
 

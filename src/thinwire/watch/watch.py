@@ -69,7 +69,7 @@ class Watch:
     different file. What a step sends is the same on all; times and errors are this process's own.
 
     Args:
-        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of a front or integration.
+        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of an adapter or integration.
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
         name: What the run is called in a report; None for the file's name.
         every_steps: Steps from one record to the next; a record sums up what they did.
@@ -113,7 +113,7 @@ class Watch:
     ) -> None:
         handle = handle_of(sync)
         if handle is None:
-            needed = "what attach() returned, or the sync of a front"
+            needed = "what attach() returned, or the sync of an adapter"
             raise ConfigError(f"Watch needs {needed}, got {type(sync).__name__}")
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)

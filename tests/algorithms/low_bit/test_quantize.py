@@ -12,7 +12,7 @@ import torch
 from catalog import random_gradients, spec, true_means
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import wire_bytes
+from thinwire.comm import wire_bytes
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation

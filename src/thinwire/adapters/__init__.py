@@ -1,0 +1,1 @@
+"""Adapters take gradients, or changes of parameters, from a model, and write the means back."""

@@ -1,0 +1,127 @@
+"""`thinwire.attach`: the one call for models of both kinds, DDP and FSDP2."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.adapters.ddp import attach_ddp
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, uncompiled
+from thinwire.algorithms import Algorithm
+from thinwire.comm import Layout
+from thinwire.errors import ConfigError
+from thinwire.sync import GradientSync, Settings
+from thinwire.sync.settings import HostCheck, OnNonfinite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+
+def attach(
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    *,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
+    machines: Layout = True,
+    grad_scaler: GradScaler | Callable[[], float] | None = None,
+    host_check: HostCheck = "auto",
+    on_nonfinite: OnNonfinite = "nan",
+) -> GradientSync:
+    """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
+
+    The training loop stays as it is. Call it on every process that trains the model, with the same algorithm.
+
+    Args:
+        model: A `DistributedDataParallel` model, or a module that holds one (the result of `torch.compile`
+            or of Fabric's `setup`, a wrapper of your own), on any backend and process group, with any of
+            DDP's options but `mixed_precision` and `skip_all_reduce_unused_params`. A `copy.deepcopy` of it
+            has no hook: training it raises an error until you attach it. Or an FSDP2 model: of `fully_shard`
+            over a mesh of the shards of one replica, or of replicas and shards (native HSDP), or of
+            `replicate`; see docs/sharded.md. Replicas become equal here, parameters and buffers.
+        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
+            warns.
+        replicas: For an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
+            or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
+            `fully_shard`, or that mesh of two named dimensions as a whole. `replicate` and native HSDP have a
+            group for it, and take no other. Refused with DDP.
+        machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
+            gradients are averaged exactly inside each machine first; then each process averages a part of
+            them by the algorithm, with the processes of its place on the other machines. So everything
+            leaves a machine once; see docs/machines.md. True finds it out from the variables of torchrun,
+            srun or mpirun. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
+            dimensions, (machines, processes of each). With False each process sends by itself.
+        grad_scaler: The scaler that scales the loss; or, if something else scales it, a function that returns
+            what the loss of the step under way was multiplied by. Error memory is then kept in unscaled
+            units, so that a change of scale changes no result.
+        host_check: Whether the host waits for the device in each step to see whether all means are finite, if
+            anyone looks (see `on_nonfinite`). With False it mostly does not wait, and steps that are not
+            finite count in `steps`. "auto" is False on accelerators with low-rank algorithms, whose kernels
+            keep memory as it was at no cost, and True elsewhere, with `find_unused_parameters`, and with
+            "raise"; see docs/ddp.md#without-a-host-check.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike; the error
+            memory stays as it was. "nan": all gradients are NaN, so that a `GradScaler` skips the step;
+            without one the model is lost, and that is logged once. "zero": all are zeros; an optimizer with
+            momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. The last two are for
+            runs without a `GradScaler`, which would never see an overflow. With "nan" only algorithms that
+            remember something look, and count such steps (`stats().nonfinite_steps`); with the last two
+            `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host synchronisation
+            per step, and for the first two a pass over the gradients.
+
+    Returns:
+        The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost per step: one host synchronisation with algorithms that remember something (none if not
+    `host_check`); see each algorithm's own. With `find_unused_parameters`, one more, and 4 bytes for
+    each parameter in the messages, with these algorithms.
+
+    Raises:
+        AttachError: The model is neither a DDP nor an FSDP2 model, is not trained, or can't be averaged (its
+            hook is taken, gradients are sparse, DDP keeps some back, `replicas` are not of equal shards).
+        AgreementError: Replicas are not sharded alike; or processes disagree on who shares a machine.
+        ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
+            `on_nonfinite` does not go with the others.
+        NonfiniteError: (From `backward()`.) See `on_nonfinite`.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+        >>> ddp_model(torch.ones(1, 64)).sum().backward()
+        >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
+        (1, 9.3)
+    """
+    if isinstance(algorithm, torch.nn.Module):
+        raise ConfigError(
+            f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
+            "write attach(model, algorithm)"
+        )
+    settings = Settings.of(grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite)
+    if getattr(algorithm, "sends_few_entries", False):
+        logger.warning(
+            "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
+            "the gradients of every step Quantize(bits=4) loses less",
+            algorithm,
+        )
+    plain = uncompiled(model)
+    if is_fsdp2(plain):
+        if not isinstance(machines, bool):
+            raise ConfigError("machines is for DDP models; leave it out: the mesh says what a replica is")
+        # DTensors take seconds to import; with a sharded model that is done.
+        attach_sharded = import_module("thinwire.adapters.sharded.fsdp").attach_sharded
+        sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
+        return sync
+    if replicas is not None and ddp_inside(model) is not None:
+        raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
+    # What is neither is refused there, with what was expected.
+    return attach_ddp(model, algorithm, settings, machines)

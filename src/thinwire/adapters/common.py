@@ -1,0 +1,182 @@
+"""What adapters share: an engine that knows machines, the count of contributors, who averages a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.algorithms import Algorithm
+from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of, why_by_itself
+from thinwire.errors import AttachError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+
+logger = logging.getLogger(__name__)
+
+
+def new_engine(
+    algorithm: Algorithm,
+    transport: Transport,
+    specs: Iterable[ParameterSpec],
+    settings: Settings,
+    layout: Layout,
+) -> Engine:
+    """Return an engine that sends once for each machine of several processes. Collective."""
+    machines, why_flat = None, ""
+    if isinstance(transport, ProcessGroupTransport):
+        machines, why_flat = machines_of(transport, layout)
+        if layout is True and machines is None and not why_flat:
+            why_flat = why_by_itself(transport)
+            if why_flat and not transport.rank:
+                logger.warning("%s", why_flat)
+    engine = Engine(algorithm, transport, specs, settings, machines=machines)
+    if why_flat:
+        engine.shortfalls[why_flat] = None
+    return engine
+
+
+# Contributors are the processes that still have input: `join` counts them, and adapters divide by that.
+# Kept by parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
+_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+
+@contextmanager
+def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
+    """Divide gradients of `parameters` by the contributors, while this is open."""
+    # A list: what is frozen or replaced meanwhile must be taken out again as well.
+    before = [(each, _scales.get(each)) for each in parameters]
+    _scales.update((each, scale) for each, _ in before)
+    try:
+        yield
+    finally:
+        for parameter, was in before:
+            # A parameter that two models share is still the outer one's.
+            if was is None:
+                del _scales[parameter]
+            else:
+                _scales[parameter] = was
+
+
+def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Scale this process's gradients so that their mean over the group is that over contributors.
+
+    Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
+    """
+    if parameters and parameters[0] in _scales:
+        multiply(flat, _scales[parameters[0]])
+
+
+def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply gradients by a scale of one element, in place, in their type or in fp32 if that is wider."""
+    flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
+
+
+class Shadow(JoinHook):
+    """Takes part, for a process without input, in what a join context's other processes send."""
+
+    def __init__(self, adapter: Joinable, step: Callable[[], object], end: Callable[[bool], object]) -> None:
+        super().__init__()
+        self._adapter, self._step, self._end = adapter, step, end
+
+    def main_hook(self) -> None:
+        """Take part in a step of the others. Collective."""
+        # Or the adapter would tell the join context, from within the context's own end, that it has input.
+        leave_join(self._adapter)
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Copy the last active process's model to all. Collective."""
+        leave_join(self._adapter)
+        self._end(is_last_joiner)
+
+
+def leave_join(adapter: Joinable) -> None:
+    """Let an adapter's later steps notify no join context any more."""
+    # Torch leaves that switched on: each later step would go on sending what the context needs.
+    adapter._join_config = type(adapter._join_config).construct_disabled_join_config()
+
+
+# Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
+_averaged: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
+
+
+@contextmanager
+def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
+    """Mark a model as being averaged while the context is open."""
+    _averaged[owner] = module, transport
+    try:
+        yield
+    finally:
+        _averaged.pop(owner, None)
+
+
+def refuse_averaged_twice(
+    parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
+) -> None:
+    """Refuse to average gradients of a model that is itself averaged, over the same processes."""
+    if not _averaged:
+        return
+    given = set(map(id, parameters))
+    for module, other in list(_averaged.values()):
+        # Over fewer processes, such as those of a machine, both are of use.
+        mine, theirs = _members_of(transport), _members_of(other)
+        if theirs and theirs <= mine and any(id(each) in given for each in module.parameters()):
+            raise error(
+                f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
+                "averages the model itself over the same processes; leave out one of the two: train the "
+                "plain module inside LocalSGD"
+            )
+
+
+def _members_of(transport: Transport) -> set[object]:
+    """Return the processes of a group by their rank, members in one process by their transport."""
+    if not isinstance(transport, ProcessGroupTransport):
+        return {transport}
+    try:
+        return set(dist.get_process_group_ranks(transport.group))
+    except (KeyError, ValueError):  # it was destroyed, so nothing is averaged over it any more
+        return set()
+
+
+# Parameters whose gradients are means only when `backward()` has returned, by what averages them.
+_averaged_in_backward: WeakKeyDictionary[object, frozenset[int]] = WeakKeyDictionary()
+
+
+def refuse_steps_inside(owner: object, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse to step an optimizer of these in a backward pass, as in their hooks, while `owner` lives."""
+    _look_at_steps()
+    # The owner holds the parameters, so no other object takes over an id.
+    _averaged_in_backward[owner] = frozenset(map(id, parameters))
+
+
+def allow_steps_inside(owner: object) -> None:
+    """Undo `refuse_steps_inside`."""
+    _averaged_in_backward.pop(owner, None)
+
+
+@cache
+def _look_at_steps() -> RemovableHandle:
+    # Torch calls it before every step of every optimizer: so whatever makes the step shows.
+    return register_optimizer_step_pre_hook(_refuse_step_inside)
+
+
+def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if torch._C._current_graph_task_id() == -1:
+        return
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):
+        raise StepError(
+            f"{type(optimizer).__name__}.step() was called inside of the backward pass, before gradients "
+            "were averaged; step after backward(), and restart all processes from a checkpoint"
+        )

@@ -1,0 +1,428 @@
+"""The adapter for DistributedDataParallel: one communication hook, and what it drives can be switched."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.adapters.common import (
+    allow_steps_inside,
+    divide_by_contributors,
+    new_engine,
+    refuse_averaged_twice,
+    refuse_steps_inside,
+)
+from thinwire.adapters.ddp_model import (
+    DetachedAdapter,
+    check_attachable,
+    check_options,
+    completed_future,
+    ddp_inside,
+    ddp_model_of,
+    ddp_models_with,
+    dense_buffer,
+    guard,
+    names_of,
+    new_future,
+    not_pickled,
+    num_trained,
+    register,
+    unaveraged,
+    unguard,
+    wrong_model,
+)
+from thinwire.adapters.ddp_used import Used
+from thinwire.adapters.start import tell_start
+from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.comm import Layout, ProcessGroupTransport, Transport
+from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.lanes import Lane
+from thinwire.sync.places import Specs
+from thinwire.sync.step import Step
+from thinwire.sync.streams import CommStream
+
+PATIENCE_SECONDS = 10.0
+ONE_EACH = "make one state for each model"  # what errors advise
+
+
+def attach_ddp(
+    given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
+) -> GradientSync:
+    """Do what `thinwire.attach` does, with a DDP model."""
+    model = ddp_inside(given)
+    if model is None:
+        raise AttachError(wrong_model(given))
+    check_attachable(model)
+    transport = _transport_of(model)
+    refuse_averaged_twice(model.parameters(), transport, AttachError)
+    adapter = adapter_of(model, algorithm, transport, settings, layout)
+    switch = switched(model, lambda: adapter, ATTACHED)
+    tell_start(adapter.engine, model.parameters())
+    # A new handle, since what this one holds leads back to the adapter.
+    return GradientSync(adapter.engine, switch.free)
+
+
+def _transport_of(model: DistributedDataParallel) -> ProcessGroupTransport:
+    # Taken from a parameter: gradients are on its device, and on CPUs DDP has no device_ids.
+    return ProcessGroupTransport(model.process_group, next(model.parameters()).device)
+
+
+def adapter_of(
+    model: DistributedDataParallel,
+    algorithm: Algorithm,
+    transport: Transport,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
+    layout: Layout = False,
+) -> "DDPAdapter":
+    """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
+    check_options(model)
+    names = names_of(model.module, model.parameters_to_ignore)
+    specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
+    settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
+    adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
+    refuse_steps_inside(adapter, names)
+    return adapter
+
+
+def adapter_of_hook(
+    hook_state: object,
+    algorithm: Algorithm,
+    transport: ProcessGroupTransport,
+    settings: Settings,
+    layout: Layout,
+) -> "DDPAdapter":
+    """Return an adapter for a hook that the user has registered with this state. Collective."""
+    models = ddp_models_with(lambda state: state is hook_state)
+    if len(models) > 1:
+        shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
+        raise ConfigError(f"{shared}; {ONE_EACH}")
+    if not models:
+        # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
+        settings = replace(settings, may_be_unused=True)
+        adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
+        tell_start(adapter.engine, ())
+        return adapter
+    adapter = adapter_of(models[0], algorithm, transport, settings, layout)
+    guard(models[0])
+    tell_start(adapter.engine, models[0].parameters())
+    return adapter
+
+
+class DDPAdapter:
+    """Feeds DDP's buckets to an `Engine` and hands their means back as futures."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: dict[torch.nn.Parameter, str] | None = None,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        self.engine, self.sync = engine, GradientSync(engine)
+        # Weak: the model holds the hook's state, and with it this.
+        self._model = None if model is None else weakref.ref(model)
+        self._parameters = _Parameters(names)
+        self._comm_stream = CommStream()
+        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._is_new = True
+        self._static_graph: _StaticGraph | None = None
+        self._step: Step | None = None
+        self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+        self._watched_pass = -1
+        self._used: Used | None = None
+        # Gradients in a bucket that the step may leave as they are: name, place in the bucket, copy.
+        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        if model is not None:
+            self._note_used(model)
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Take a bucket, and finish them all at the last one; return a future of its mean."""
+        flat = dense_buffer(bucket)
+        if self._is_new:
+            self._look_at_model(bucket)
+        if self._static_graph is not None and self._static_graph.leaves_out(bucket, self._open_step):
+            return completed_future(flat)
+        # Check at the end of each pass, nested ones included, whether all buckets have come. -1 is outside of
+        # any pass: there a process without input shadows the others.
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
+        try:
+            divide_by_contributors(bucket.parameters(), flat)
+            # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
+            with (
+                self.engine.clock.inside(self.engine.traffic),
+                self._comm_stream.wait_for_current(flat.device),
+            ):
+                lane = self._lane_of(bucket.parameters())
+                step = self._open_step or self._begin(bucket)
+                used = None
+                if self._used is not None:
+                    used = self._used.of(bucket.parameters(), is_pass=current != -1)
+                    self._keep_unused(bucket, lane, used)
+                step.start(lane, flat, used)
+            future = new_future(flat.device)
+            self._waiting.append((future, flat))
+            is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
+            if is_last:
+                self._parameters.refuse_unaveraged()
+                with self._comm_stream.wait_for_current(flat.device):
+                    self._finish(step)
+                if self._used is not None and current != -1:
+                    self._used.forget()
+                self._comm_stream.current_waits()
+        except BaseException:
+            # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
+            self._waiting, self._kept = [], []
+            self.engine.abandon()
+            self._comm_stream.current_waits()
+            raise
+        return future
+
+    @property
+    def _open_step(self) -> Step | None:
+        return self._step if self._step is not None and self._step.is_open else None
+
+    def _begin(self, bucket: GradBucket) -> Step:
+        # The model of a user's own hook is unknown; it may average within a machine only.
+        if self._model is not None:
+            refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
+        if self._static_graph is not None:
+            self._static_graph.num_taken = 0
+        self._step = self.engine.begin(pipelined=True)
+        return self._step
+
+    def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
+        """Return the bucket's lane; if none is open, its parameters."""
+        # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
+        key = tuple(map(id, parameters))
+        lane = self._lanes.get(key)
+        if lane is not None and lane.is_current:
+            return lane
+        specs = self._parameters.specs_of(parameters)
+        opened = self.engine.opened(specs)
+        if opened is None:
+            return specs
+        self._lanes[key] = opened
+        return opened
+
+    def _finish(self, step: Step) -> None:
+        # In the hook's last call, not in a future's callback: those run on separate threads, so that
+        # processes could issue collectives in different orders and wait for each other forever.
+        try:
+            committed = step.finish()
+            self.engine.raise_unless(committed)
+            if not committed:
+                self.engine.warn_of_nonfinite()
+        except NonfiniteError as error:
+            refusal = error
+
+            def raise_it() -> NoReturn:
+                raise refusal
+
+            # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
+            # hook has returned: what our callback queues comes behind it, and the model stays usable.
+            queue_callback = Variable._execution_engine.queue_callback
+            queue_callback(lambda: queue_callback(raise_it))
+        for name, gradient, before in self._kept:
+            if name in step.unused:
+                gradient.copy_(before)
+        self._kept = []
+        self._parameters.are_all_known = True
+        self._release()
+
+    def _release(self) -> None:
+        # Emptied first: a result may run callbacks at once, and the alarm may call this from its own thread.
+        waiting, self._waiting = self._waiting, []
+        for future, flat in waiting:
+            future.set_result(flat)
+
+    def _look_at_model(self, bucket: GradBucket) -> None:
+        """Check what the first bucket is of. A hook inside of a user's own may not find that out."""
+        model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
+        if model is not None:
+            check_options(model)
+            self._static_graph = _StaticGraph(model) if model.static_graph else None
+            self._note_used(model)
+        self._is_new = False
+
+    def _note_used(self, model: DistributedDataParallel) -> None:
+        if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
+            self._used = Used(names_of(model.module, model.parameters_to_ignore))
+
+    def _keep_unused(self, bucket: GradBucket, lane: Lane | Specs, used: list[bool] | None) -> None:
+        """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
+        if used is None or all(used):
+            return
+        specs = lane.specs if isinstance(lane, Lane) else lane
+        parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
+        for spec, parameter, gradient, is_used in parts:
+            before = None if is_used else parameter.grad
+            if before is not None and before.data_ptr() == gradient.data_ptr():
+                self._kept.append((spec.name, gradient, gradient.clone()))
+
+    def let_go(self) -> None:
+        """Take off what the model's backward pass would go on to call, and allow what was refused."""
+        allow_steps_inside(self)
+        if self._used is not None:
+            self._used.remove()
+
+    def _check_finished(self) -> None:
+        """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
+
+        If more are to come in a later pass, DDP does nothing now. If it thinks that all have come, it goes on
+        to wait for their futures, forever.
+        """
+        num_started = 0 if self._open_step is None else self._open_step.num_parameters
+        # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
+        if not num_started or torch._C._current_autograd_node() is not None:
+            return
+        # On a separate thread: this one will block in DDP's code until the futures have results. A daemon,
+        # so that a process that fails meanwhile can end.
+        alarm = threading.Timer(PATIENCE_SECONDS, self._release)
+        alarm.daemon = True
+        alarm.start()
+
+        def after_ddp() -> None:
+            alarm.cancel()
+            # Emptied: the alarm has given up.
+            if not self._waiting:
+                self.engine.abandon()
+                raise StepError(
+                    f"DDP ended a step after {num_started} parameters without handing over the others, so "
+                    "nothing was averaged; build the DDP model without the option that leaves buckets out, "
+                    "and restart all processes from a checkpoint"
+                )
+
+        # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
+        Variable._execution_engine.queue_callback(after_ddp)
+
+
+class _StaticGraph:
+    """What DDP does not say of a static graph: which bucket is the first pass's last, which are frozen."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
+        self.num_taken = 0
+
+    def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
+        """Return whether a bucket is frozen: after the others it would begin a new step."""
+        return not num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
+
+    def is_last(self, bucket: GradBucket) -> bool:
+        """Count a bucket that was started; return whether it is the step's last."""
+        self.num_taken += num_trained(bucket.parameters())
+        # In the first pass DDP calls every bucket its first, and none the last.
+        if bucket.is_last() or 0 < self._num_expected == self.num_taken:
+            self._num_expected = 0
+            return True
+        return False
+
+
+class _Parameters:
+    """The parameters of DDP's buckets, with their names, or with their positions from the model's end."""
+
+    def __init__(self, names: dict[torch.nn.Parameter, str] | None) -> None:
+        self.are_all_known = names is not None
+        # The parameters are kept so that no other object can take over an id.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {
+            id(parameter): (parameter, name) for parameter, name in (names or {}).items()
+        }
+        self._specs: dict[tuple[int, ...], Specs] = {}
+        # Parameters in no bucket that was seen; None to look for them.
+        self._outside: list[tuple[torch.Tensor, str]] | None = None
+
+    def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
+        """Return the specs of a bucket's parameters."""
+        key = tuple(map(id, parameters))
+        if key not in self._specs:
+            # DDP fills buckets from the model's end, and lists each one's parameters from its start.
+            for parameter in (each for each in reversed(parameters) if id(each) not in self._names):
+                if self.are_all_known:
+                    words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+                    raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+            self._outside = None
+            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+        return self._specs[key]
+
+    def refuse_unaveraged(self) -> None:
+        """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
+        # DDP makes buckets of what is trained when it is built. What is frozen later stays in them.
+        if self._outside is None:
+            inside = {each for key in self._specs for each in key}
+            self._outside = [known for each, known in self._names.items() if each not in inside]
+        for parameter, name in self._outside:
+            if parameter.requires_grad:
+                raise unaveraged(name)
+
+
+class Switch:
+    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched."""
+
+    adapter_now: Callable[[], DDPAdapter | None]  # what averages in this pass; None leaves gradients alone
+    taken_by = ""  # who has put it there; "" if no one needs it any more
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `DDPAdapter.run`, of the adapter whose turn it is."""
+        # Asked at every bucket: the same answer throughout a pass.
+        adapter = self.adapter_now()
+        return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
+
+    @property
+    def engine(self) -> Engine | None:
+        """What averages the gradients of each step, if `attach` has put it there."""
+        adapter = self.adapter_now() if self.taken_by == ATTACHED else None
+        return None if adapter is None else adapter.engine
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+
+    def free(self) -> None:
+        """Average as DDP would without a hook, from the next pass on."""
+        if (model := self._model()) is not None:  # else there is nothing to average any more
+            unguard(model)
+            if (adapter := self.adapter_now()) is not None:
+                adapter.let_go()
+            names = names_of(model.module, model.parameters_to_ignore)
+            adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), names, model)
+            self.adapter_now, self.taken_by = lambda: adapter, ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DetachedAdapter:
+        """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
+        return DetachedAdapter()
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled()
+
+
+ATTACHED = "attach"
+
+
+def switched(
+    model: DistributedDataParallel, adapter_now: Callable[[], DDPAdapter | None], taken_by: str
+) -> Switch:
+    """Let adapters average a model's gradients, by the hook that it has from before, or a new one."""
+    hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
+    switch = hooks[0] if hooks else Switch(model)
+    if hooks:
+        guard(model)
+    else:
+        register(model, switch, thinwire_hook)
+    switch.adapter_now, switch.taken_by = adapter_now, taken_by
+    return switch
+
+
+def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Take a bucket: the hook that DDP is given."""
+    return state.run(bucket)

@@ -1,0 +1,177 @@
+"""Uneven inputs: processes that have no more batches shadow the collectives of those that have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from thinwire.adapters.common import counted, leave_join
+from thinwire.adapters.ddp import Switch
+from thinwire.adapters.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
+from thinwire.comm.process_group import members_over_contributors
+from thinwire.errors import AttachError, ConfigError
+from thinwire.sync import GradientSync, engine_of
+from thinwire.tensors import accelerators
+
+
+@contextmanager
+def join(
+    joined: torch.nn.Module | GradientSync | Joinable,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Let the processes of a training loop have different numbers of batches, while this is open.
+
+    A process that has run out of batches leaves its loop and then takes part in the others' averages with
+    zero gradients, until all have run out. It goes on sending its residual: the sum of all results and the
+    mean error left at the end is the sum of the true means over the whole uneven run. At the end every
+    process gets the model of the last to finish; optimizers are not averaged. Under torch's `model.join()`
+    our hooks always divide by the initial world size.
+
+    Args:
+        joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
+            a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
+        divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
+            processes that still have batches in this step; a DDP model's communication hook, if it has one,
+            must then be Thinwire's.
+        enable: False switches all of it off.
+        throw_on_early_termination: Raise on all processes when the first has run out, instead.
+
+    Cost: per step a message of one element (two with DDP, which says in a second one whether the step
+    synchronises); one process's model is broadcast at the end.
+
+    Raises:
+        AttachError: `joined` is none of these.
+        ConfigError: The model has SyncBatchNorm, whose collectives no one can shadow; or a foreign
+            communication hook, and `divide_by_initial_world_size` is False. Neither is refused with
+            `throw_on_early_termination`. Or (from `optimizer.step()`) the optimizer sends something too, such
+            as `ZeroRedundancyOptimizer`: use torch's `Join([ddp_model, optimizer])`.
+        RuntimeError: With `throw_on_early_termination`, when a process has run out.
+
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD())
+        >>> with thinwire.join(ddp_model):
+        ...     for batch in torch.ones(3, 1, 8):  # other processes may have more, or fewer
+        ...         ddp_model(batch).sum().backward()
+        >>> sync.stats().steps
+        3
+    """
+    joinable = _joinable(joined)
+    model = joinable if isinstance(joinable, DistributedDataParallel) else None
+    shadows = enable and not throw_on_early_termination
+    # A DDP model or a LocalSGD has one; an aggregator knows none.
+    module = getattr(joinable, "module", None)
+    modules = module.modules() if isinstance(module, torch.nn.Module) else ()
+    if shadows and any(isinstance(each, torch.nn.SyncBatchNorm) for each in modules):
+        raise ConfigError(
+            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
+            "join(…, throw_on_early_termination=True) or BatchNorm"
+        )
+    options = (enable, throw_on_early_termination)
+    refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
+    try:
+        if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
+            # The counter first: of several, only the first notifies the context, and DDP's own notification
+            # would make DDP divide, too.
+            counter = _Counter(model)
+            with counter.counting(), Join([counter, model], *options):
+                yield
+        else:
+            divide = divide_by_initial_world_size
+            with Join([joinable], *options, divide_by_initial_world_size=divide):
+                yield
+    finally:
+        if refusal is not None:
+            refusal.remove()
+        leave_join(joinable)
+        # Or it would divide by the last number of contributors forever.
+        if model is not None:
+            model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+
+
+def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuse an optimizer whose steps send something, which processes without input would not answer."""
+    if isinstance(optimizer, Joinable):
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"{name}.step() sends parameters, and in thinwire.join no process without input takes part in "
+            "that; use torch.distributed.algorithms.join.Join([ddp_model, optimizer]) in its place"
+        )
+
+
+class _Counter(Joinable):
+    """Notifies the join context in place of the DDP model, and keeps the number of contributors.
+
+    DDP itself can only divide by them what it averages itself, and never tells its hook of them.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__()
+        self._model = model
+        self.scale = torch.ones(1, dtype=accelerators.widest_dtype(model.device), device=model.device)
+
+    def count(self, *unused: Any) -> None:
+        """Say, before each forward pass, that this process contributes, and learn how many do."""
+        # In place: the adapters hold this very tensor.
+        scale = members_over_contributors(self)
+        if scale is not None:
+            self.scale.copy_(scale)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._model.join_device  # type: ignore[no-any-return]
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self._model.join_process_group  # type: ignore[no-any-return]
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in each forward pass, and divide by the contributors, while this is open."""
+        handle = self._model.register_forward_pre_hook(self.count)
+        try:
+            with counted(self._model.parameters(), self.scale):
+                yield
+        finally:
+            handle.remove()
+
+
+def _joinable(joined: object) -> Joinable:
+    if isinstance(joined, GradientSync):
+        engine = engine_of(joined)
+        models = ddp_models_with(lambda state: isinstance(state, Switch) and state.engine is engine)
+        if not models:
+            raise AttachError(
+                "this GradientSync is not attached to a DDP model; pass the object that owns it"
+            )
+        return models[0]
+    joinable = joined if isinstance(joined, Joinable) else ddp_inside(joined)
+    if not isinstance(joinable, Joinable):
+        others = "Or pass the GradientSync attached to one, a LocalSGD or a thinwire.powersgd aggregator"
+        raise AttachError(f"{wrong_model(joined)}. {others}")
+    return joinable
+
+
+def _is_hooked(model: DistributedDataParallel) -> bool:
+    """Return whether one of our hooks does the dividing, and not DDP itself."""
+    name, is_ours = hook_of(model)
+    if name and not is_ours:
+        raise ConfigError(
+            f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
+            "divides by the members of the group; leave it True, or register one of thinwire.hooks instead"
+        )
+    return bool(name)

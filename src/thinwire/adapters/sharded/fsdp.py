@@ -1,0 +1,436 @@
+"""What stands between FSDP2's sharded gradients and an engine: a step in each backward pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch._compile import _disable_dynamo as disable_dynamo
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.adapters.common import allow_steps_inside, refuse_averaged_twice, refuse_steps_inside
+from thinwire.adapters.ddp_model import plain_name
+from thinwire.adapters.sharded.model import (
+    Piece,
+    ShardedModel,
+    local_of,
+    pieces_of,
+    replicas_of,
+    sharded_like,
+)
+from thinwire.adapters.sharded.state import ShardedSync
+from thinwire.adapters.start import tell_start
+from thinwire.algorithms import Algorithm, Bucket
+from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
+from thinwire.comm import (
+    InProcessTransport,
+    ProcessGroupTransport,
+    Transport,
+    Work,
+    agree,
+    copy_from,
+    gather_bytes,
+)
+from thinwire.comm.agreement import alike_on_all_shards
+from thinwire.errors import AttachError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.lanes import Lane
+from thinwire.sync.step import Step
+from thinwire.sync.streams import CommStream
+from thinwire.tensors.accelerators import sent_to
+
+
+def attach_sharded(
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    replicas: dist.ProcessGroup | DeviceMesh | None,
+    settings: Settings,
+) -> GradientSync:
+    """Do what `thinwire.attach` does, with an FSDP2 model."""
+    sharded = ShardedModel(model)
+    group = replicas_of(sharded, replicas)
+    pieces = pieces_of(model, sharded)
+    refuse_attached(pieces, "switch its algorithm with sync.use(…); sync is what attach returned")
+    trained = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
+    if not trained:
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
+    device = local_of(next(iter(trained.values())).parameter).device
+    transport = ProcessGroupTransport(group, device)
+    refuse_averaged_twice((piece.parameter for piece in trained.values()), transport, AttachError)
+    if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
+        raise AttachError(
+            "the replicas' group can't send gradients from the CPU (CPUOffloadPolicy); call "
+            'init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    # A replica that is one shard has no one to ask, and no group for it.
+    shards: Transport = InProcessTransport.group(1)[0]
+    if not sharded.is_replicated:
+        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
+    # A step is committed on all shards or on none, so they ask each other.
+    settings = replace(settings, together=shards if shards.size > 1 else None)
+    engine = Engine(algorithm, transport, specs_of(pieces), settings)
+    # Buffers as well: replicas that are copied start equal in all that the model holds.
+    tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
+    alike_on_all_shards(
+        shards,
+        "attach()",
+        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        lambda: agree(transport, described, "attach()"),
+    )
+    # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
+    if sharded.is_averaged_by_torch:
+        sharded.stop_averaging()
+    # After everything is compared: replicas of unlike shapes would wait for each other in here.
+    copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
+    adapter = FSDPAdapter(engine, shards, sharded, pieces)
+    # Last: hooks of an attach that was refused would stay on the model.
+    adapter.register(model)
+    tell_start(engine, (piece.parameter for piece in pieces))
+    return ShardedSync(engine, shards, trained, adapter.forget_pass, adapter.detach)
+
+
+def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
+    """Return what must be the same on all replicas, by subject."""
+    described = {"shard": f"{shards.rank} of {shards.size}"}
+    piece_of = {piece.name: piece for piece in pieces}
+    # What one fully_shard holds is a bucket: replicas with unlike ones would send unlike messages. Backwards,
+    # so that the first name of each stays.
+    first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
+    for name, tensor in tensors.items():
+        local, piece = local_of(tensor), piece_of.get(name)
+        shapes = f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, "
+        described[name] = f"{shapes}cut along {piece and piece.dim}), {local.dtype}"
+        if piece is not None:
+            trained = ", trained" if piece.parameter.requires_grad else ""
+            described[name] += f"{trained}, held with {first_of[piece.bucket]}"
+    return described
+
+
+def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
+    """Return the specs of this process's trained shards, in the order of the model."""
+    return [piece.spec for piece in pieces if piece.parameter.requires_grad]
+
+
+def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
+    """Refuse a model whose gradients an adapter averages already."""
+    # It leaves no trace on the module; its hooks are bound methods of it.
+    if any(attached_to(piece.parameter) for piece in pieces):
+        raise AttachError(f"the model is attached already; {what_to_do}")
+
+
+def attached_to(parameter: torch.Tensor) -> bool:
+    """Return whether an adapter averages a parameter's gradients."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks.values())
+
+
+NOT_AVERAGED = "gradients would not be averaged over the replicas"
+REENTRANT = "inside of a reentrant activation checkpoint: use use_reentrant=False"
+RESTART = "restart all processes from a checkpoint"
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose gradients FSDP2 reduces together, of one device and type."""
+
+    pieces: Sequence[Piece]  # trained ones, in the order of their gradients
+    specs: tuple[ParameterSpec, ...]
+    device: torch.device
+    lane: Lane | None = None  # None before the first step
+    flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
+    num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
+
+    def gradients(self) -> torch.Tensor:
+        """Return copies of the gradients, one after the other, zeros for those that this replica lacks."""
+        numel = sum(spec.numel for spec in self.specs)
+        flat = torch.zeros(numel, dtype=self.specs[0].dtype, device=self.device)
+        parts = Bucket(self.specs, flat).gradients
+        for piece, spec, part in zip(self.pieces, self.specs, parts, strict=True):
+            if piece.parameter.grad is not None:
+                part.view(spec.shape).copy_(local_of(piece.parameter.grad))
+        return flat
+
+
+class FSDPAdapter:
+    """Averages the sharded gradients of an FSDP2 model over its replicas, inside of `backward()`.
+
+    FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there. The first one in
+    a pass queues the end of the step behind FSDP2's own end of the pass, so gradients are means when
+    `backward()` returns, before they are clipped. The first pass shows in which order buckets become ready;
+    later ones are started in that order, each as soon as it is complete, while the pass goes on.
+    """
+
+    def __init__(
+        self, engine: Engine, shards: Transport, sharded: ShardedModel, pieces: Iterable[Piece]
+    ) -> None:
+        self.engine, self.shards = engine, shards
+        self._sharded = sharded
+        self._buckets = _buckets_of(pieces)
+        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        # Found by identity: parameters compare element by element.
+        self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
+        self._has_order = False
+        # How many of the buckets, in order, may be started before the end of a pass.
+        self._num_early = 0
+        self._handles: list[RemovableHandle] = []
+        self._comm_stream = CommStream()
+        # Whose gradients have changed since the last step. Others may have one too: of an earlier step.
+        self._changed: set[int] = set()
+        self.forget_pass()
+
+    def register(self, model: torch.nn.Module) -> None:
+        """Hook into a model's passes."""
+        self._handles = [
+            piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+            for piece in self._pieces
+        ]
+        # After FSDP2's own, which is the first: it may have taken new parameters just now.
+        check = disable_dynamo(lambda root, _: self.check_before_forward(root))
+        self._handles.append(model.register_forward_pre_hook(check))
+        refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
+
+    def detach(self) -> None:
+        """Undo `register`, and let `replicate` average again."""
+        allow_steps_inside(self)
+        for handle in self._handles:
+            handle.remove()
+        self._sharded.go_on_averaging()
+
+    def check_before_forward(self, model: torch.nn.Module) -> None:
+        """Refuse what would go unnoticed: gradients that no one averages."""
+        sharded = self._sharded
+        # In a backward pass: an activation checkpoint computes the whole model again.
+        if torch._C._current_graph_task_id() != -1:
+            # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
+            inside = type(torch._C._current_autograd_node()).__name__
+            if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
+                raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
+            return
+        if self._is_due:
+            raise StepError(
+                f"{NOT_AVERAGED} in the last backward pass: an exception has ended it (if on all processes, "
+                f"call abandon() first), or a part of the model is {REENTRANT}, and {RESTART}"
+            )
+        # FSDP2 takes no more modules once it has made its first pass.
+        if not self._has_order and not sharded.is_all_of(model):
+            raise StepError("sharded again after attach; call fully_shard on all parts, then attach")
+        if sharded.is_finalized_by_hand:
+            remedy = "set_manual_backward_finalization(False)"
+            raise StepError(f"{NOT_AVERAGED} without an end of the pass; {remedy}")
+        # After the check above: a root that was sharded later has made parts of those that were roots.
+        if sharded.is_inside_another:
+            raise StepError("what was attached is a part of a larger sharded model; attach the whole model")
+        for name, parameter in sharded.parameters:
+            if parameter.requires_grad and id(parameter) not in self._bucket_of:
+                raise StepError(
+                    f"the model trains {name}, which it did not have, or which was frozen, when it was "
+                    "attached; attach when parameters are loaded and unfrozen"
+                )
+
+    def forget_pass(self) -> None:
+        """Forget a backward pass: it has ended, or an exception has ended it."""
+        self._queued_in = -1
+        self._is_due = False
+        self._step: Step | None = None
+        self._num_started = 0
+        self._arrived: set[int] = set()
+        # In the order in which their gradients came, a set that has one.
+        self._completed: dict[_Bucket, None] = {}
+        for bucket in self._buckets:
+            bucket.flat, bucket.num_arrived = None, 0
+
+    # A pass.
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter."""
+        self._changed.add(id(parameter))
+        # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
+        if self._sharded.waits_for_more:
+            return
+        # Until they are averaged: what an exception leaves shows at the next forward pass.
+        self._is_due = True
+        current = torch._C._current_graph_task_id()
+        if current != self._queued_in:
+            self._queued_in = current
+            Variable._execution_engine.queue_callback(self.average)
+        bucket = self._bucket_of[id(parameter)]
+        if bucket.flat is not None:
+            self._abandon()
+            why = "the pass went through forward passes of earlier steps too"
+            words = f"the gradient of {bucket.specs[0].name} has come again after it was sent"
+            raise StepError(f"{words}: {why}; call backward() once a step, and {RESTART}")
+        self._arrived.add(id(parameter))
+        # A module that is called several times has its gradients in parts. In the first pass all count, since
+        # it is only seen there when the last one comes.
+        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
+            return
+        bucket.num_arrived += 1
+        if bucket.num_arrived % len(bucket.pieces) == 0:
+            self._completed.pop(bucket, None)
+            self._completed[bucket] = None
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
+        # Opening them is collective, and how far its pass has come differs between processes.
+        if not self._are_lanes_open:
+            return
+        # One that is complete waits for those before it, or replicas would send in different orders.
+        while self._num_started < self._num_early:
+            bucket = self._buckets[self._num_started]
+            if bucket.num_arrived < len(bucket.pieces):
+                return
+            with self.engine.clock.inside(self.engine.traffic), self._beside_the_pass():
+                try:
+                    self._start(bucket)
+                except BaseException:
+                    self._abandon()
+                    raise
+
+    def _start(self, bucket: _Bucket) -> None:
+        # An optimizer that takes a gradient before it is averaged steps with that of one replica.
+        for piece in bucket.pieces:
+            if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
+                words = f"the gradient of {piece.name} was set to None before it was averaged"
+                by = "by an optimizer inside of the backward pass?"
+                raise StepError(f"{words} ({by}); step after backward(), and {RESTART}")
+        self._step = self._step or self.engine.begin()
+        # A copy: if the step fails, the gradients are as FSDP2 has left them.
+        bucket.flat = bucket.gradients()
+        self._step.start(cast(Lane, bucket.lane), bucket.flat)
+        self._num_started += 1
+
+    def average(self) -> None:
+        """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
+        # A pass inside of a pass: the outer one has gradients to come.
+        if torch._C._current_autograd_node() is not None:
+            return
+        engine = self.engine
+        try:
+            with engine.clock.inside(engine.traffic), self._beside_the_pass():
+                self._open_lanes()
+                for bucket in self._buckets[self._num_started :]:
+                    self._start(bucket)
+                used = [
+                    id(piece.parameter) in self._changed and piece.parameter.grad is not None
+                    for piece in self._pieces
+                ]
+                # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
+                flags = sent_to(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
+                purpose = f"step {engine.steps}, which parameters were used"
+                # After all buckets: how many were started before differs between replicas.
+                asked = engine.metered.all_reduce(flags, purpose, operation="max")
+                # Only a replica that lacks a gradient must know whether a different replica has it.
+                unused = set[str]() if all(used) else self._unused(asked, flags)
+                before = residuals_of(engine.memory, unused)
+                committed = cast(Step, self._step).finish()
+                asked.wait()
+                put_back_residuals(engine.memory, unused, before)
+                self._hand_back(unused)
+                self._learn_order()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
+            self._comm_stream.current_waits()
+        # First: what follows may raise, and the next pass is to find nothing of this one.
+        self.forget_pass()
+        self._changed.clear()
+        if not committed:
+            engine.warn_of_nonfinite()
+        engine.raise_unless(committed)
+
+    def _abandon(self) -> None:
+        self.engine.abandon()
+        self.forget_pass()
+
+    def _learn_order(self) -> None:
+        """Put the buckets that were complete before the pass ended first, in the first process's order."""
+        if self._has_order:
+            return
+        self._has_order = True
+        early = [self._buckets.index(bucket) for bucket in self._completed]
+        # Over the shards too: the state of the whole model lists buckets in this order. What they bring to
+        # the second turn is alike on all replicas by then, and so is what they take from it.
+        for members in (self.engine.transport, self.shards):
+            data = json.dumps(early).encode()
+            everyone = [
+                json.loads(each) for each in gather_bytes(data, members, "the order in which gradients come")
+            ]
+            # Only those that came complete on all: for others some would wait in mid-pass.
+            early = [number for number in everyone[0] if all(number in other for other in everyone)]
+        late = [number for number in range(len(self._buckets)) if number not in early]
+        self._num_early = len(early)
+        self._buckets = [self._buckets[number] for number in [*early, *late]]
+        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+
+    @contextmanager
+    def _beside_the_pass(self) -> Iterator[None]:
+        """Compute without autograd, and on a GPU on a separate stream."""
+        # In a hook the current stream is FSDP2's own; it has waited for the one that the user's work is on.
+        with torch.no_grad(), self._comm_stream.wait_for_current(self._buckets[0].device):
+            yield
+
+    @property
+    def _are_lanes_open(self) -> bool:
+        return all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets)
+
+    def _open_lanes(self) -> None:
+        if self._are_lanes_open:
+            return
+        engine = self.engine
+        # Over the shards as well: if replicas of one shard differ and raise, those of the others would go on
+        # without them, and wait in FSDP2's next gather.
+        alike_on_all_shards(
+            self.shards,
+            f"step {engine.steps}",
+            lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
+            lambda: engine.agree(self._buckets[0].device),
+        )
+        for bucket in self._buckets:
+            bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
+
+    def _unused(self, asked: Work, flags: torch.Tensor) -> set[str]:
+        """Return the parameters that no replica has used since the last step; nothing is averaged of them."""
+        asked.wait()
+        by_piece = zip(self._pieces, flags.tolist(), strict=True)
+        return {piece.name for piece, is_used in by_piece if not is_used}
+
+    def _hand_back(self, unused: Collection[str]) -> None:
+        for bucket in self._buckets:
+            flat = cast(torch.Tensor, bucket.flat)
+            # The copies are freed bucket by bucket.
+            bucket.flat = None
+            means = Bucket(bucket.specs, flat).gradients
+            for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
+                parameter, mean_here = piece.parameter, mean.view(spec.shape)
+                if piece.name in unused:
+                    continue
+                if parameter.grad is None:
+                    # A clone: a view would keep the bucket's memory as long as the gradient lives.
+                    parameter.grad = sharded_like(parameter, mean_here.clone())
+                else:
+                    # In place: it may be a part of what FSDP2 has reduced as one.
+                    local_of(parameter.grad).copy_(mean_here)
+
+
+def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
+    """Return buckets in the order in which they are likely to become ready: from the model's end on."""
+    grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
+    for piece in pieces:
+        if piece.parameter.requires_grad:
+            local = local_of(piece.parameter)
+            grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
+    return [
+        _Bucket(each, tuple(specs_of(each)), device) for (_, device, _), each in reversed(grouped.items())
+    ]

@@ -1,0 +1,262 @@
+"""What has to be known of FSDP2's models: which groups reduce what, and when a pass is the last of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from thinwire.adapters.ddp_model import DIVIDED, plain_name
+from thinwire.comm import alone, checked_group
+from thinwire.errors import AttachError
+from thinwire.plan import ParameterSpec
+from thinwire.tensors.layout import shard_of
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, which shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of something as a part of it, sharded as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        # The check is collective over the shards, and others may have no need to call this.
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+class Piece(NamedTuple):
+    """What this process has of a parameter: a part of its rows, or of a different dimension."""
+
+    name: str  # as the user's own module has it
+    parameter: torch.nn.Parameter  # FSDP's
+    shape: tuple[int, ...]  # of the whole parameter
+    dim: int | None  # along which it is cut; None if this process has all of it
+    bucket: int  # parameters of one number become ready together
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """This process's shard, for an engine."""
+        return ParameterSpec.of(self.name, local_of(self.parameter))
+
+    def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty."""
+        if self.dim is None:
+            return lambda tensor: tensor
+        return partial(shard_of, dim=self.dim, shard=shard, num_shards=num_shards)
+
+
+class ShardedModel:
+    """FSDP2's side of a model: torch has no public names for what is asked of it here."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._states = _states_of(model)
+        self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
+        self.groups: list[Any] = []
+        try:
+            for state in self._states:
+                # torch before 2.12 has one for each module, or none.
+                groups = getattr(state, "_fsdp_param_groups", None)
+                self.groups += filter(None, [state._fsdp_param_group]) if groups is None else groups
+            dims = [(g.mesh_info.shard_mesh_dim, g.mesh_info.replicate_mesh_dim) for g in self.groups]
+            # All that is asked of it later is asked for once, so that what is missing shows at once.
+            _ = self.waits_for_more, list(self.parameters)
+            _ = [self.has_calls_to_come(number) for number in range(len(self.groups))]
+        except AttributeError as error:
+            raise AttachError(
+                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use a torch from "
+                "2.6 to 2.15"
+            ) from error
+        # True with `replicate` alone; or in native HSDP, `fully_shard` over a mesh of replicas and shards.
+        self.is_replicated = all(shards is None for shards, _ in dims)
+        self.is_native = any(None not in both for both in dims)
+        self.is_averaged_by_torch = self.is_replicated or self.is_native
+
+    def is_all_of(self, model: torch.nn.Module) -> bool:
+        """Return whether no part of a model has been sharded since."""
+        return len(_states_of(model)) == len(self._states)
+
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether the user has said that one more backward pass of the same step follows."""
+        # Set by set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
+        return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
+            state._state_ctx.is_last_backward for state in self._states
+        )
+
+    def has_calls_to_come(self, bucket: int) -> bool:
+        """Return whether a module's forward calls have not all come back in this pass; some may never."""
+        return bool(self.groups[bucket]._post_forward_indices)
+
+    @property
+    def is_inside_another(self) -> bool:
+        """Whether it is a part of a larger FSDP2 model; known from its first forward pass on."""
+        # The first module to run is a root, and so are several side by side if none holds the others.
+        return all(state._is_root is False for state in self._states)
+
+    @property
+    def is_finalized_by_hand(self) -> bool:
+        """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
+        return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self._states)
+
+    @property
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those to which FSDP2 gives gradients; named from the first forward pass on."""
+        # The model's names don't help: in a forward pass it shows whole parameters, and these are shards.
+        held = (each for group in self.groups for each in group.fsdp_params)
+        return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """Over which PyTorch averages, with `replicate` and native HSDP."""
+        group: dist.ProcessGroup = self.groups[0].mesh_info.replicate_process_group
+        return group
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Over which every parameter is sharded."""
+        group: dist.ProcessGroup = self.groups[0].mesh_info.shard_process_group
+        return group
+
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh over which every parameter is sharded, or replicated, or both."""
+        meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in self.groups]
+        if not meshes:
+            raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
+        # Compared by their processes: each call may have been given a DeviceMesh object made for it.
+        others = {str(mesh.mesh.tolist()) for mesh in meshes}
+        if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
+            raise AttachError(
+                f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; give "
+                f"all fully_shard calls one mesh, of the shards, or of replicas and shards, {DIVIDED}"
+            )
+        return meshes[0]
+
+    def mesh_of_shards(self) -> DeviceMesh:
+        """Return the mesh for those who average models; of native HSDP, PyTorch would average gradients."""
+        mesh = self.mesh()
+        if self.is_native:
+            names = mesh.mesh_dim_names or ("replicas", "shards")
+            raise AttachError(
+                f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients in "
+                f'each step; give it mesh["{names[-1]}"] alone, and replicas=mesh["{names[0]}"] to Thinwire'
+            )
+        return mesh
+
+    def stop_averaging(self) -> None:
+        """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
+        group = alone()
+        for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
+            self._averaging.append((info, info.replicate_process_group))
+            info.replicate_process_group = group
+
+    def go_on_averaging(self) -> None:
+        """Undo `stop_averaging`."""
+        for info, group in self._averaging:
+            info.replicate_process_group = group
+        self._averaging.clear()
+
+
+def _states_of(model: torch.nn.Module) -> list[Any]:
+    # Once: modules that were given to one call of fully_shard have one state.
+    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
+    return list(states.values())
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let parameters be shards: after a forward pass without a backward one some may be whole."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
+    """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
+    reshard(model)
+    # What FSDP2 reduces together becomes ready together.
+    groups = enumerate(sharded.groups)
+    bucket_of = {id(each.sharded_param): bucket for bucket, group in groups for each in group.fsdp_params}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if local_of(tensor).is_meta:
+            where = f"{plain_name(name)} is on the meta device"
+            raise AttachError(f"{where} and has no values yet; initialise or load the model, then attach")
+    return [
+        _piece_of(plain_name(name), parameter, bucket_of.get(id(parameter)), 1 + sharded.is_native)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or id(parameter) in bucket_of
+    ]
+
+
+def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh_dims: int) -> Piece:
+    if bucket is None:
+        remedy = "call fully_shard(model) on the whole model after its parts, or freeze it"
+        if isinstance(parameter, DTensor):  # experts, say
+            remedy = f"hand it to fully_shard instead of dividing it by yourself, {DIVIDED}"
+        raise AttachError(f"{name} is trained, but no fully_shard holds it; {remedy}")
+    if not isinstance(parameter, DTensor):
+        words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
+        raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
+    dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
+    if len(parameter.placements) != mesh_dims or len(dims) > 1:
+        words = f"expected shards of fully_shard alone; leave out tensor or expert parallelism, {DIVIDED}"
+        raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")
+    if parameter.is_complex():
+        raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
+    return Piece(name, parameter, tuple(parameter.shape), dims[0] if dims else None, bucket)
+
+
+def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """Return the group of processes that hold the same shard of different replicas."""
+    own, group = sharded.mesh(), replicas
+    if isinstance(replicas, DeviceMesh):
+        is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
+        group = sharded.replicate_group if is_own else _group_of(replicas, own)
+    if group is None and not sharded.is_averaged_by_torch:
+        name = (own.mesh_dim_names or ("shard",))[0]
+        raise AttachError(
+            f"nothing tells which processes hold the same shards as {own.mesh.tolist()}; build a mesh of two "
+            f'dimensions, ("replicate", "{name}"), give mesh["{name}"] to fully_shard, and mesh["replicate"] '
+            "to thinwire.attach or LocalSGD"
+        )
+    checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
+    given = dist.get_process_group_ranks(checked)
+    if sharded.is_averaged_by_torch:
+        known = dist.get_process_group_ranks(sharded.replicate_group)
+        if given != known:
+            words = f"the model is replicated over processes {known}, got a group of {given}"
+            raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
+        return sharded.replicate_group
+    # A group across replicas meets this one in one process only: this process.
+    shared = sorted(set(given) & set(own.mesh.flatten().tolist()))
+    if len(shared) != 1:
+        raise AttachError(
+            f"the group given is of processes {given}, of which {shared} hold different shards of one "
+            'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
+        )
+    return checked
+
+
+def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    # The dimension that is not the shards'.
+    names: Sequence[str] = mesh.mesh_dim_names or ()
+    others = [name for name in names if name not in (own.mesh_dim_names or ())]
+    if mesh.ndim != 2 or len(others) != 1:
+        expected = 'the dimension of the replicas, such as mesh["replicate"]'
+        raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")
+    return mesh.get_group(others[0])

@@ -1,0 +1,198 @@
+"""The adapter for gradients that are all there after the backward pass: a bucket for each device and type."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from thinwire.adapters.common import Shadow, multiply, new_engine, refuse_averaged_twice
+from thinwire.adapters.start import tell_start
+from thinwire.algorithms import Algorithm, Bucket
+from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
+from thinwire.comm.process_group import members_over_contributors
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import GradientSync, Settings
+from thinwire.sync.handle import not_copied
+from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.tensors import accelerators
+
+Gradients: TypeAlias = Sequence["torch.Tensor | None"]
+
+
+class GradientListAdapter(Joinable):
+    """Averages lists of gradients over a process group, through an `Engine`.
+
+    Cost: a copy of the gradients while they are averaged; a message of 1 byte for each parameter that tells
+    which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
+    """
+
+    # As of `Settings`.
+    _typed: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        algorithm: Algorithm,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: object = None,
+        host_check: HostCheck = True,
+        on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__()
+        self.parameters = _checked(parameters)
+        self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
+        if transport is None:
+            transport = _transport_over(process_group, self.parameters[0].device)
+        self._group = transport.group if isinstance(transport, ProcessGroupTransport) else None
+        settings = Settings.of(
+            grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, typed=self._typed
+        )
+        self.engine = new_engine(algorithm, transport, self._specs, settings, machines)
+        self.sync = GradientSync(self.engine)
+        self._divides_by_initial = True
+        tell_start(self.engine, self.parameters)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(f"a {type(self).__name__}")
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
+        """Return the means of the gradients over the group, and whether the step was committed. Collective.
+
+        The means are new tensors in the layout of the parameters, None if no process has a gradient. A
+        gradient that only this process lacks counts as zeros.
+        """
+        self._check(gradients)
+        refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
+        # As one: all gradients are there from the beginning, so all of it is time that the caller waits.
+        with self.engine.clock.inside(self.engine.traffic):
+            return self._average(gradients)
+
+    def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
+        # Before all other collectives of the step: a process that shadows it comes in with this one.
+        scale = members_over_contributors(self)
+        self.engine.agree(self.parameters[0].device)
+        # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
+        means: list[torch.Tensor | None] = [None] * len(gradients)
+        # In the order of the parameters, so in the same one on every process.
+        indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
+        for index in self._used_anywhere(gradients):
+            indices_of[self.parameters[index].device, self._specs[index].dtype].append(index)
+        for indices in indices_of.values():
+            specs = tuple(self._specs[index] for index in indices)
+            flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
+            # Scale what goes in, not what comes out: the residual keeps one unit.
+            if scale is not None and not self._divides_by_initial:
+                multiply(flat, scale)
+            # Views: the engine averages in place, so the means are in these tensors when it returns.
+            for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
+                means[index] = self.in_layout(index, part)
+            buckets.append((specs, flat))
+        return means, self.engine.average(buckets, is_agreed=True) if buckets else True
+
+    def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return a flat tensor, in a parameter's order of memory, as a view of the parameter's shape."""
+        spec = self._specs[index]
+        strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+        return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
+
+    def name_of(self, index: int) -> str:
+        """Return what a parameter is called in saved state."""
+        return self._specs[index].name
+
+    def _check(self, gradients: Gradients) -> None:
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise StepError(
+                "this was made for this process alone, before torch.distributed.init_process_group(); "
+                "make it afterwards, on every process"
+            )
+        if len(gradients) != len(self.parameters):
+            wanted = f"{len(self.parameters)} gradients, one for each parameter"
+            raise ConfigError(f"expected {wanted}, got {len(gradients)}")
+        for index, gradient in enumerate(gradients):
+            wanted_shape = tuple(self.parameters[index].shape)
+            if gradient is not None and gradient.shape != wanted_shape:
+                words = f"has shape {tuple(gradient.shape)}, its parameter {wanted_shape}"
+                raise ConfigError(f"gradient {index} {words}; give them in the order of the parameters")
+            if gradient is not None and gradient.is_sparse:
+                words = "is sparse and can't be averaged; build the embedding with sparse=False"
+                raise GradientError(f"gradient {index} {words}")
+
+    def _used_anywhere(self, gradients: Gradients) -> list[int]:
+        """Return the parameters that have a gradient on some process, by index."""
+        # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
+        flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
+        flags = accelerators.sent_to(self.engine.metered.control_device, flags)
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        if self.engine.places is not None:
+            self.engine.places.inside.all_reduce(flags, purpose, operation="max").wait()
+        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
+        return [index for index, is_used in enumerate(flags.tolist()) if is_used]
+
+    def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Return a gradient in its parameter's order of memory; zeros for none."""
+        spec, device = self._specs[index], self.parameters[index].device
+        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=device)
+        if gradient is not None:
+            self.in_layout(index, flat).copy_(gradient)
+        return flat
+
+    # Uneven inputs: see thinwire.join.
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Return, for a join context, how this process shadows the others once it has no more input."""
+        self._divides_by_initial = options.get("divide_by_initial_world_size", True)
+        return Shadow(
+            self,
+            step=lambda: self.average([None] * len(self.parameters)),
+            # A process that has shadowed has made no optimizer steps meanwhile.
+            end=lambda is_last: copy_from(is_last, self.parameters, self.engine.transport),
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the join context's own messages."""
+        return self.parameters[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined."""
+        if self._group is None:
+            raise AttachError(
+                "there is no process group to join: this averages over this process alone; call "
+                "torch.distributed.init_process_group() before it is made"
+            )
+        return self._group
+
+
+def _transport_over(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    # If torchrun has started several, each would train a model by itself without a word.
+    if process_group is not None or not started_alone or dist.is_initialized():
+        return ProcessGroupTransport(process_group, device)
+    return InProcessTransport.group(1)[0]
+
+
+def _checked(parameters: object) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
+    given = list(parameters)
+    wrong = [each for each in given if not isinstance(each, torch.Tensor)]
+    if wrong or not given:
+        got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
+        raise ConfigError(f"expected the model's parameters, got {got}")
+    if len(set(map(id, given))) < len(given):
+        raise ConfigError("a parameter is given more than once; pass model.parameters()")
+    return given

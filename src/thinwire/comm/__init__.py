@@ -1,0 +1,61 @@
+"""Transports carry tensors between the members of a group; all else is made of what they carry.
+
+`ProcessGroupTransport` is the real one, and the one room that calls `torch.distributed`. With
+`InProcessTransport` the members live in one process, so that what many processes do is tested in
+milliseconds. `Metered` and `Recording` wrap either.
+"""
+
+from thinwire.comm.agreement import CALL, Description, agree
+from thinwire.comm.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
+from thinwire.comm.hosts import why_by_itself
+from thinwire.comm.in_process import InProcessTransport, run_members
+from thinwire.comm.machines import Layout, Machines, machines_of, machines_of_subgroups, ranks_by_machine
+from thinwire.comm.metered import Metered, Note, Recording, Traffic, message_bytes_of, wire_bytes
+from thinwire.comm.process_group import (
+    ProcessGroupTransport,
+    alone,
+    checked_group,
+    future_of,
+    group_of,
+    over_connections,
+    own_subgroup,
+    round_trips_over_gloo,
+)
+from thinwire.comm.transport import Collective, Message, Transport, Work
+
+__all__ = [
+    "CALL",
+    "Collective",
+    "Description",
+    "InProcessTransport",
+    "Layout",
+    "Machines",
+    "Message",
+    "Metered",
+    "Note",
+    "ProcessGroupTransport",
+    "Recording",
+    "Traffic",
+    "Transport",
+    "Work",
+    "agree",
+    "alone",
+    "checked_group",
+    "copy_from",
+    "future_of",
+    "gather_bytes",
+    "gather_numbers",
+    "gather_stacked",
+    "group_of",
+    "machines_of",
+    "machines_of_subgroups",
+    "message_bytes_of",
+    "over_connections",
+    "own_subgroup",
+    "ranks_by_machine",
+    "round_trips_over_gloo",
+    "run_members",
+    "true_for_all",
+    "why_by_itself",
+    "wire_bytes",
+]

@@ -1,0 +1,135 @@
+"""Refuses to go on if members are configured differently, and says who differs in what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+
+from thinwire.comm.collectives import gather_bytes
+from thinwire.comm.transport import Transport
+from thinwire.errors import AgreementError
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+Description: TypeAlias = Mapping[str, str]
+"""What a member says of itself, by subject."""
+
+ALGORITHM = "algorithm"
+CALL = "call"  # the subject of what a member is about to do; if that differs, all else may
+MAX_SUBJECTS = 4
+MAX_MEMBERS = 8
+
+PATIENCE_SECONDS = 10.0
+
+
+def agree(transport: Transport, description: Description, purpose: str) -> None:
+    """Go on only if all members say the same of themselves. Collective; blocks until all have.
+
+    Cost: a gather of 32 bytes from each member and a host synchronisation; nothing in a group of one. If
+    others do not call it as well, it says so after 10 s, and fails after the group's timeout.
+    """
+    if transport.size == 1:
+        return
+    where = f"{purpose}: the comparison of what the processes are about to do"
+    # A digest of all, for parameters may be thousands; their names travel only to say what differs.
+    # In the order in which it was given, which `check_same` goes by; the digest does not.
+    data = json.dumps(description).encode()
+    fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+    warning = (
+        f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
+        "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
+    )
+    # A separate timer: a group's timeout may be half an hour, and until then no one would know why
+    # nothing happens. It is a daemon: a process that ends meanwhile must not wait for it.
+    alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        # A gather, not an average: it must not be matched with an average that a different member has sent.
+        own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
+        rows = own.new_empty(transport.size, len(fingerprint))
+        transport.all_gather(rows, own, where).wait()
+        digests = {bytes(row) for row in rows.tolist()}
+    finally:
+        alarm.cancel()
+    if len(digests) == 1:
+        return
+    # All have the same digests before them, so all come here or none does.
+    everyone = [json.loads(each) for each in gather_bytes(data, transport, where)]
+    check_same(everyone, purpose)
+
+
+def alike_on_all_shards(
+    shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
+) -> Result:
+    """Do something with the replicas of this shard, and go on only if it went well for all shards."""
+    refusal = None
+    try:
+        result = action()
+    except AgreementError as error:
+        refusal = error
+    replicas = "of one kind" if refusal is None else f"unlike each other ({refusal})"
+    try:
+        agree(shards, {CALL: purpose, "replicas": replicas, **described()}, purpose)
+    except AgreementError as error:
+        raise (refusal or error) from None
+    if refusal is not None:
+        raise refusal
+    return result
+
+
+def check_same(everyone: Sequence[Description], purpose: str) -> None:
+    """Refuse what differs between processes.
+
+    Examples:
+        >>> check_same([{"matrix_rank": "2"}, {"matrix_rank": "4"}], "step 0")
+        Traceback (most recent call last):
+        thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. ...
+    """
+    # In the order in which members name them, what matters most first: only the first few are said.
+    subjects = list(dict.fromkeys(subject for description in everyone for subject in description))
+    differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
+    if not differing:
+        return
+    # A member in a different call differs in everything else too; report only the call.
+    if CALL in differing:
+        raise AgreementError(
+            f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
+            "in the same order; nothing was changed"
+        )
+    if ALGORITHM in differing:  # what follows are its settings, of which the others have none
+        differing = differing[: differing.index(ALGORITHM) + 1]
+    listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
+    if len(differing) > MAX_SUBJECTS:
+        listed.append(f"and {len(differing) - MAX_SUBJECTS} differences more")
+    raise AgreementError(
+        f"{purpose}: {'; '.join(listed)}. "
+        "Give all processes the same model, algorithm, state and packages; nothing was changed"
+    )
+
+
+def _who_has_what(everyone: Sequence[Description], subject: str) -> str:
+    holders: dict[str | None, list[int]] = defaultdict(list)
+    for process, description in enumerate(everyone):
+        holders[description.get(subject)].append(process)
+    return ", ".join(
+        f"{_named(who)} no {subject}" if what is None else f"{_named(who)} {subject} {what}"
+        for what, who in holders.items()
+    )
+
+
+def _named(processes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, processes[:MAX_MEMBERS]))
+    if len(processes) == 1:
+        return f"process {shown} has"
+    num_more = len(processes) - MAX_MEMBERS
+    return f"processes {shown} and {num_more} more have" if num_more > 0 else f"processes {shown} have"

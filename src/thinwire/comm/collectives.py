@@ -1,0 +1,120 @@
+"""What is made of collectives outside steps: copies of one member's tensors, and stacks of all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from thinwire.comm.transport import Transport
+from thinwire.errors import CommunicationError
+
+Item = TypeVar("Item")
+
+MAX_DIMENSIONS = 16
+
+# Copied in one message, unless a single tensor is larger: of it a member holds two more copies meanwhile.
+COPIED_BYTES = 64 << 20
+
+
+def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Transport) -> None:
+    """Make every tensor, in place, what it is on one member; exact to the bit.
+
+    Collective. Tensors travel as bytes, in messages of at most 64 MiB; one that is larger by itself.
+    """
+    by_device = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            by_device[tensor.device].append(tensor.detach())
+    # Devices come in the order of the tensors, which is the same on all: so do the messages.
+    for device, copied in by_device.items():
+        # Ask all members for the source: those that did not choose it don't know it.
+        offered = torch.tensor([transport.rank if is_source else -1], device=device)
+        transport.all_reduce(offered, "finding the process to copy from", operation="max").wait()
+        source = int(offered)
+        if source < 0:
+            raise CommunicationError("no process of the group offers its tensors to the others")
+        for some in in_messages(copied, COPIED_BYTES, lambda tensor: tensor.nbytes):
+            # Many in one message: a model has hundreds of tensors, and each would cost a latency.
+            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in some])
+            transport.broadcast(flat, source, "copying tensors").wait()
+            parts = flat.split_with_sizes([tensor.nbytes for tensor in some])
+            for tensor, part in zip(some, parts, strict=True):
+                # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield items in order, as many at a time as are within a limit; one that is larger by itself."""
+    some: list[Item] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if some and total > limit:
+            yield some
+            some, total = [], size(item)
+        some.append(item)
+    if some:
+        yield some
+
+
+def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
+    """Return whether something is true on every member, as a tensor of one bool. Collective."""
+    # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
+    # Over the gradients' device: otherwise the host would wait for it, even if it does not ask.
+    is_false = (~is_true).to(transport.data_device, torch.uint8).view(1)
+    transport.all_reduce(is_false, purpose, operation="max").wait()
+    return is_false[0] == 0
+
+
+def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
+    """Return the numbers of all members, by rank. Collective; a message and a host synchronisation."""
+    # 64 bits hold counts of steps and bytes exactly.
+    own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
+    rows = own.new_empty(transport.size, len(numbers))
+    transport.all_gather(rows, own, purpose).wait()
+    return rows.tolist()
+
+
+def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
+    """Return what all members have brought, by rank. Collective; two messages and host synchronisations."""
+    lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
+    # Pad to one length on all members; never empty, since `frombuffer` refuses that.
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
+    own = padded.to(transport.control_device)
+    rows = own.new_empty(transport.size, len(own))
+    transport.all_gather(rows, own, purpose).wait()
+    return [bytes(row[:length]) for row, length in zip(rows.tolist(), lengths, strict=True)]
+
+
+def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Return the tensors of all members, stacked by rank: shape (members, *shape). Collective.
+
+    Shapes and types are compared first: a backend would hang or mix them up.
+    """
+    # Filled up, so that tensors of any number of dimensions are described in as many numbers.
+    described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:MAX_DIMENSIONS]]
+    padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
+    everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")
+    if any(other != everyone[0] for other in everyone):
+        kinds = [
+            f"process {rank}: {tuple(map(int, shape[: int(dimensions)]))} {_DTYPES[int(dtype)]}"
+            for rank, (dtype, dimensions, *shape) in enumerate(everyone)
+        ]
+        raise CommunicationError(
+            f"all processes must gather one shape and type, got {'; '.join(kinds)}; pad or cast first"
+        )
+    # Check only after comparing: if only some members raised, the others would wait for them.
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise CommunicationError(
+            f"a tensor of {tensor.dim()} dimensions can't be gathered, at most {MAX_DIMENSIONS}"
+        )
+    flat = tensor.contiguous().view(-1)
+    rows = flat.new_empty(transport.size, flat.numel())
+    transport.all_gather(rows, flat, "gathering tensors").wait()
+    return rows.view(transport.size, *tensor.shape)
+
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

@@ -1,1 +1,0 @@
-"""Fronts take gradients, or changes of parameters, from a model, and write the means back."""

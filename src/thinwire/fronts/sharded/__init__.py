@@ -1,1 +1,0 @@
-"""The front for FSDP2: equal shards of different replicas are averaged, inside `backward()`."""

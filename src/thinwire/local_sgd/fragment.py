@@ -1,0 +1,252 @@
+"""A slice of a model, what it was after its last averaging, and how a model is divided into such."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.local_sgd.loads import checksum_of
+from thinwire.plan import ParameterSpec
+from thinwire.tensors.layout import held_of
+
+
+class Averaged(NamedTuple):
+    """A tensor of the model that is averaged."""
+
+    name: str  # in the model
+    tensor: torch.Tensor  # the model's own, never replaced
+    is_buffer: bool  # an outer optimizer leaves buffers alone
+
+    @property
+    def spec(self) -> ParameterSpec:
+        """As DDP's buckets hold it: complex as real numbers, with a last dimension of two."""
+        return ParameterSpec.of(self.name, self.value)._replace(is_statistic=self.is_buffer)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The model's own values, as real numbers; of a sharded parameter, those on this process."""
+        tensor = held_of(self.tensor)
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What must stay as it is while averagings go on."""
+        return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
+
+
+class Buckets:
+    """Tensors that travel flat, as one for each device and type, buffers by themselves."""
+
+    num_rounds = 1  # of its last averaging over the group
+
+    def __init__(self, averaged: Iterable[Averaged]) -> None:
+        kinds = defaultdict(list)
+        for each in averaged:
+            kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
+        self._buckets = list(kinds.values())
+        self.layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
+
+    def __iter__(self) -> Iterator[Averaged]:
+        return chain.from_iterable(self._buckets)
+
+    def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
+        """Return what is flat, by bucket, not written yet."""
+        flats = []
+        for bucket, specs in zip(self._buckets, self.layout, strict=True):
+            value = bucket[0].value
+            dtype = torch.promote_types(value.dtype, torch.float32) if is_kept else value.dtype
+            flats.append(value.new_empty(sum(spec.numel for spec in specs), dtype=dtype, device=device))
+        return flats
+
+    def parts(self, flats: Iterable[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
+        """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
+        parts = []
+        for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
+            # In each one's own order of memory (channels_last, transposed): copies are straight passes.
+            offset = flat.storage_offset()
+            for each, spec in zip(bucket, specs, strict=True):
+                parts.append((each, flat.as_strided(spec.shape, spec.stride, offset)))
+                offset += spec.numel
+        return parts
+
+
+class Fragment(Buckets):
+    """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
+
+    What travels is the *change* since then. The model's tensors are written in place.
+    """
+
+    def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
+        super().__init__(averaged)
+        self.sent_after = 0  # steps so far when its change was last sent, or the copy taken
+        self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
+        self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
+
+    def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Take over a saved last average; None for what the model holds now, on all processes alike."""
+        for each, last in self.lasts:
+            last.copy_(each.value if last_average is None else last_average[each.name])
+
+    def take_parameters(self) -> None:
+        """Take over what the model holds now, on all processes alike, but for buffers."""
+        for each, last in self.lasts:
+            if not each.is_buffer:
+                last.copy_(each.value)
+
+    def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name, as copies on the CPU, the parts of what is flat."""
+        # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a
+        # file of what lay on a GPU is loaded onto that very one, by all processes of a machine.
+        return {
+            each.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for each, part in self.parts(flats)
+        }
+
+    def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of `named` as flat buckets, on the model's device."""
+        flats = self.empty()
+        for each, part in self.parts(flats):
+            part.copy_(named[each.name])
+        return flats
+
+    def changes(self) -> list[torch.Tensor]:
+        """Return by bucket, flat, what has changed since the last averaging on this process."""
+        changes = self.empty()
+        for (each, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
+            # The copy may be on a different device: subtract it where the change is. And as the model was
+            # given it: what of it 16 bits could not hold is no change.
+            change.copy_(last)
+            # Infinite entries of a mask that stayed the same would give inf - inf.
+            is_same = each.value == change if each.is_buffer else None
+            torch.sub(each.value, change, out=change)
+            if is_same is not None:
+                change.masked_fill_(is_same, 0)
+        return changes
+
+    def write(self, means: Iterable[torch.Tensor]) -> None:
+        """Make the model the last average, which stays, plus mean changes, which are overwritten."""
+        for (each, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
+            # In the means' own memory: their sum needs no other.
+            each.value.copy_(mean.add_(last.to(mean)))
+
+    def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
+        """Make the last average the last average plus mean changes, which are overwritten."""
+        for (each, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
+            # A statistic is no parameter: a step with momentum could make a variance negative.
+            if outer is None or each.is_buffer:
+                last.add_(change.to(last.device))
+            else:
+                # An optimizer steps against its gradient, and the model is to follow the change.
+                last.grad = change.neg_().to(last)
+        if outer is not None:
+            try:
+                outer.step()
+            finally:
+                # It holds all fragments' parameters, and leaves those alone that have no gradient.
+                outer.zero_grad(set_to_none=True)
+
+    def move(
+        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
+    ) -> None:
+        """As `step`, and let the model follow."""
+        self.step(means, outer)
+        if not local_weight:
+            self.show()
+            return
+        for each, last in self.lasts:
+            each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
+
+    def show(self) -> None:
+        """Make the model the last average."""
+        for each, last in self.lasts:
+            each.value.copy_(last)
+
+
+class Fragments(tuple[Fragment, ...]):
+    """All fragments of a model, in the order of their turns."""
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device; if it is on several, that of its first averaged tensor."""
+        return next(iter(self[0])).tensor.device
+
+    @property
+    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
+        """Each averaged tensor with its last average."""
+        return [pair for fragment in self for pair in fragment.lasts]
+
+    def checksum(self) -> int:
+        """Return a CRC-32 of the model's parameters."""
+        return checksum_of([each.value for each, _ in self.lasts if not each.is_buffer])
+
+    def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
+        """Return the last averages that an outer optimizer steps: all but those of buffers."""
+        lasts = {each.name: last for each, last in self.lasts}
+        # In one order, however many fragments there are: so that its state fits any number.
+        return [lasts[each.name] for each in Buckets(averaged) if not each.is_buffer]
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter or buffer, by its name.
+
+    That is the numbered block it is in, of several the outermost one, and else the module that has it.
+
+    Examples:
+        >>> [layer_of(name) for name in ("blocks.3.mlp.0.weight", "embed.tokens.weight", "scale")]
+        ['blocks.3', 'embed.tokens', 'scale']
+    """
+    parts = name.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    if numbered is not None and numbered < len(parts) - 1:
+        return ".".join(parts[: numbered + 1])
+    return name.rpartition(".")[0] or name
+
+
+def layouts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
+    """Return the buckets of each fragment."""
+    return [Buckets(part).layout for part in fragments_of(averaged, num_fragments)]
+
+
+def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:
+    """Deal out the layers of a model: about as many bytes to each fragment, and layers from all depths.
+
+    The largest layers go first, each to the fragment that has least; so it is decided how many layers of
+    each size a fragment gets. Which of them is decided in the order of the model, the fragments in turn.
+    (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
+    """
+    layers = defaultdict(list)
+    for each in averaged:
+        layers[layer_of(each.name)].append(each)
+    by_bytes = defaultdict(list)
+    for name, members in layers.items():
+        # Bytes of whole parameters: the shards of a model must be divided alike.
+        by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
+    num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
+    if num_fragments > num_layers:
+        raise ConfigError(
+            f"fragments={num_fragments} is more than the layers that the model trains, {num_layers} "
+            f"({', '.join(list(layers)[:4])} …); a layer is averaged as a whole, so take at most as many"
+        )
+    held = [0] * num_fragments  # bytes
+    fragment_of: dict[str, int] = {}
+    for nbytes, names in sorted(by_bytes.items(), reverse=True):
+        share: Counter[int] = Counter()
+        for _ in names:
+            lightest = held.index(min(held))
+            held[lightest] += nbytes
+            share[lightest] += 1
+        # The order of the model, so that layers next to each other come into different fragments.
+        dealt: Counter[int] = Counter()
+        for place, name in enumerate(names, start=1):
+            behind = {f: place * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}
+            fragment_of[name] = max(behind, key=lambda f: (behind[f], -f))
+            dealt[fragment_of[name]] += 1
+    fragments: list[list[Averaged]] = [[] for _ in range(num_fragments)]
+    for each in averaged:
+        fragments[fragment_of[layer_of(each.name)]].append(each)
+    return fragments

@@ -1,0 +1,502 @@
+"""Members that come and go: who takes part in an averaging, which all commit or none, and who has gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.comm import gather_bytes, gather_numbers
+from thinwire.comm.agreement import check_same
+from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
+from thinwire.local_sgd.groups.averageable import Averageable, Part
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.inner_settings import InnerSettings, difference, digest, set_otherwise
+from thinwire.local_sgd.groups.machine import PURPOSE, BrokenMemberError, described_together, heard, told
+from thinwire.local_sgd.groups.presence import (
+    NUMBER_BITS,
+    MembershipStats,
+    Presence,
+    count_changes,
+    kept_lineage,
+    next_lineage,
+    of_one_member,
+)
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual
+from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.sync import Engine
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.5
+
+
+@dataclass
+class _Averaging:
+    """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
+
+    pending_average: PendingAverage[Any] | None
+    lineage: int
+    present: tuple[Presence, ...]
+
+    def abandon(self) -> None:
+        """Forget it; nothing has changed."""
+        if self.pending_average is not None:
+            self.pending_average.abandon()
+
+
+class _TryAgainError(Exception):
+    """This averaging is not possible, but no message failed; every member knows, so all retry."""
+
+
+class _TooFewError(_TryAgainError):
+    """Others are waited for."""
+
+
+RETRIED = (CommunicationError, _TryAgainError)
+
+
+class Elastic:
+    """Lets an adapter average with all who are there, as often as it takes; keeps track of the members.
+
+    An averaging is committed by all members or by none. The last of its messages says that everybody has
+    received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
+    and learns at its next meeting with the others whether they have committed.
+
+    What each member has not transmitted counts in the mean over the members of its averaging. When their
+    number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
+    """
+
+    def __init__(self, group: Group, engine: Engine, adapter: Averageable, device: torch.device) -> None:
+        self.stats = MembershipStats()
+        self.is_leaving = False  # to be set: whether to leave after the next averaging
+        self.has_left = False
+        # The committed averagings that the model comes from, a digest and a number; newcomers take both.
+        self.lineage = self.commits = 0
+        self._group, self._engine, self._adapter, self._device = group, engine, adapter, device
+        self._member = self._drawn()
+        self._present: tuple[Presence, ...] = ()  # at the last committed averaging
+        # Over whose mean this member's residual counts; 0 for those who resume together.
+        self._error_members = 1
+        self._agreed_changes = 0
+        self._open: _Averaging | None = None
+        self._doubt: _Averaging | None = None
+        self._warned = ""  # of its optimizers' settings
+        self._is_saving = False
+        self._saved: dict[str, Any] | None = None
+        group.provide = self._provided
+        group.is_leaving = lambda: self.is_leaving
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an averaging was started, and not finished."""
+        return self._open is not None
+
+    def average(self) -> None:
+        """Average once with all who are there, however often that must be tried. Collective."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Meet, and send the first messages of an averaging. Collective."""
+        if self.has_left:
+            raise LeftError("this member has left the group; start the process again to rejoin")
+        self._repeated(self._start)
+
+    def finish(self) -> None:
+        """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
+        self._repeated(self._finish)
+        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
+        if self._present[self._group.control.rank].is_leaving:
+            self.leave()
+            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def save(self) -> dict[str, Any]:
+        """Return what the engine remembers, its residual the mean over all who are there. Collective."""
+        self._is_saving, self._saved = True, None
+        try:
+            while self._saved is None:
+                self.average()
+            return self._saved
+        finally:
+            self._is_saving = False
+
+    def resume(self, lineage: int, commits: int) -> None:
+        """Stand where a saved state does, of which others may be, too."""
+        self.lineage, self.commits, self._error_members = lineage, commits, 0
+        self._group.start_over(commits)
+
+    def leave(self) -> None:
+        """Go at once. What has not been handed over is lost."""
+        if self.has_left:
+            return
+        for each in (self._open, self._doubt):
+            if each is not None:
+                each.abandon()
+        self._open, self.has_left = None, True
+        self._group.leave()
+
+    def _repeated(self, attempt: Callable[[], None]) -> None:
+        """Try until it succeeds, or the group's patience is over."""
+        give_up_at, said = math.inf, ""
+        while True:
+            try:
+                attempt()
+                return
+            except BrokenMemberError:
+                self.leave()  # at once: the others should not wait for a member that ends
+                raise
+            except RETRIED as error:
+                # From the first failure on: the others may come late by as long as a quorum may take.
+                now = time.monotonic()
+                give_up_at = min(give_up_at, now + self._group.wait_seconds)
+                # First of all: it breaks the others' messages off, which would wait for this member until
+                # they time out.
+                self._group.conclude(False)
+                self.stats.retries += not isinstance(error, _TooFewError)
+                if str(error) != said:  # who waits for others meets the same again and again
+                    said, waits = str(error), isinstance(error, _TooFewError)
+                    happens = "waiting for more members" if waits else "an averaging failed and is repeated"
+                    logger.warning("%s: %s", happens, error)
+                if self._group.decided(now >= give_up_at):
+                    raise CommunicationError(
+                        f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
+                        f"{error}. Nothing was averaged; see whether the lighthouse and at least "
+                        f"min_members={self._group.min_members} members are there"
+                    ) from error
+
+    def _start(self) -> None:
+        group, (present, tensors) = self._group, self._met()
+        lineage = next_lineage(self.lineage, group.quorum_id, present)
+        total = sum(each.weight for each in present)
+        pending_average = None
+        if total:
+            own = present[group.control.rank].weight
+            step = max(each.step for each in present)
+            pending_average = self._all_can(
+                lambda: self._adapter._start(tensors, own * len(present) / total, step)
+            )
+        self._open = _Averaging(pending_average, lineage, present)
+
+    def _all_can(self, action: Callable[[], Any]) -> Any:
+        """Do what all processes of this member must be able to do; if one can't, all raise."""
+        group = self._group
+        failure: BaseException | None = None
+        if group.inside.size == 1:
+            return action()
+        try:
+            result = action()
+        except BrokenMemberError:
+            raise
+        except BaseException as error:
+            # Before the others of this member know: those of this place wait for this process's messages.
+            group.break_off()
+            failure = error
+        everyone = gather_bytes(told(failure, RETRIED), group.inside, PURPOSE)
+        if failure is not None:
+            raise failure
+        for rank, words in enumerate(everyone):
+            heard(words, (CommunicationError, CommunicationError), rank)
+        return result
+
+    def _finish(self) -> None:
+        if self._open is None:
+            self._start()
+        assert self._open is not None
+        opened, self._open = self._open, None
+        try:
+            if opened.pending_average is not None:
+                with self._engine.clock.inside(self._engine.traffic):
+                    self._all_can(opened.pending_average.send)
+            purpose = "whether all have received everything"
+            try:
+                gather_numbers([1.0], self._group.control, purpose)
+            except CommunicationError:
+                # Don't abandon it: some member may have received this message, and committed.
+                self._doubt = opened
+                raise
+        except BaseException:
+            if self._doubt is None:
+                opened.abandon()
+            raise
+        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
+        # failure takes nothing back.
+        self._group.conclude(True)
+        self._commit(opened)
+        self._hand_over(opened.present)
+        # Those who leave have handed over what they owed, and would count it again.
+        is_anyone_leaving = any(each.is_leaving for each in opened.present)
+        if not is_anyone_leaving and any(each.is_saving for each in opened.present):
+            self._saved = self._all_can(self._engine.state_dict)
+
+    def _met(self) -> tuple[tuple[Presence, ...], Any]:
+        """Return who averages next, and what this one starts with; None if that must be looked at again."""
+        group = self._group
+        start = time.perf_counter()
+        try:
+            group.meet()
+        except LeftError:
+            self.leave()
+            raise
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        self._note_received()
+        is_new, adapter = group.received is not None, self._adapter
+        part = adapter._part()
+        # If others have committed what this member is in doubt of.
+        behind = Part(0.0, True, None) if self._doubt is None else adapter._part(1)
+        is_still_that, settings = not is_new and self._doubt is None, adapter._inner_settings()
+        own = self._of_all_processes(
+            Presence(
+                member=self._member,
+                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+                doubt=0 if self._doubt is None else self._doubt.lineage,
+                step=0 if is_new else adapter.steps,
+                min_members=group.min_members,
+                weight=0.0 if is_new else part.weight,
+                weight_behind_doubt=behind.weight,
+                error_norm=self._engine.error_norm(),
+                is_finite=part.is_finite and behind.is_finite,
+                is_leaving=self.is_leaving,
+                is_new=is_new,
+                is_saving=self._is_saving,
+                settings=digest(settings),
+                averagings=self.stats.averagings,
+            )
+        )
+        rows = gather_numbers([float(each) for each in own], group.control, "who takes part in an averaging")
+        present = tuple(map(Presence.of, rows))
+        # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
+        # gone back to meet.
+        self._check_number(present)
+        present = self._of_one_lineage(present)
+        self._check_finite(present)
+        self._check_settings(present, settings)
+        if self._agreed_changes != group.num_changes:
+            # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
+            # fails: the next change of members starts from this number.
+            self._agree(present)
+            self._join(present)
+            self._adopt()
+            # Those who resume from one state have its mean each; who joins them has nothing.
+            before = self._error_members or sum(not each.is_new for each in present)
+            self._engine.regroup(group.control.size / before)
+            self._error_members = group.control.size
+            self._agreed_changes = group.num_changes
+        return present, part.tensors if is_still_that else None
+
+    def _of_all_processes(self, own: Presence) -> Presence:
+        """Return what this member says: the work and health of all processes, else the first one's word."""
+        if self._group.inside.size == 1:
+            return own
+        purpose = "what the processes of a member say of themselves"
+        rows = gather_numbers([float(each) for each in own], self._group.inside, purpose)
+        return of_one_member(list(map(Presence.of, rows)), have_parts=self._group.has_parts)
+
+    def _join(self, present: Sequence[Presence]) -> None:
+        """Let the other processes of this member have what its first one has: the others, and their state."""
+        group, are_new = self._group, [each.is_new for each in present]
+        if group.has_parts and all(are_new):
+            # The member that has sent its state to the first processes has gone, and the other parts with it.
+            group.received = None
+            group.start_over()
+            raise _TryAgainError("no member is left that holds all parts of the model")
+        self._all_can(lambda: group.join(are_new))
+
+    def _provided(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from."""
+        if self._device.type != "cpu":
+            # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
+            torch.accelerator.synchronize(self._device)
+        # Send what it is about to load: its own model is not shared yet.
+        return self._adapter._state() if self._group.received is None else self._group.received
+
+    def _note_received(self) -> None:
+        """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
+        received = self._group.received
+        if received is None:
+            return
+        members = received.get("members") if isinstance(received, Mapping) else None
+        if not isinstance(members, Mapping) or type(members.get("lineage")) is not int:
+            raise StateError(
+                "what the group has sent this member to start from has no lineage, expected a mapping with "
+                f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
+            )
+        if self._doubt is not None and members["lineage"] == self._doubt.lineage:
+            # They have committed what this member had prepared: with that it stands where they do, and keeps
+            # its residual.
+            self._resolve_doubt(was_committed=True)
+            return
+        self._member = self._drawn()  # to the others, it is a new one
+
+    def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
+        """Return the members with their true lineage; others must start again."""
+        kept = kept_lineage(present)
+        if self._doubt is not None:
+            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
+        present = tuple(each.without_doubt(kept) for each in present)
+        if any(each.lineage != kept for each in present):
+            if present[self._group.control.rank].lineage != kept:
+                self._group.received = None
+                self._group.start_over()
+            raise _TryAgainError(
+                "members come from different averagings, and some must start from the others"
+            )
+        return present
+
+    def _resolve_doubt(self, *, was_committed: bool) -> None:
+        assert self._doubt is not None
+        doubt, self._doubt = self._doubt, None
+        if was_committed:
+            self._group.received = None
+            self._commit(doubt)
+        else:
+            doubt.abandon()
+
+    def _check_number(self, present: Sequence[Presence]) -> None:
+        # First: if some had enough and others had not, some would send, and others meet again.
+        own = self._group.min_members
+        needed = [each.min_members for each in present if not each.is_new]
+        usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
+        error = AgreementError(
+            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
+            "refused, and the others go on; start all with the same one"
+        )
+        self._refuse([each.min_members != usual for each in present], "have other min_members", error)
+        if len(present) < own:
+            if present[self._group.control.rank].is_leaving:
+                self.leave()
+                raise LeftError(
+                    f"this member has left the group, in which too few were left ({len(present)} of "
+                    f"min_members={own}) to hand over to"
+                )
+            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
+            there = "1 member is" if len(present) == 1 else f"{len(present)} members are"
+            raise _TooFewError(f"{there} there, and min_members={own} are needed")
+
+    def _check_finite(self, present: Sequence[Presence]) -> None:
+        error = StepError(
+            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
+            "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
+            "a GradScaler); started again, it takes the model of the others"
+        )
+        self._refuse([not each.is_finite for each in present], "are not finite", error)
+
+    def _check_settings(self, present: Sequence[Presence], own: InnerSettings) -> None:
+        """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
+        # Newcomers are given theirs.
+        if len({each.settings for each in present if not each.is_new}) < 2:
+            return
+        data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
+        everyone: list[InnerSettings] = list(map(json.loads, data))
+        usual, others = set_otherwise(everyone, present)
+        if not others:
+            return
+        words = (
+            f"{difference(own, everyone[usual])} at step {present[usual].step}, as of a schedule that counts "
+            "each member's own steps; let it go by `steps` of this context, which a member that joins takes "
+            "over"
+        )
+        if not self._adapter._may_be_set_otherwise:
+            refused = StepError(f"{words}. It was refused and has left, and the others go on")
+            self._refuse([rank in others for rank in range(len(present))], "have other settings", refused)
+        elif self._group.control.rank in others and words != self._warned:
+            self._warned = words
+            logger.warning("%s", words)
+
+    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
+        """Let some members leave with an error, and the others try again without them."""
+        if are_refused[self._group.control.rank]:
+            # Before it is raised: the others meet again at once, and should not wait for this member.
+            self.leave()
+            raise error
+        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
+        if ranks:
+            raise _TryAgainError(f"members {ranks} {why}, and are refused")
+
+    def _agree(self, present: Sequence[Presence]) -> None:
+        """Refuse a member that is configured otherwise than those who were here before."""
+        group, purpose = self._group, "joining a group"
+        # A member that joins uses what the others do, however far they are.
+        step = None if group.received is None else group.received.get("step")
+        if isinstance(step, int):
+            self._adapter._follow(step)
+        described = described_together(self._adapter._described(), group)
+        data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
+        everyone: list[dict[str, str]] = list(map(json.loads, data))
+        texts = [json.dumps(each, sort_keys=True) for each in everyone]
+        before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
+        counts = Counter(before)
+        usual = max(counts, key=lambda text: counts[text])
+        refused = AgreementError()
+        try:
+            others = [everyone[texts.index(usual)], described]
+            check_same(others, f"{purpose}, of which process 0 is a member")
+        except AgreementError as error:
+            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
+        self._refuse([text != usual for text in texts], "are configured otherwise", refused)
+
+    def _adopt(self) -> None:
+        received = self._group.received
+        if received is None:
+            return
+        lost = self._engine.error_norm()
+        # If a run resumes, the members that went on before this one have what it owed.
+        if self.lineage and self._error_members:
+            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away: it starts from the others%s", owed)
+            self.stats.lost_error += lost
+        self._adapter._adopt(received)
+        self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
+        self._error_members = self._group.control.size
+        self._present = ()
+        self._group.received = None
+
+    def _commit(self, averaging: _Averaging) -> None:
+        pending_average, present = averaging.pending_average, averaging.present
+        if pending_average is not None:
+            pending_average.land()  # whatever can raise: if a mean is not finite, nothing has moved
+        self.lineage = averaging.lineage
+        self.commits += 1
+        may_be_empty = any(each.is_new or each.is_saving for each in present)
+        step = max(each.step for each in present)
+        self._adapter._committed(pending_average, step, len(present), may_be_empty=may_be_empty)
+        self.stats.averagings += pending_average is not None
+        count_changes(self.stats, self._present, present)
+        self._present = present
+
+    def _hand_over(self, present: Sequence[Presence]) -> None:
+        """Let those who stay take over, in equal parts, the residual of those who leave."""
+        stayers = [rank for rank, each in enumerate(present) if not each.is_leaving]
+        leavers = [rank for rank, each in enumerate(present) if each.is_leaving]
+        errors, transport = self._engine.memory[ERROR], self._group.transport
+        # On which parameters there is a residual is the same on all members.
+        names = sorted(errors)
+        if not stayers or not names:
+            return
+        for place, rank in enumerate(leavers):
+            try:
+                arrived = broadcast_residual([errors[name] for name in names], transport, rank)
+            except CommunicationError as error:
+                # No message comes behind one that has failed, so those of the other leavers are lost, too.
+                logger.warning(
+                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                )
+                self.stats.lost_error += sum(present[each].error_norm for each in leavers[place:])
+                return
+            if transport.rank in stayers:
+                for name, part in zip(names, arrived, strict=True):
+                    errors[name].add_(part, alpha=1 / len(stayers))
+
+    def _drawn(self) -> int:
+        """Return a number that no other member has; whatever seeds the user's script sets."""
+        return int(self._group.decided(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

@@ -1,0 +1,128 @@
+"""What members hand over, in parts of bounded size: what newcomers start from, and what leavers still owe."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from thinwire.comm import Transport
+from thinwire.comm.collectives import in_messages
+from thinwire.comm.process_group import GroupTransport
+from thinwire.errors import StateError
+from thinwire.tensors.layout import held_of
+
+# So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
+# not taken for that. While a newcomer is served, the other members wait in one message, though: see
+# `receive_state`.
+PART_BYTES = 1 << 22
+MAX_BYTES = 1 << 44
+MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state comes in time
+PURPOSE = "handing a newcomer what it starts from"
+
+
+def plain(value: object) -> Any:
+    """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return held_of(value).to("cpu").contiguous()
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return (tuple if isinstance(value, tuple) else list)(map(plain, value))
+    # NumPy's float64 is a float, and `weights_only` does not take it.
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    raise StateError(
+        f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
+        "None, and lists, tuples and mappings of them; use optimizers with such settings and state only (the "
+        "one inside LocalSGD or DiLoCo is not sent with send_optimizer=False)"
+    )
+
+
+def packed(value: object) -> torch.Tensor:
+    """Return the bytes of a value such as `plain` returns.
+
+    Examples:
+        >>> unpacked(packed({"step": 3, "weight": torch.ones(2)}))
+        {'step': 3, 'weight': tensor([1., 1.])}
+    """
+    file = io.BytesIO()
+    torch.save(plain(value), file)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def unpacked(data: torch.Tensor) -> Any:
+    """Return what `packed` was given."""
+    try:
+        return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged, it raises what it likes
+        raise StateError(
+            f"what the group has sent this member to start from can't be read: {error}; install the same "
+            "Thinwire on all members"
+        ) from error
+
+
+def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
+    """Send a state to members that call `receive_state`, one after the other."""
+    data = packed(state)
+    for newcomer in newcomers:
+        transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
+        for part in torch.split(data, PART_BYTES):
+            transport.send(part, newcomer, PURPOSE).wait()
+
+
+def broadcast_residual(
+    errors: Iterable[torch.Tensor], transport: Transport, source: int
+) -> list[torch.Tensor]:
+    """Return what a member that leaves has not transmitted. Collective."""
+    arrived = [each if transport.rank == source else torch.empty_like(each) for each in errors]
+    for part in _parts(each.view(torch.uint8) for each in arrived):
+        flat = torch.cat(part)
+        transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
+        for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
+            piece.copy_(its_bytes)
+    return arrived
+
+
+def receive_state(transport: GroupTransport, source: int, timeout_seconds: float) -> Any:
+    """Return what a member sends by `send_state`, if that takes no longer than the others wait for it."""
+    length = torch.zeros(1, dtype=torch.int64)
+    transport.receive(length, source, PURPOSE).wait()
+    if not 0 < int(length) < MAX_BYTES:
+        raise StateError(
+            f"what the group sends to start from begins with a length of {int(length)} bytes; install the "
+            "same Thinwire on all members"
+        )
+    data = torch.empty(int(length), dtype=torch.uint8)
+    start, num_received = time.monotonic(), 0
+    for part in torch.split(data, PART_BYTES):
+        transport.receive(part, source, PURPOSE).wait()
+        num_received += len(part)
+        _check_in_time(num_received, len(data), time.monotonic() - start, timeout_seconds)
+    return unpacked(data)
+
+
+def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_seconds: float) -> None:
+    """Refuse a state that takes too long, once it can be told: the others would time out, again and again."""
+    expected = seconds * num_bytes / num_received
+    if seconds >= MEASURED_SHARE * timeout_seconds and expected > timeout_seconds:
+        rate = 8e-6 * num_received / seconds
+        raise StateError(
+            f"a newcomer's state of {num_bytes / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
+            f"Mbit/s, and the other members wait {timeout_seconds:g} s: it has left, and they go on. Start "
+            f"all with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+        )
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield views of all bytes in order, as many at a time as are sent as one part."""
+    pieces = chain.from_iterable(torch.split(tensor, PART_BYTES) for tensor in tensors)
+    # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
+    return in_messages(pieces, PART_BYTES, len)

@@ -1,0 +1,483 @@
+"""Members that find each other through torchft: its lighthouse, its manager, its process group."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import TCPStore
+
+from thinwire.checks import number
+from thinwire.comm.process_group import GroupTransport, processes_of_job
+from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
+from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
+
+logger = logging.getLogger(__name__)
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
+HOSTNAME = "THINWIRE_HOSTNAME"
+MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
+ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
+ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
+PAUSE_SECONDS = 1.0
+LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
+REACH_SECONDS = 5.0
+PATIENCE_SECONDS = 10.0  # before a member that waits says so
+HEARTBEAT = timedelta(milliseconds=500)
+OLDEST = (0, 2)  # of torchft: its major and minor version
+# Private attributes of its Manager, used here: the next version may lack them.
+PRIVATE = ("_client", "_quorum_future", "_quorum_id")
+
+
+class TorchftGroup(Group):
+    """A member of a group that meets through a torchft lighthouse.
+
+    The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
+    with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
+    accept, and from whom, stands in `docs/elastic-faults.md`: all of it belongs into a private network.
+
+    After `init_process_group` the processes of that group are one member, and each makes this. Collective.
+
+    Args:
+        lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
+            `TORCHFT_LIGHTHOUSE`.
+        min_members: An averaging needs at least this many; None for the environment's `THINWIRE_MIN_MEMBERS`,
+            or else 1. The lighthouse has a separate number, below which it forms no quorum.
+        timeout_seconds: How long a message may take, and with it all of the state that a newcomer is sent,
+            which is refused if it would take longer. A member that stands still for longer is left behind.
+        wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
+            than the time from one averaging to the next.
+        hostname: Under which the other members reach this one; None for the environment's
+            `THINWIRE_HOSTNAME`, or else this machine's.
+        process_group: A reconfigurable process group of torchft's, None for Gloo's.
+        name: Of this member, for the lighthouse's page.
+        options: `weigh_by` and `send_optimizer`, as of `Group`.
+
+    Raises:
+        ConfigError: An argument is wrong, or there is no address.
+        MissingExtraError: torchft is not installed, is older than 0.2, or is too new for this.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        min_members: int | None = None,
+        timeout_seconds: float = 60.0,
+        wait_seconds: float = 3600.0,
+        hostname: str | None = None,
+        process_group: Any = None,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        if min_members is None:
+            given = os.environ.get(MIN_MEMBERS, "1")
+            if not given.isdecimal():
+                raise ConfigError(f"{MIN_MEMBERS} must be a whole number from 1, such as 2, got {given!r}")
+            min_members = int(given)
+        super().__init__(min_members, wait_seconds, **options)
+        if lighthouse is None:
+            lighthouse = os.environ.get(LIGHTHOUSE)
+        if not isinstance(lighthouse, str) or not lighthouse.startswith(("http://", "https://")):
+            raise ConfigError(
+                f'expected the address of a torchft lighthouse, such as "http://10.0.0.1:29510", got '
+                f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
+            )
+        torchft = torchft_module("torchft")
+        # The other processes of this member wait in it for the first one, which may wait long for others.
+        self.inside = processes_of_job(self.wait_seconds + float(timeout_seconds))
+        self.kind = f"torchft {_checked_version()}"
+        self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
+        self._lighthouse = lighthouse
+        inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
+        self._group = _Configured(inner)
+        host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
+        _check_launcher()
+        self._manager: Any = None
+        self.address = ""  # at which the members of the last quorum have found each other in a store
+        if self.inside.rank == 0:
+            self._open(torchft, host, f"{host}-{os.getpid()}" if name is None else name)
+
+    def _open(self, torchft: Any, host: str, name: str) -> None:
+        """Start what meets the other members."""
+        # For this member alone: torchft announces itself in it, and joins a quorum's members through that of
+        # one of them.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        try:
+            self._manager = torchft.Manager(
+                pg=self._group,
+                # Only noted: it is looked at when all members have agreed, and by the caller's thread.
+                load_state_dict=partial(setattr, self, "received"),
+                state_dict=lambda: self.provide(),  # noqa: PLW0108 - it is set after this
+                min_replica_size=1,
+                use_async_quorum=False,
+                timeout=self._timeout,
+                quorum_timeout=timedelta(seconds=self.wait_seconds),
+                connect_timeout=min(self._timeout, timedelta(seconds=10)),
+                rank=0,
+                world_size=1,
+                store_addr=host,
+                store_port=self._store.port,
+                lighthouse_addr=self._lighthouse,
+                replica_id=name,
+                hostname=host,
+                heartbeat_interval=HEARTBEAT,
+                checkpoint_transport=_StateTransport(self._group, self.min_members),
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"there is no lighthouse at {self._lighthouse}: {error}. Start torchft_lighthouse there, or "
+                "see whether this machine reaches it"
+            ) from error
+        missing = [name for name in PRIVATE if not hasattr(self._manager, name)]
+        if missing:
+            self._manager.shutdown(wait=False)
+            raise MissingExtraError(
+                f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
+                f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
+            )
+        self._line = _Line(self._lighthouse)
+        if folder := os.environ.get(ASKED):
+            with suppress(OSError):  # the command has ended, and does not ask any more
+                Path(folder, name).touch()
+        self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
+
+    def meet(self) -> None:
+        give_up_at = time.monotonic() + self.wait_seconds
+        words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
+        said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
+        said.daemon = True
+        said.start()
+        try:
+            self._ask(give_up_at)
+        finally:
+            said.cancel()
+        failed = self._manager.errored()
+        cause = None if failed is None else failed.original_exception
+        if isinstance(cause, StateError):  # of this member itself: no other quorum would help
+            raise cause
+        # Too few for an averaging, and joined nevertheless: the members themselves find that out, all alike.
+        is_joined = cause is None or isinstance(cause, _NothingSentError)
+        if not is_joined or self._group.size == 0:
+            raise CommunicationError(
+                f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
+                f"received: {cause or 'the group was broken off and not rejoined'}; it is tried again"
+            ) from cause
+        self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
+        self.address = self._group.address
+        self.transport.transport = self._group.transport()
+
+    def _ask(self, give_up_at: float) -> None:
+        """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
+        # If a lighthouse dies while it is asked, torchft's manager never says so: no answer comes. If
+        # the connection breaks, it is asked again at once. It does not if the machine or network is gone: so
+        # what takes long is asked for again, too. But each question starts the lighthouse's grace for
+        # stragglers again: the time doubles, and becomes longer than that, however long that is.
+        patience = ASK_AGAIN_AFTER * self._timeout
+        while True:
+            try:
+                left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
+                self._manager.start_quorum(timeout=min(patience, left))
+                return
+            except (RuntimeError, TimeoutError, _LighthouseGoneError) as error:
+                # It would raise the same error at the next call, too, before it asks.
+                self._manager._quorum_future = None
+                if time.monotonic() >= give_up_at:
+                    raise CommunicationError(
+                        f"no quorum of at least {self.min_members} members in {self.wait_seconds:g} s at the "
+                        f"lighthouse {self._lighthouse}: {error}. See on its page who is there"
+                    ) from error
+                if self.is_leaving():
+                    raise LeftError(
+                        f"this member has left the group without handing over what it had not transmitted: "
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
+                    ) from error
+                logger.warning(
+                    "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
+                )
+                time.sleep(PAUSE_SECONDS)
+                patience *= 1 if isinstance(error, _LighthouseGoneError) else 2
+
+    def conclude(self, committed: bool) -> None:
+        if not committed:
+            # At once, so that the others' messages fail as well, and no one waits until they time out.
+            self._group.abort()
+            self._manager.report_error(CommunicationError("the averaging failed"))
+        counted = self._manager.current_step() + committed
+        try:
+            self._manager.should_commit()
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("torchft's manager has not taken note of an averaging: %s", error)
+        if self._manager.current_step() != counted:
+            # The members' last message has decided, and torchft only counts: with a different count than the
+            # others' this member would be sent a model that it holds, or send them one.
+            self.start_over(counted)
+
+    def start_over(self, commits: int = 0) -> None:
+        self._manager.load_state_dict({"step": commits, "batches_committed": commits})
+
+    def break_off(self) -> None:
+        self._group.abort()
+
+    def join_place(
+        self, address: str, rank: int, size: int, are_new: Sequence[bool]
+    ) -> Mapping[str, Any] | None:
+        """Meet those of one place, in a store; return what this one starts from, if new."""
+        try:
+            self._group.inner.configure(address, "", rank, size)
+        except Exception as error:  # torchft raises what it likes
+            raise CommunicationError(
+                f"the processes of this place in other members could not be joined: {error}"
+            ) from error
+        self._group.rank, self._group.size = rank, size
+        self.transport.transport = transport = self._group.transport()
+        source = are_new.index(False)
+        newcomers = [member for member, is_new in enumerate(are_new) if is_new]
+        if rank == source:
+            send_state(self.provide(), transport, newcomers)
+        return receive_state(transport, source, self._timeout.total_seconds()) if are_new[rank] else None
+
+    def leave(self) -> None:
+        if self._manager is None:
+            self._group.abort()
+            return
+        # The manager first: once its heartbeat has stopped no one counts on this member when its messages
+        # break off. With the group end Gloo's threads: left to the interpreter's end, one that still holds a
+        # Python object could abort the process.
+        self._manager.shutdown(wait=False)
+        self._group.abort()
+        self._line.close()
+
+
+class _LighthouseGoneError(Exception):
+    """The lighthouse's process has ended; a question that it had not answered is lost."""
+
+
+class _Line:
+    """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
+
+    def __init__(self, lighthouse: str) -> None:
+        parts = urlsplit(lighthouse)
+        default = 443 if parts.scheme == "https" else 80
+        self._address = parts.hostname or "", default if parts.port is None else parts.port
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """Connect, if it is not connected."""
+        if self._socket is not None and not self.is_broken():
+            return
+        self.close()
+        try:
+            self._socket = socket.create_connection(self._address, REACH_SECONDS)
+        except ConnectionRefusedError as error:
+            raise _LighthouseGoneError("nothing listens at its address") from error
+        except OSError:
+            return  # nothing is known: its machine or the network is gone, or only slow
+        self._socket.setblocking(False)
+
+    def is_broken(self) -> bool:
+        """Return whether it was connected and is no more."""
+        if self._socket is None:
+            return False
+        try:
+            return not self._socket.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class _Client:
+    """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+
+    It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
+
+    A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
+    a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
+    processes that have ended.
+    """
+
+    def __init__(self, inner: Any, manager: Any, group: _Configured, line: _Line) -> None:
+        self._inner, self._manager, self._group, self._line = inner, manager, group, line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _quorum(self, *arguments: Any, **options: Any) -> Any:
+        # Before the question: one that dies behind it is seen.
+        self._line.open()
+        answer: Future[Any] = Future()
+        ask = partial(self._inner._quorum, *arguments, **options)
+        # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
+        # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
+        # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
+        threading.Thread(target=_put, args=(ask, answer), name="thinwire_quorum", daemon=True).start()
+        while not wait([answer], LOOK_SECONDS).done:
+            if self._line.is_broken():
+                raise _LighthouseGoneError("it has ended before it answered")
+        quorum = answer.result()
+        if quorum.replica_ids != self._group.members:
+            self._manager._quorum_id = -1  # so that it configures the group again
+        self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
+        return quorum
+
+
+def _put(call: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(call())
+    except Exception as error:
+        result.set_exception(error)
+
+
+class _Configured:
+    """torchft's process group as its manager configures it; remembers for whom."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.rank = self.size = 0
+        self.quorum_id = -1
+        self.num_configured = 0
+        self.address = ""
+        # From the last known quorum, the same for all of its members.
+        self.members: list[str] = []
+        self.max_step = 0
+
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
+    ) -> None:
+        """Join the members of a quorum; called by torchft's manager whenever they are others."""
+        self.size = 0  # until it is done
+        self.quorum_id = quorum_id
+        self.num_configured += 1
+        # A separate place in the store: see `_Client`.
+        place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
+        self.address = f"{store_addr}/{place}"
+        self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
+        self.rank, self.size = rank, world_size
+
+    def transport(self) -> GroupTransport:
+        """Return what carries tensors in this configuration."""
+        return GroupTransport(self.inner, self.rank, self.size)
+
+    def errored(self) -> Any:
+        """Return what has broken it, as torchft's manager asks."""
+        return self.inner.errored()
+
+    def abort(self) -> None:
+        """Break off all messages."""
+        self.inner.abort()
+        self.size = 0
+
+
+class _NothingSentError(Exception):
+    """There are too few members for an averaging."""
+
+
+class _StateTransport:
+    """What a newcomer starts from, over the members' own process group: no further port.
+
+    If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
+    state again at the next attempt.
+    """
+
+    def __init__(self, group: _Configured, min_members: int) -> None:
+        self._group, self._min_members = group, min_members
+
+    def metadata(self) -> str:
+        """Return what a receiver must know beforehand: nothing."""
+        return "thinwire"
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
+    ) -> None:
+        """Send a state to newcomers, one after the other."""
+        is_enough = self._group.size >= self._min_members
+        send_state(state_dict if is_enough else None, self._group.transport(), dst_ranks)
+
+    def disallow_checkpoint(self) -> None:
+        """Do nothing: everything was sent when `send_checkpoint` returned."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Receive a state."""
+        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
+        if state is None:
+            # Raised: else torchft would count this member among those who have the state. And as the sender
+            # says: this member's min_members may differ, for which it is refused only once they have met.
+            raise _NothingSentError
+        return state
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing: there is no server."""
+
+
+def _checked_version() -> str:
+    """Return torchft's version."""
+    try:
+        found = version("torchft")
+    except PackageNotFoundError:
+        return "nightly"  # that package has its own name, and is of today
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+        raise MissingExtraError(
+            f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]} or later, got {found}; "
+            "pip install '.[elastic]' in a clone of Thinwire"
+        )
+    return found
+
+
+def _check_launcher() -> None:
+    """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    # Its own processes end with it; a program in between need not tell the processes that it has started.
+    try:
+        with suppress(PermissionError):  # it runs, and belongs to a different user
+            if launcher is not None:
+                os.kill(int(launcher), 0)
+    except ProcessLookupError:
+        raise CommunicationError(
+            f"process {launcher}, which has started this member ({LAUNCHER_VARIABLE}), has ended: so does "
+            "this one. Start thinwire run again"
+        ) from None
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    # It warns so at every change of members, if there is no NCCL, or one without a flight recorder. (A
+    # function of the module: however often it is added, a logger holds it once.)
+    return "NCCL flight recorder" not in record.getMessage()
+
+
+def torchft_module(name: str) -> Any:
+    """Return a module of torchft."""
+    # By default it logs every quorum to standard error, in its own format.
+    os.environ.setdefault("RUST_LOG", "error")
+    logging.getLogger("torchft.manager").addFilter(_says_something)
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"elastic members need torchft ({error}); pip install '.[elastic]' in a clone of Thinwire"
+        ) from error

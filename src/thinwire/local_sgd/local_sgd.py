@@ -1,0 +1,468 @@
+"""`LocalSGD`: what users enter around their training loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from thinwire.adapters.common import Shadow
+from thinwire.adapters.start import tell_start
+from thinwire.algorithms import Algorithm, Quantize
+from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.comm.agreement import alike_on_all_shards
+from thinwire.comm.process_group import notify_of_step
+from thinwire.errors import AttachError, ConfigError, StepError
+from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd.fragment import Averaged, fragments_of
+from thinwire.local_sgd.groups.fixed import Fixed
+from thinwire.local_sgd.loop import check_ddp
+from thinwire.local_sgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
+from thinwire.local_sgd.outer import Outer, described_outer, warn_of_momentum
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
+from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.local_sgd.state import checked_state, go_on_from, packed_state
+from thinwire.sync.precision import full_precision
+from thinwire.tensors.layout import held_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LOADED = "loaded state"
+
+
+class LocalSGD(ModelAverager, Joinable):
+    """Train each process on its own for some steps, then average the models: fewer messages.
+
+    A context manager around the training loop, which every process of the group enters. Loop, model and
+    optimizer stay as they are. What travels is each process's *change* of the parameters since the last
+    averaging, as gradients do: `algorithm` may be any of Thinwire's, with its error memory. After an
+    averaging all processes hold the same parameters to the bit, written in place. A table in
+    docs/local-sgd.md says what is averaged after each step.
+
+    The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
+    but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
+    `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
+
+    On entry all processes take the model of the group's first process, buffers included, unless a state was
+    loaded. A clean exit averages the steps since the last averaging, so all processes leave with the same
+    model; after an exception nothing is sent. A DDP model then averages its gradients over its group again.
+
+    Sources: McMahan et al. (arXiv 1602.05629, algorithm 1); Stich (arXiv 1805.09767); Lin et al. (arXiv
+    1808.07217, post-local and hierarchical); Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1).
+
+    Args:
+        model: A module, or a `DistributedDataParallel` model without a hook, built with
+            `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
+            the result of `torch.compile` on either).
+        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
+            steps: the last one's are counted. Their state is never averaged.
+        every_steps: Steps from one averaging over the group to the next.
+        algorithm: How the changes become their mean over the group.
+        outer: The outer step, which moves the last averaged parameters along the mean change: a
+            `thinwire.Nesterov`; or a function that makes an optimizer of them, which steps with minus the
+            mean change as their gradient. None for the mean itself.
+        streaming: In how many parts the model travels, and while training goes on or not.
+        warmup: Steps at the start that are plain data-parallel training; None for none.
+        replicas: The processes that average: a group, None for that of the DDP model or the default one. In
+            tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
+            well. For a model in parts those that hold the same part of other replicas, such as
+            `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
+        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
+            what goes to the group is sent once for each, each process a part; see docs/machines.md.
+        grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
+            as well. Its `step` is replaced on this object while the context lasts.
+
+    Of a model in parts (FSDP2, native HSDP, tensor or expert parallel, a pipeline's stage) each process
+    averages its own part, and no weights are gathered. A replica counts as one member. The state is of the
+    whole model if `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
+
+    Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
+    `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
+    and synchronises with the host three times.
+
+    Attributes:
+        sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
+            a model whose parameters have no values yet, or are all frozen.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(8, 4)  # in a process group
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...         optimizer.step()
+        >>> local.stats().steps, local.stats().messages, local.stats().compression_ratio
+        (10, 2, 5.0)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every_steps: int,
+        algorithm: Algorithm = EXACT,
+        outer: Outer | None = None,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        module, ddp = unwrapped(model)
+        has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
+        schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
+        self._configure(schedule, outer, grad_scaler)
+        replica = replica_of(module, replicas, has_subgroup=has_subgroup)
+        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+        optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
+        group, within = held.transports(subgroup)
+        if ddp is not None:
+            check_ddp(ddp)
+        elif warmup.algorithm is not None:
+            raise ConfigError(
+                f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
+                "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
+                "leave it out"
+            )
+        self._averagings = Fixed(held, schedule, algorithm, group, within)
+        engine = self._averagings.engine
+        super().__init__(held, optimizers, engine, replica.sync_of(engine))
+
+    @property
+    def steps(self) -> int:
+        """Attempted steps."""
+        return self._averagings.step
+
+    @torch.inference_mode(False)
+    def __enter__(self) -> LocalSGD:
+        """Start: all processes take the first one's model, unless a state was loaded. Collective."""
+        if self._model.entered:
+            raise StepError(
+                "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
+                "with load_state_dict(state_dict())"
+            )
+        self._check_copies()  # before models are made equal: copies are of each process's own
+        loaded, group, model = self._loaded, self._engine.transport, self._model
+        averaged = model.tensors()
+        # The models first: those of other shapes could not even be divided alike.
+        self._check_models(averaged)
+        algorithm, num_members = self._engine.algorithm, self._averagings.num_members
+        model.divide(averaged, self._schedule, self._make_outer, num_members, algorithm)
+        # All must know before the first message whether they start, which is collective, or go on.
+        self._agree_on(self._described())
+        if loaded is None:
+            # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
+            tensors = chain(self.module.parameters(), self.module.buffers())
+            copy_from(group.rank == 0, map(held_of, tensors), group)
+            for fragment in model.fragments:
+                fragment.take()
+        else:
+            self._averagings.pending_averages = go_on_from(loaded, model)
+        warn_of_momentum(model.outer, algorithm, stacklevel=3)
+        with ExitStack() as attached:
+            # If the second refuses, the first is taken off.
+            attached.enter_context(self._in_loop())
+            attached.enter_context(self._averagings.gradients(self))
+            self._attached = attached.pop_all()
+        # Last: if anything above fails, the context may be entered again.
+        model.enter(averaged)
+        self._loaded, self._is_inside = None, True
+        self._averagings.end_warmup()
+        tell_start(self._engine, (), str(self))
+        return self
+
+    def _check_models(self, averaged: Sequence[Averaged]) -> None:
+        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+        group = self._engine.transport
+        alike_on_all_shards(
+            self._model.replica.inside,
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
+            lambda: self._engine.agree(averaged[0].value.device),
+        )
+        # The plan is of what was trained then: messages of other lengths would end the process, and those of
+        # equal lengths be averaged with other parameters'.
+        others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
+        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+        self._agree_on(changed)
+        if others:
+            raise StepError(
+                "the model's trainable parameters or buffers are others than when this "
+                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+                "make it"
+            )
+
+    def _agree_on(self, described: dict[str, str]) -> None:
+        transport, replica, purpose = self._engine.transport, self._model.replica, "entering LocalSGD"
+        of_all = dict(described)
+        if replica.saves_parts:  # each process has loaded its own
+            of_all.pop(LOADED, None)
+        alike_on_all_shards(
+            replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
+        )
+
+    def _described(self) -> dict[str, str]:
+        """Return what must be the same on all processes, by subject."""
+        schedule = self._schedule
+        described = {
+            "every_steps": schedule.every_steps,
+            "warmup_steps": schedule.warmup.steps,
+            "algorithm of the warm-up": self._averagings.warmup.algorithm,
+            "streaming": schedule.streaming,
+            "subgroup": schedule.has_subgroup,
+            "outer optimizer": described_outer(self._model.outer),
+            LOADED: self._loaded is not None and self._loaded.checksum,
+        }
+        return {subject: str(value) for subject, value in described.items()}
+
+    @torch.inference_mode(False)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End: average what is left, unless an exception is under way, and take all hooks off."""
+        try:
+            # After an exception other processes may be anywhere: collectives would not match.
+            if kind is None:
+                self.average()
+        finally:
+            # After an average nothing is in flight; after an exception no one waits for what is.
+            self._averagings.abandon()
+            self._is_inside = False
+            self._attached.close()
+
+    def average(self) -> None:
+        """Average over the group now, before an evaluation or a checkpoint, say. Collective.
+
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
+        flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
+        loaded, is not averaged: it is taken over as it is if it is the same on all processes.
+
+        Raises:
+            StepError: Outside the context, or processes are at different steps, or a process's parameters
+                are not finite, or have changed without a step, and not on all alike, or were loaded with
+                steps pending, or the settings of `outer` differ; nothing was averaged.
+            CommunicationError: A collective failed.
+        """
+        with self._averaging("average()"):
+            self._averagings.average_all()
+
+    # The schedule, after each step.
+
+    def _after_own_step(self) -> None:
+        """Count a step that the optimizer, or the scaler, has attempted."""
+        # Before all that the step sends: processes that shadow it are waiting for this message.
+        notify_of_step(self)
+        self._averagings.own_pending_steps += 1
+        if self._steps_here == 0:  # optimizers make their state in their first step
+            self._check_copies()
+        self._after_step()
+
+    def _after_step(self) -> None:
+        """Count a step, of this process or (in a join context) of others while it has no more input.
+
+        If an averaging is due, it takes part with what it has changed since the last one: without input,
+        its own last steps at first, then nothing.
+        """
+        # `_check_inside` looks at the whole model, which is too much for every step.
+        self._model.check_own("a step")
+        self._steps_here += 1
+        self._averagings.step += 1
+        self._averagings.end_warmup()
+        if self._averagings.is_due:
+            with self._averaging("a step"):
+                self._averagings.go_on()
+        self._tell_observers()
+
+    @contextmanager
+    def _averaging(self, call: str) -> Iterator[None]:
+        """Check the model first; if anything fails inside, forget what is in flight."""
+        self._check_inside(call)
+        self._check_copies()
+        if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
+            warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
+        try:
+            # The step may stand under autocast, which would round the arithmetic on changes.
+            with full_precision(self._fragments.device):
+                yield
+        except BaseException:
+            self._averagings.abandon()
+            raise
+
+    # Uneven inputs: see thinwire.join.
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Return, for a join context, how this process shadows the others once it has no more input.
+
+        Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
+        contributors: the processes that had input since the last averaging. At the end of the join
+        context what is left is averaged.
+
+        Raises:
+            StepError: The LocalSGD context is not entered.
+            AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
+            ConfigError: Division by the contributors with a subgroup, fragments or a delay.
+        """
+        if not self._is_inside:
+            raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
+        if self._model.ddp is not None:
+            raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
+        if self._model.replica.is_sharded:
+            raise AttachError(
+                "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; give "
+                "all processes as many batches"
+            )
+        by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
+        if by_contributors and schedule.has_subgroup:
+            raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
+        if by_contributors and (schedule.streaming.fragments > 1 or schedule.streaming.delay_steps):
+            raise ConfigError(
+                "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
+                "way before it is known who contributes to it"
+            )
+        self._averagings.divides_by_contributors = by_contributors
+        return Shadow(self, self._after_step, lambda _: self.average())
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of a join context's own messages.
+
+        Raises:
+            StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
+        """
+        self._check_inside("join_device")
+        return self._fragments.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined.
+
+        Raises:
+            AttachError: There is none: this averages over a transport.
+        """
+        transport = self._engine.transport
+        if not isinstance(transport, ProcessGroupTransport):
+            raise AttachError(f"there is no process group to join: this averages over {transport!r}")
+        return transport.group
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule, the last average and what algorithm and outer optimizer remember. Collective.
+
+        The same on every process. The model and the optimizer are the user's to save: between averagings
+        they differ from process to process, so save them on each to resume to the bit; or call
+        `average()` first and save one model. `torch.load(weights_only=True)` takes it.
+
+        What is in flight is waited for and saved as it came; it is applied when it is due, here and in the
+        run that resumes.
+
+        Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
+
+        Raises:
+            StepError: It was not entered yet, or processes are at different steps.
+            CommunicationError: A collective failed.
+            AgreementError: The processes have made different steps, or have other algorithms.
+        """
+        now = self._averagings
+        if not self._model.entered:
+            raise StepError("there is nothing to save before the context is entered: with local: …")
+        # What algorithms remember of a step is known when it has ended.
+        if any(not pending_average.has_landed for pending_average in now.pending_averages):
+            with self._averaging("state_dict()"):
+                now.finish_all()
+        # Once it is over, nothing of it is needed.
+        warmup = now.warmup if now.warmup.algorithm != EXACT else None
+        return packed_state(self._model, now.step, now.pending_averages, self.sync, warmup)
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
+
+        Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
+        fragments may be different, unless something was in flight. The outer optimizer goes on with the
+        learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
+        optimizers do: to change them, write to `outer.param_groups` after entering.
+
+        Raises:
+            StateError: It is not such a state, or it is of a different model.
+            StepError: The context was entered already.
+        """
+        if self._model.entered:
+            raise StepError("load the state before the context is entered")
+        replica, num_fragments = self._model.replica, self._schedule.streaming.fragments
+        shapes = [
+            {each.name: replica.shape_of(each.name, each.value) for each in part}
+            for part in fragments_of(self._model.tensors(), num_fragments)
+        ]
+        has_outer, has_warmup = self._make_outer is not None, self._schedule.warmup.algorithm is not None
+        loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
+        loaded = loaded._replace(
+            last_average=replica.own(loaded.last_average),
+            in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
+        )
+        # A copy: it is used on entry, and the caller's own may have changed by then.
+        loaded = copy.deepcopy(loaded)
+        of_warmup = self._averagings.warmup
+        warmup = None if loaded.warmup is None else of_warmup.check_state_dict(loaded.warmup)
+        # First what may refuse: then nothing else has changed.
+        self.sync.load_state_dict(loaded.sync)
+        if warmup is not None:
+            of_warmup.load(warmup)
+        self._loaded = loaded
+        self._averagings.step = loaded.step
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
+    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
+    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
+    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
+    errors are those of `LocalSGD`; a subgroup counts as one member.
+
+    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(64, 32)  # in a process group
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
+        ...     for _ in range(60):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        >>> print(local)
+        DiLoCo(every_steps=30), Quantize(bits=4)
+        >>> local.stats().compression_ratio > 200
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        *,
+        every_steps: int = 30,
+        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
+        outer: Outer | None = Nesterov(),  # noqa: B008
+        **settings: Any,
+    ) -> None:
+        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
+        super().__init__(model, optimizer, **settings)

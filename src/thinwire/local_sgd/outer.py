@@ -1,0 +1,179 @@
+"""The outer optimizer, which steps the last averages: made, described, and its state saved by shards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map
+
+from thinwire.algorithms import Algorithm
+from thinwire.checks import shown
+from thinwire.errors import ConfigError, StateError
+from thinwire.local_sgd.fragment import Averaged
+from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.settings import Nesterov
+
+Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""The outer step; or what makes an optimizer of the last averaged parameters."""
+
+Lasts: TypeAlias = Sequence[tuple[Averaged, torch.Tensor]]
+"""Each averaged tensor with its last average."""
+
+PLAIN = bool | int | float
+OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
+
+
+# Each by whether the algorithm sends few entries.
+
+# For at least this many members. Charles et al., "Communication-Efficient Language Model Training Scales
+# Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
+# the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
+# With few entries, one that a single member has sent moves by its whole change, so with more members
+# more of them add up. Measured: `docs/optimizers.md`.
+LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
+
+# For at least this many steps between averagings. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is our choice. For few entries error feedback takes the place of momentum
+# (SparseLoCo, arXiv 2508.15706).
+MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
+
+
+def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
+    return [chosen for least, chosen in table if value >= least][-1]
+
+
+def nesterov_lr(outer: Nesterov, num_members: int, algorithm: Algorithm) -> float:
+    """Return the outer learning rate for a number of members.
+
+    Examples:
+        >>> from thinwire import AllReduce
+        >>> [nesterov_lr(Nesterov(), num_members, AllReduce()) for num_members in (1, 2, 3, 4, 16)]
+        [0.4, 0.5, 0.5, 0.6, 0.8]
+    """
+    table = LR_FROM_MEMBERS[algorithm.sends_few_entries]
+    return _last_reached(table, num_members) if outer.lr is None else outer.lr
+
+
+def check_outer(outer: object) -> None:
+    """Refuse what does not make an outer optimizer."""
+    if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
+        raise ConfigError(
+            "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
+            f"{shown(outer)}; {OUTER_EXAMPLE}"
+        )
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def new_outer(
+    make: Outer, parameters: list[torch.Tensor], num_members: int, every_steps: int, algorithm: Algorithm
+) -> torch.optim.Optimizer:
+    """Return the outer optimizer of `parameters`."""
+    if isinstance(make, Nesterov):
+        lr, momentum = nesterov_lr(make, num_members, algorithm), make.momentum
+        if momentum is None:
+            momentum = _last_reached(MOMENTUM_FROM_STEPS[algorithm.sends_few_entries], every_steps)
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    outer: object = make(parameters)
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
+    # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
+    if held_by(outer) != set(map(id, parameters)):
+        raise ConfigError(
+            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+        )
+    return outer
+
+
+def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, *, stacklevel: int) -> None:
+    """Warn of a momentum that does not go with an algorithm."""
+    if outer is None or not algorithm.sends_few_entries:
+        return
+    if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
+        warnings.warn(
+            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
+            "moves it on in all the steps in which nothing was sent of it; "
+            "leave momentum out: outer=thinwire.Nesterov(lr=1, momentum=0)",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def described_outer(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    # Functions and tensors may print differently on every process.
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, PLAIN)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def settings_digest(outer: torch.optim.Optimizer | None) -> int:
+    """Return a CRC-32 of an outer optimizer's settings as they are now; 0 for none."""
+    if outer is None:
+        return 0
+    now = [
+        [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
+        for group in outer.param_groups
+    ]
+    # 32 bits: members compare it in a message of float64, which holds those exactly.
+    return zlib.crc32(repr(now).encode())
+
+
+def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) -> dict[str, Any]:
+    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
+    # Copies: an optimizer hands out its own tensors, which go on changing.
+    state: dict[str, Any] = tree_map(
+        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
+        outer.state_dict(),
+    )
+    for name, parameter, kept, key in _tensors(outer, lasts, state):
+        # What has the parameter's shape is sharded as it is; step counts are not.
+        if kept[key].shape == parameter.shape:
+            kept[key] = replica.whole({name: kept[key]})[name]
+    return state
+
+
+def load_outer(
+    outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
+) -> None:
+    """Let an outer optimizer go on from what `saved_outer` has returned."""
+    own = copy.deepcopy(dict(state))
+    for name, parameter, kept, key in _tensors(outer, lasts, own):
+        if kept[key].shape == replica.shape_of(name, parameter):
+            kept[key] = replica.own({name: kept[key]})[name]
+    try:
+        outer.load_state_dict(own)
+        # It takes the settings of most other kinds, and would fail in the first step without its own.
+        missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
+    except KeyError as error:
+        missing = list(error.args)
+    except ValueError as error:
+        raise StateError(f"the state is of a different outer optimizer: {error}") from error
+    if missing:
+        raise StateError(
+            f"the state is of a different outer optimizer: it has no {', '.join(missing)}, which "
+            f"{type(outer).__name__} needs; pass outer= as when it was saved"
+        )
+
+
+def _tensors(
+    outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
+    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
+    # An optimizer knows no names: a state has the parameters' places in its groups, one after the other.
+    names = {id(last): each.name for each, last in lasts}
+    parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
+    for place, kept in state["state"].items():
+        if place >= len(parameters):
+            continue  # of a different optimizer: this one refuses it when it is loaded
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                yield names[id(parameters[place])], parameters[place], kept, key

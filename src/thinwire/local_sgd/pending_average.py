@@ -1,0 +1,129 @@
+"""Averagings in flight: changes are sent round by round until they are averaged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import chain
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from thinwire.algorithms import all_finite
+from thinwire.comm import Transport, true_for_all
+from thinwire.errors import StepError
+from thinwire.local_sgd.fragment import Buckets, Fragment
+from thinwire.sync import Engine
+from thinwire.sync.step import Step
+
+Part = TypeVar("Part", bound=Buckets)
+
+Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
+"""For each fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
+
+
+class PendingAverage(Generic[Part]):
+    """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
+
+    `consensus` is what was asked before the latest round was sent: to be read before that is waited for.
+    """
+
+    def __init__(
+        self,
+        changes: Mapping[Part, list[torch.Tensor]],
+        engine: Engine | None,
+        consensus: Any = None,
+        *,
+        is_delayed: bool = False,
+        what: str = "change of the parameters",
+    ) -> None:
+        self.changes, self.consensus, self._what = changes, consensus, what
+        self.num_rounds = 1  # sent so far
+        self._engine = engine
+        self._step: Step | None = None
+        if engine is None:
+            return
+        pairs = [zip(fragment.layout, flats, strict=True) for fragment, flats in changes.items()]
+        buckets = list(chain(*pairs))
+        # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
+        engine.agree(buckets[0][1].device)
+        # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
+        self._step = engine.start(buckets, pipelined=not is_delayed, is_agreed=True)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the changes are their means."""
+        return self._step is None
+
+    def send(
+        self, num_rounds: float = math.inf, read: Callable[[Any], object] = bool, asked: Any = None
+    ) -> None:
+        """Wait for rounds and send the next ones, until this many were sent or all have come."""
+        assert self._step is not None, "sent after it has landed"
+        while self.num_rounds < num_rounds:
+            # After answers that differ, later messages would never be matched.
+            read(self.consensus)
+            if not self._step.advance():
+                return
+            self.num_rounds += 1
+            self.consensus = asked
+
+    def finish(self, read: Callable[[Any], object], asked: Any) -> None:
+        """Send what is left, as `send`, and land; nothing if it has landed."""
+        if self.has_landed:
+            return
+        self.send(math.inf, read, asked)
+        self.land()
+        # Only now is it known; the next averaging of this fragment spreads them over the delay.
+        for fragment in self.changes:
+            fragment.num_rounds = self.num_rounds
+
+    def land(self) -> None:
+        """Wait until all changes are their means, and let memory be written."""
+        assert self._engine is not None
+        assert self._step is not None, "landed before"
+        with self._engine.clock.inside(self._engine.traffic):
+            committed = self._step.finish()
+        # An algorithm without memory commits whatever has come: no one has looked at its means.
+        together = self._engine.settings.together if self._engine.places is None else None
+        if not committed or not are_finite(self.changes, together):
+            # Memory is written before it is known what comes of it in the model's type.
+            kept = committed and self._engine.memory_bytes() > 0
+            raise StepError(
+                f"the mean {self._what} is not finite though that of each process is: it has left the range "
+                "of the type it travels in, on all alike. "
+                + (
+                    "No model has moved, but the residual has: load a checkpoint"
+                    if kept
+                    else "Nothing was averaged"
+                )
+                + "; average more often, or in a different type"
+            )
+        # Last: what has raised above is still to be abandoned.
+        self._step = None
+
+    def abandon(self) -> None:
+        """Forget it. Memory is as it was before."""
+        if self._step is not None:
+            self._step.abandon()
+
+
+def are_finite(changes: Mapping[Part, list[torch.Tensor]], together: Transport | None) -> bool:
+    """Return whether changes are finite, on all shards of a replica. Cost: one host synchronisation."""
+    # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
+    are = all_finite(*chain(*changes.values()))
+    return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))
+
+
+def have_moved(changes: Changes, together: Transport | None) -> bool:
+    """Return whether any parameter has changed, on some shard of a replica. Cost: a host synchronisation."""
+    # Buffers do in every forward pass.
+    moved = [
+        flat.any()
+        for fragment, of_one in changes.items()
+        for specs, flat in zip(fragment.layout, of_one, strict=True)
+        if not specs[0].is_statistic
+    ]
+    # One shard may hold nothing but statistics; it is asked as well.
+    still = ~torch.stack([each.to(moved[0].device) for each in moved]).any() if moved else torch.tensor(True)
+    return not (still if together is None else true_for_all(still, together, "whether all shards are still"))

@@ -1,0 +1,131 @@
+"""When what is averaged over whom: a function of the number of attempted steps, and of nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.checks import number, shown, whole_count
+from thinwire.errors import ConfigError
+from thinwire.local_sgd.settings import Streaming, Warmup
+
+Level: TypeAlias = Literal["group", "subgroup"]
+
+EXACT, WHOLE, NO_WARMUP = AllReduce(), Streaming(), Warmup()
+USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The table in docs/local-sgd.md, of the arguments and whether the model is a DDP model."""
+
+    every_steps: int
+    warmup: Warmup = NO_WARMUP
+    has_ddp: bool = False
+    has_subgroup: bool = False
+    streaming: Streaming = WHOLE
+    every_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        every_steps = whole_count("every_steps", self.every_steps, minimum=1)
+        object.__setattr__(self, "every_steps", every_steps)
+        if not isinstance(self.warmup, Warmup):
+            given = shown(self.warmup)
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {given}; such as Warmup(100)")
+        if not isinstance(self.streaming, Streaming):
+            given = shown(self.streaming)
+            raise ConfigError(
+                f"streaming must be a thinwire.Streaming, got {given}; such as Streaming(fragments=2)"
+            )
+        fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
+        if self.every_seconds is not None:
+            if not 0 < number("every_seconds", self.every_seconds, minimum=0) < math.inf:
+                raise ConfigError(f"every_seconds must be above 0 and finite, got {self.every_seconds!r}")
+            if delay_steps:
+                raise ConfigError(
+                    f"delay_steps={delay_steps} counts steps, of which members make different numbers in "
+                    "every_seconds; use fragments for shorter messages"
+                )
+        if fragments > every_steps:
+            raise ConfigError(
+                f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
+                "separate step, so take at most as many"
+            )
+        if delay_steps >= every_steps:
+            raise ConfigError(
+                f"delay_steps must be less than every_steps={every_steps}, got {delay_steps}: a change is to "
+                "be there before the next one is sent"
+            )
+
+    def __str__(self) -> str:
+        seconds = self.every_seconds
+        every = f"every_steps={self.every_steps}" if seconds is None else f"every_seconds={seconds:g}"
+        return every if self.streaming == WHOLE else f"{every}, streaming={self.streaming}"
+
+    def local_weight(self, algorithm: Algorithm) -> float:
+        """Return the share of a model's local change that stays when a delayed average arrives."""
+        if self.streaming.local_weight is not None:
+            return self.streaming.local_weight
+        # The kept share of a change is part of the next one. If the residual holds most of that change
+        # already, it would be sent twice.
+        return USUAL_LOCAL_WEIGHT if self.streaming.delay_steps and not algorithm.sends_few_entries else 0.0
+
+    @property
+    def meets_in_subgroups(self) -> bool:
+        """Whether parameters are averaged within subgroups."""
+        return self.has_subgroup and not self.has_ddp
+
+    def is_warm_up(self, step: int) -> bool:
+        """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
+        return step <= self.warmup.steps
+
+    def gradients_in(self, step: int) -> Level | None:
+        """Return over whom the gradients of the step after `step` steps are averaged."""
+        if not self.has_ddp:
+            return None
+        if step < self.warmup.steps:
+            return "group"
+        return "subgroup" if self.has_subgroup else None
+
+    def after(self, step: int) -> Level | None:
+        """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
+        if self.fragments_after(step):
+            return "group"
+        return "subgroup" if self.meets_in_subgroups and not self.is_warm_up(step) else None
+
+    def fragments_after(self, step: int) -> Sequence[int]:
+        """Return which fragments' changes are sent to the group after `step` steps.
+
+        In the warm-up that of all. Then they take turns, evenly spread over `every_steps`; the last one is
+        sent at its multiples.
+        """
+        num_fragments = self.streaming.fragments
+        if self.is_warm_up(step):
+            # A DDP model only at the end, so that all start the local phase from the same bits.
+            return range(num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
+        # From 1 to every_steps: the last place is that of the multiples.
+        place = (step - self.warmup.steps - 1) % self.every_steps + 1
+        turn, rest = divmod(place * num_fragments, self.every_steps)
+        # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
+        return (turn - 1,) if turn and rest < num_fragments else ()
+
+    def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
+        """Return whether a member averages now, given the steps and seconds since its last averaging."""
+        num_fragments = self.streaming.fragments
+        place = turn % num_fragments
+        if self.every_seconds is None:
+            first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
+            return steps >= second - first
+        # At the step that ends next to the time: who is slow is waited for by half of its step.
+        return seconds + seconds / steps / 2 >= self.every_seconds / num_fragments
+
+    def rounds_sent(self, age: int, num_rounds: int) -> int:
+        """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
+
+        Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
+        when it comes, which differs between processes: each would send the next ones in a different order.
+        """
+        return min(num_rounds, 1 + age * num_rounds // max(1, self.streaming.delay_steps))

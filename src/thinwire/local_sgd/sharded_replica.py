@@ -1,0 +1,147 @@
+"""Replicas in parts: each process averages its own part with those that hold the same one of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.adapters.ddp_model import is_fsdp2
+from thinwire.adapters.sharded.fsdp import attached_to, refuse_attached
+from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
+from thinwire.adapters.sharded.state import ShardedSync
+from thinwire.comm import ProcessGroupTransport, Transport, group_of
+from thinwire.errors import AttachError
+from thinwire.local_sgd.replica import Replica
+from thinwire.sync import Engine, GradientSync
+
+
+def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
+    """Return a replica whose processes hold parts of it, in whatever layout."""
+    meshes = _meshes_of(module)
+    # FSDP2's own layout over one dimension has a state of the whole model.
+    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1 and _holds_all(module)
+    if replicas is None or (is_fsdp2(module) and (is_usual or not _lies_outside(replicas, meshes))):
+        return _in_shards(module, replicas)
+    return _in_parts(module, replicas, meshes)
+
+
+def _in_shards(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
+    sharded = ShardedModel(module)
+    own = sharded.mesh_of_shards()
+    if sharded.is_replicated:
+        raise AttachError(
+            "replicate averages this model's gradients in every step; pass the plain module instead, "
+            "without replicate"
+        )
+    if not isinstance(replicas, Transport):
+        replicas = replicas_of(sharded, replicas)
+    pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
+    refuse_attached(
+        pieces.values(),
+        "its gradients are averaged over the replicas in every step, so averaging models as well would "
+        "change nothing; leave out one of the two",
+    )
+    inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
+    return Replica(
+        replicas,
+        inside,
+        is_sharded=True,
+        pieces=pieces,
+        sync_of=partial(_sync_of, pieces, inside),
+        show_shards=partial(reshard, module),
+    )
+
+
+def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
+    pieces = dict(parameters)
+    # Each process has whole buffers.
+    for name, shape, _, dtype, *_ in engine.specs:
+        whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        pieces.setdefault(name, Piece(name, whole, shape, None, 0))
+    return ShardedSync(engine, inside, {spec.name: pieces[spec.name] for spec in engine.specs})
+
+
+def _in_parts(
+    module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh, meshes: list[DeviceMesh]
+) -> Replica:
+    """Return one of DTensors over any mesh (tensor, expert, native HSDP), or a stage of a pipeline."""
+    parameters = list(module.parameters())
+    if any(map(attached_to, parameters)):
+        raise AttachError(
+            "the model is attached already, so its gradients are averaged in every step; leave that out"
+        )
+    inner = _inner_ranks(meshes, replicas)
+    if isinstance(replicas, DeviceMesh):
+        replicas = replicas.get_group()
+    if not isinstance(replicas, Transport):
+        shared = sorted(set(dist.get_process_group_ranks(replicas)) & {*inner})
+        if len(shared) != 1:
+            raise AttachError(
+                f"the replicas given share the processes {shared} with this replica, {inner}, which hold "
+                "different parts of it; expected those that hold the same part, such as "
+                'mesh["replicate"]'
+            )
+    replica = Replica(replicas, is_sharded=True, saves_parts=True)
+    if len(inner) > 1:
+        replica = replace(replica, inside=ProcessGroupTransport(group_of(inner), parameters[0].device))
+    if is_fsdp2(module):
+        replica = replace(replica, show_shards=partial(reshard, module))
+    return replica
+
+
+def _holds_all(module: nn.Module) -> bool:
+    """Return whether fully_shard holds all that is a DTensor: experts may lie beside it."""
+    reshard(module)
+    held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
+    return all(id(each) in held for each in module.parameters() if hasattr(each, "device_mesh"))
+
+
+def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes over which parameters of a module are laid out, each once."""
+    found = [each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh")]
+    return list({str(mesh.mesh.tolist()): mesh for mesh in found}.values())
+
+
+def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
+    """Return whether replicas are no dimension of the meshes over which the parts of a model lie."""
+    if isinstance(replicas, Transport):
+        return True
+    if isinstance(replicas, DeviceMesh):
+        ranks = replicas.mesh.flatten().tolist()
+    else:
+        ranks = dist.get_process_group_ranks(replicas) if isinstance(replicas, dist.ProcessGroup) else []
+    own = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return len(own.intersection(ranks)) == 1
+
+
+def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
+    """Return the processes that hold this replica together, as far as is known."""
+    if isinstance(replicas, DeviceMesh):
+        root = replicas._get_root_mesh() if hasattr(replicas, "_get_root_mesh") else replicas
+        names, name = root.mesh_dim_names or (), (replicas.mesh_dim_names or ("",))[0]
+        if replicas.ndim != 1:
+            raise AttachError(
+                f"expected one dimension of the mesh, that of the replicas, got {replicas.mesh_dim_names}; "
+                'such as mesh["replicate"]'
+            )
+        if name in names:
+            dim = names.index(name)
+            coordinate = root.get_coordinate()
+            assert coordinate is not None, "a process of the mesh has its place in it"
+            return list(map(int, root.mesh.select(dim, coordinate[dim]).flatten().tolist()))
+    # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
+    places = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
+    widest = max(places, key=len)
+    if not all(set(widest).issuperset(each) for each in places):
+        shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
+        raise AttachError(
+            f"parameters lie on unlike meshes, {shown}, so it is not known which processes hold the replica; "
+            'give replicas as a dimension of the mesh that all are parts of, such as mesh["replicate"]'
+        )
+    return widest

@@ -1,0 +1,207 @@
+"""Saved state of a `LocalSGD`: how far its averagings are, and what algorithm and outer optimizer keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from thinwire.checks import whole_number
+from thinwire.errors import StateError
+from thinwire.local_sgd.fragment import Fragment, Fragments
+from thinwire.local_sgd.model import AveragedModel
+from thinwire.local_sgd.outer import load_outer, saved_outer
+from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.replica import Replica
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
+from thinwire.sync.state import DTYPES
+
+STATE_VERSION = 4
+KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
+WARMUP_KEY = "warmup"  # there if an algorithm of the warm-up still remembers something
+MEMBERS_KEY = "members"  # of those that come and go
+COUNTS = ("lineage", "commits", "turns")
+MEMBERS_KEYS = {*COUNTS, "not_averaged", "residual_of", "optimizers"}
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class LoadedState(NamedTuple):
+    """A state that has been checked, of whole parameters."""
+
+    step: int  # attempted
+    sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
+    in_flight: Sequence[tuple[int, Tensors]]  # landed, not applied: a fragment's place, mean changes by name
+    last_average: Tensors  # by name
+    sync: Mapping[str, Any]  # for the engine to check
+    outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
+    warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
+    checksum: str  # of all of it, for processes to compare what they loaded
+    members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
+
+
+def packed_state(
+    model: AveragedModel,
+    step: int,
+    pending_averages: Sequence[PendingAverage[Fragment]],
+    sync: GradientSync,
+    warmup: Engine | None,
+) -> dict[str, Any]:
+    """Return the state, as copies on the CPU. Collective."""
+    fragments, outer, replica = model.fragments, model.outer, model.replica
+    lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
+    in_flight = [item for pending_average in pending_averages for item in pending_average.changes.items()]
+    # Several of these values are collective: in one order on all processes, of the shards of a replica too.
+    state = {
+        "version": STATE_VERSION,
+        "step": step,
+        "sent_after": tuple(fragment.sent_after for fragment in fragments),
+        "in_flight": tuple(
+            (fragments.index(each), replica.whole(each.named(means))) for each, means in in_flight
+        ),
+        "last_average": replica.whole(lasts),
+        "sync": sync.state_dict(),
+        "outer": None if outer is None else saved_outer(outer, fragments.lasts, replica),
+    }
+    if warmup is not None:
+        state[WARMUP_KEY] = warmup.state_dict()
+    return with_checksum(state)
+
+
+def members_of(loaded: LoadedState) -> Mapping[str, Any]:
+    """Return what members that come and go resume from; of a fixed group's state, as if it were theirs."""
+    if loaded.members is not None:
+        return loaded.members
+    # Members that load the same state are of one lineage.
+    lineage = int(loaded.checksum.rpartition(":")[2], 16) | 1
+    return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
+
+
+def go_on_from(loaded: LoadedState, model: AveragedModel) -> list[PendingAverage[Fragment]]:
+    """Let fragments go on from a state; return what had landed and is still to be applied."""
+    fragments, sent_after = model.fragments, loaded.sent_after
+    if model.outer is not None and loaded.outer is not None:
+        _load_outer(model.outer, fragments, model.replica, loaded)
+    # Saved with a different number of fragments: as if all had waited as long as the longest.
+    if len(sent_after) != len(fragments):
+        sent_after = [min(sent_after)] * len(fragments)
+    for fragment, step in zip(fragments, sent_after, strict=True):
+        fragment.take(loaded.last_average)
+        fragment.sent_after = step
+        if loaded.members is not None:  # which save the model as well
+            fragment.show()
+    # They have landed; each is applied at the step at which it would have been.
+    return [
+        PendingAverage({fragments[place]: fragments[place].flat(means)}, None)
+        for place, means in loaded.in_flight
+    ]
+
+
+def _load_outer(
+    outer: torch.optim.Optimizer, fragments: Fragments, replica: Replica, loaded: LoadedState
+) -> None:
+    """Let an outer optimizer go on from a state, with which it has made a step of nothing first."""
+    assert loaded.outer is not None
+    # Only the optimizer knows what its state must hold: a wrong one would end the next averaging.
+    try:
+        load_outer(outer, fragments.lasts, replica, loaded.outer)
+        for fragment in fragments:
+            fragment.take(loaded.last_average)
+            fragment.step([flat.zero_() for flat in fragment.empty()], outer)
+    except StateError:
+        raise
+    except Exception as error:  # optimizers raise what they like
+        raise StateError(
+            f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load an "
+            "earlier one, or pass outer= as when it was saved"
+        ) from error
+    load_outer(outer, fragments.lasts, replica, loaded.outer)  # again: that step is in no average
+
+
+def checked_state(
+    state: object,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    *,
+    has_outer: bool,
+    has_warmup: bool = False,
+) -> LoadedState:
+    """Return a state that has been checked, but for what the engine and the outer optimizer check."""
+    check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
+    assert isinstance(state, Mapping)
+    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
+        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
+    # Before anything is believed of it.
+    checksum = check_undamaged(state)
+    step = whole_number("step", state["step"], minimum=0, error=StateError)
+    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
+    if state["outer"] is not None and not has_outer:
+        raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
+    if state[WARMUP_KEY] is not None and not has_warmup:
+        raise StateError(
+            "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved"
+        )
+    everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
+    _check_tensors("last_average", state["last_average"], everywhere)
+    _check_pending_averages(state, shapes)
+    if state[MEMBERS_KEY] is not None:
+        _check_members(state[MEMBERS_KEY])
+    return LoadedState(**{key: state[key] for key in LoadedState._fields})
+
+
+def _check_members(members: object) -> None:
+    if not isinstance(members, Mapping) or members.keys() != MEMBERS_KEYS:
+        raise StateError(f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
+    for key in COUNTS:
+        whole_number(key, members[key], minimum=0, error=StateError)
+    for key, kind in ("residual_of", str), ("optimizers", Mapping):
+        listed = members[key]
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
+            raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
+
+
+def _check_pending_averages(
+    state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
+) -> None:
+    """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
+    for key in ("sent_after", "in_flight"):
+        if not isinstance(state[key], list | tuple):
+            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
+    for sent_after in state["sent_after"]:
+        whole_number("sent_after", sent_after, minimum=-1, error=StateError)
+    num_saved = len(state["sent_after"])
+    if not num_saved:
+        raise StateError("sent_after must hold a number for each fragment, got none")
+    # What has landed is of one division of the model, and can't be applied to the parts of a different one.
+    if state["in_flight"] and num_saved != len(shapes):
+        raise StateError(
+            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
+        )
+    for item in state["in_flight"]:
+        is_pair = isinstance(item, list | tuple) and len(item) == 2 and type(item[0]) is int
+        if not is_pair or item[0] not in range(num_saved):
+            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
+        _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
+
+
+def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not isinstance(tensors, Mapping):
+        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
+    differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
+    if differing:
+        raise StateError(
+            f"the state and the model differ in {differing[:4]}; load the state of the same model, with the "
+            "same average_buffers="
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shapes[name]:
+            raise StateError(
+                f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
+                "load the state of the same model"
+            )
+        if tensor.dtype not in DTYPES:
+            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+    check_finite(key, tensors)  # it would be in every process's model with the first averaging

@@ -1,0 +1,629 @@
+"""Options of DDP that change what a hook is called for; copies of a model; models that are none of DDP's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import thinwire
+from pool import are_alike, in_each_process
+from thinwire import GradientSync, PowerSGD, hooks
+from thinwire.adapters import ddp, ddp_model
+from thinwire.sync import engine_of
+from training import raised_by
+
+DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+POWER = PowerSGD(matrix_rank=2)
+SMALL_BUCKETS_MB = 0.001
+
+
+class OfTypes(nn.Sequential):
+    """Layers of different types; DDP puts each type of parameter into buckets of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x.to(next(layer.parameters()).dtype))
+        return x
+
+
+def two_types() -> OfTypes:
+    return OfTypes(nn.Linear(24, 48), nn.Linear(48, 24).double())
+
+
+class TwoOutputs(nn.Module):
+    """Layers that share nothing, so that each may have a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 48), nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class Checkpointed(nn.Module):
+    """A layer whose backward pass runs inside the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside: Tensor = checkpoint(self.middle, self.first(x), use_reentrant=True)
+        out: Tensor = self.last(inside)
+        return out
+
+
+class OneOfTwo(nn.Module):
+    """Only the later layer is used; DDP hands over the earlier one's bucket last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(24, 48), nn.Linear(24, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.used(x)
+        return out
+
+
+def inputs_of(step: int) -> Tensor:
+    return torch.randn(16, 24, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    outputs = model(inputs_of(step))
+    both = outputs if isinstance(outputs, tuple) else (outputs,)
+    return torch.stack([each.square().mean().float() for each in both]).sum()
+
+
+def train(model: nn.Module, steps: range) -> list[Tensor]:
+    """Learning rate one; the parameters at the end."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(model, step))
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def registered(model: DistributedDataParallel, way: str) -> GradientSync | hooks.PowerSGDState:
+    """Average with PowerSGD of matrix rank 2."""
+    if way == "attach":
+        return thinwire.attach(model, POWER)
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    if way == "hook":
+        model.register_comm_hook(state, hooks.powerSGD_hook)
+    else:
+        model.register_comm_hook(None, lambda _, bucket: hooks.powerSGD_hook(state, bucket))
+    return state
+
+
+WAYS = ["attach", "hook", "hook in a hook of one's own"]
+
+
+# A static graph
+
+
+@pytest.mark.parametrize("way", WAYS)
+@in_each_process(2)
+def test_a_static_graph_of_two_types(way: str) -> None:
+    """DDP calls both buckets of the first step its first, and neither its last."""
+    check_trained(two_types(), way, static_graph=True)
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in DDP_OPTIONS, reason="DDP has no bucket_cap_mb_list yet")
+@in_each_process(2)
+def test_a_static_graph_with_sizes_of_buckets() -> None:
+    check_trained(two_types(), static_graph=True, bucket_cap_mb_list=[1, 1])
+
+
+def check_trained(module: nn.Module, way: str = "attach", **options: Any) -> None:
+    """Three steps are three, compressed, and all processes get one model."""
+    model = DistributedDataParallel(module, **options)
+    state = registered(model, way)
+    assert are_alike(train(model, range(3)))
+    assert state.stats().steps == 3
+    assert state.stats().compression_ratio > 1.5
+
+
+NEW_OPTIONS = {
+    "batched_grad_copy": "batched_grad_copy" in DDP_OPTIONS,
+    "lazy_bucket_allocation": "lazy_bucket_allocation" in DDP_OPTIONS,
+    "finalize_backward": hasattr(DistributedDataParallel, "finalize_backward"),
+}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        pytest.param(each, marks=pytest.mark.skipif(not is_there, reason=f"DDP has no {each} yet"))
+        for each, is_there in NEW_OPTIONS.items()
+    ],
+)
+@in_each_process(2)
+def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None:
+    by_hand = option == "finalize_backward"
+    options: list[dict[str, Any]] = [{}, {} if by_hand else {option: True}]
+    results = []
+    for finalized_by_hand, each in zip((False, by_hand), options, strict=True):
+        torch.manual_seed(0)
+        model: Any = DistributedDataParallel(two_types(), bucket_cap_mb=SMALL_BUCKETS_MB, **each)
+        sync = thinwire.attach(model, POWER)
+        if finalized_by_hand:
+            model.require_manual_backward_finalization = True
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step))
+            if finalized_by_hand:
+                model.finalize_backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert sync.stats().steps == 3
+    assert sync.stats().compression_ratio > 1.5
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("layer", range(3))
+@in_each_process(2)
+def test_a_layer_is_frozen_after_the_model_was_wrapped(options: dict[str, Any], layer: int) -> None:
+    """DDP still hands over its bucket, wherever it stands; a step is one step."""
+    torch.manual_seed(0)
+    layers = OfTypes(nn.Linear(24, 24), nn.Linear(24, 24).double(), nn.Linear(24, 24).half())
+    model = DistributedDataParallel(layers, **options)
+    layers[layer].requires_grad_(False)
+    sync = thinwire.attach(model, POWER)
+    steps = []
+    for step in range(3):
+        train(model, range(step, step + 1))
+        steps.append(sync.stats().steps)
+    assert steps == [1, 2, 3]
+    assert len(engine_of(sync).plans) > 1
+    assert sync.stats().compression_ratio > 1.5
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+@in_each_process(2)
+def test_parameters_of_which_ddp_has_no_gradient_are_refused(way: str) -> None:
+    """DDP makes buckets once: what is unfrozen or added later would drift apart without a word."""
+    for is_added in (False, True):
+        module = TwoOutputs()
+        module.first.bias.requires_grad_(is_added)
+        model = DistributedDataParallel(module)
+        if is_added:
+            module.second.register_parameter("added", nn.Parameter(torch.zeros(3)))
+        registered(model, way)
+        if not is_added:
+            train(model, range(1))
+        module.first.bias.requires_grad_(True)
+        name = "second.added" if is_added else "first.bias"
+        with pytest.raises(thinwire.StepError, match=f"{name} is trained, and DDP averages no"):
+            train(model, range(1, 2))
+
+
+# Steps that never finish
+
+
+@pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
+@pytest.mark.parametrize("way", WAYS)
+@in_each_process(2)
+def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
+    model = DistributedDataParallel(
+        OneOfTwo(), find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
+
+    def attach_and_train() -> None:
+        registered(model, way)
+        train(model, range(1))
+
+    with pytest.raises(thinwire.AttachError, match="build the DDP model without it"):
+        attach_and_train()
+
+
+@pytest.mark.skipif("skip_all_reduce_unused_params" not in DDP_OPTIONS, reason="DDP can't skip buckets yet")
+@in_each_process(2)
+def test_a_step_that_ddp_ends_too_early_raises() -> None:
+    """An option that nobody knows yet may leave a bucket out; DDP would wait for ever."""
+    model = DistributedDataParallel(
+        OneOfTwo(),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=SMALL_BUCKETS_MB,
+    )
+    model.skip_all_reduce_unused_params = False  # DDP itself has noted it already
+    sync = thinwire.attach(model, POWER)
+    early = pytest.raises(thinwire.StepError, match="DDP ended a step after")
+    with patch.object(ddp, "PATIENCE_SECONDS", 0.1), early:
+        train(model, range(1))
+    assert sync.state_dict()
+
+
+@in_each_process(2)
+def test_two_backward_passes_of_one_step() -> None:
+    """After the first DDP still waits for gradients, and so do we."""
+    torch.manual_seed(0)
+    plain, ours = (DistributedDataParallel(TwoOutputs(), bucket_cap_mb=SMALL_BUCKETS_MB) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, POWER)
+    totals = []
+    for model in (plain, ours):
+        model.zero_grad()
+        total = torch.zeros(48, 24)
+        for step in range(2):
+            model.zero_grad()
+            for output in reversed(model(inputs_of(step))):
+                torch.autograd.backward(output.square().mean())
+            total += model.module.first.weight.grad
+        totals.append(total)
+    totals[1] += dict(sync.state_dict()["error"])["first.weight"]
+    gap = (totals[0] - totals[1]).norm() / totals[0].norm()
+    assert sync.stats().steps == 2
+    assert sync.stats().compression_ratio > 1.5
+    assert gap < 1e-5
+
+
+@in_each_process(2)
+def test_a_backward_pass_inside_another() -> None:
+    check_trained(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
+
+
+@contextmanager
+def python_reducer() -> Iterator[None]:
+    """DDP's reducer in Python; afterwards all that DDP switches on with it is off again."""
+    inductor = torch._inductor.config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25)
+    rules = torch._dynamo.trace_rules
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"), inductor:
+        try:
+            yield
+        finally:
+            rules.LEGACY_MOD_INLINELIST.discard("torch.nn.parallel.distributed")
+            rules.get_legacy_mod_inlinelist.cache_clear()
+
+
+@in_each_process(2)
+def test_the_reducer_in_python_is_refused() -> None:
+    with python_reducer():
+        models = [DistributedDataParallel(nn.Linear(24, 24)) for _ in range(3)]
+    told = [raised_by(lambda: thinwire.attach(models[0], POWER))]
+    # If nothing is compiled, torch 2.6 takes the usual one after all, and hooks are called with buckets.
+    if not hasattr(DistributedDataParallel, "_should_disable_cpp_reducer"):
+        models[1].register_comm_hook(None, hooks.fp16_compress_hook)
+        models[2].register_comm_hook(hooks.PowerSGDState(None), hooks.powerSGD_hook)
+        told += [raised_by(functools.partial(train, model, range(1))) for model in models[1:]]
+    for error, message in told:
+        assert error == "AttachError"
+        assert 'torch._dynamo.config.optimize_ddp="python_reducer"' in message
+
+
+# Copies
+
+
+@pytest.mark.parametrize("way", ["attach", "hook"])
+@in_each_process(2)
+def test_a_copy_refuses_to_train_until_it_is_attached(way: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24)))
+    state = registered(model, way)
+    train(model, range(2))
+    follower = AveragedModel(model)
+    follower.update_parameters(model)
+    assert torch.equal(follower(inputs_of(0)), model(inputs_of(0)))
+    with pytest.raises(thinwire.AttachError, match="copied_model"):
+        train(copy.deepcopy(copy.deepcopy(model)), range(1))
+    attached = copy.deepcopy(model)
+    train(model, range(2, 3))
+    assert state.stats().steps == 3
+    for each in (attached, DistributedDataParallel(copy.deepcopy(model.module))):
+        sync = thinwire.attach(each, POWER)
+        assert are_alike(train(each, range(2)))
+        assert sync.stats().steps == 2
+        assert min(state.stats().compression_ratio, sync.stats().compression_ratio) > 1.5
+
+
+@in_each_process(2)
+def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
+    """Before the first step, of a model with a hook without memory, and attached after a forward pass."""
+    model, hooked = (DistributedDataParallel(nn.Linear(24, 24)) for _ in range(2))
+    thinwire.attach(model, POWER)
+    ddp_model.register(hooked, None, hooks.fp16_compress_hook)
+    evaluated = copy.deepcopy(model)
+    evaluated(inputs_of(0))
+    for copied in (copy.deepcopy(model), copy.deepcopy(hooked)):
+        with pytest.raises(thinwire.AttachError, match="would train uncompressed; copy again"):
+            train(copied, range(1))
+    with pytest.raises(thinwire.AttachError, match="until its first forward pass: copy again"):
+        thinwire.attach(evaluated, POWER)
+
+
+@in_each_process(2)
+def test_a_copy_of_a_model_with_another_hook_takes_ours() -> None:
+    """Torch's list of hooks is copied, its reducer is not: the copy has no hook, and join must know."""
+    model = DistributedDataParallel(nn.Linear(24, 24))
+    model.register_comm_hook(None, hooks.allreduce_hook)
+    assert ddp_model.hook_of(model) == ("allreduce_hook", True)
+    assert ddp_model.hook_of(copy.deepcopy(model)) == ("", False)
+
+
+# Models and gradients that can't be averaged
+
+
+class Tabled(nn.Module):
+    """An embedding inside a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "words"),
+    [
+        ("transformers.trainer", "Trainer", "thinwire.integrations.transformers.attach(trainer, algorithm)"),
+        ("lightning.pytorch.trainer.trainer", "Trainer", "strategy=thinwire.integrations.lightning.Thinwire"),
+        ("pytorch_lightning.core.module", "LightningModule", "strategy=thinwire.integrations.lightning"),
+        ("lightning.fabric.fabric", "Fabric", "give the model that fabric.setup(…) returns"),
+        ("accelerate.accelerator", "Accelerator", "give the model that accelerator.prepare(…) returns"),
+        ("elsewhere", "Trainer", "give the model"),
+    ],
+)
+def test_objects_of_frameworks_are_told_where_they_belong(package: str, name: str, words: str) -> None:
+    kind = type("Own", (type(name, (), {"__module__": package}),), {"__module__": "__main__"})
+    for call in (lambda: thinwire.attach(kind(), POWER), lambda: thinwire.join(kind()).__enter__()):
+        error, message = raised_by(call)
+        assert error == "AttachError"
+        assert words in message
+        assert "wrap it" not in message
+
+
+@in_each_process(2)
+def test_what_is_not_ddp_is_told_what_to_do() -> None:
+    sharded = nn.Linear(8, 8)
+    fully_shard(sharded)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    tables = [DistributedDataParallel(module) for module in (nn.Embedding(8, 4, sparse=True), Tabled())]
+    steps_inside = nn.Linear(8, 8)
+    # What torch.distributed.optim._apply_optimizer_in_backward, whose import warns, leaves on a parameter.
+    steps_inside.weight._in_backward_optimizers = [torch.optim.SGD([steps_inside.weight], lr=0.1)]  # type: ignore[attr-defined]
+    for call, words in (
+        (lambda: thinwire.attach(nn.Linear(8, 8), POWER), "got Linear; wrap it first"),
+        (
+            lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
+            "torch.nn.parallel.DistributedDataParallel(model.module)",
+        ),
+        (lambda: thinwire.attach(sharded, POWER), 'give mesh["shard"] to fully_shard'),
+        (
+            lambda: thinwire.LocalSGD(sharded, optimizer, every_steps=2),
+            'mesh["replicate"] to thinwire.attach or LocalSGD',
+        ),
+        (
+            lambda: thinwire.join(sharded).__enter__(),
+            "got FSDPLinear, sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2)",
+        ),
+        (lambda: thinwire.attach(tables[0], POWER), "the Embedding that is the model makes sparse gradients"),
+        (
+            lambda: thinwire.attach(tables[1], POWER),
+            'the Embedding "layers.0" of the Tabled makes sparse gradients',
+        ),
+        (
+            lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
+            "step an optimizer after backward()",
+        ),
+    ):
+        kind, message = raised_by(call)
+        assert kind == "AttachError", message
+        assert words in message
+        assert ("wrap it first" in message) == ("wrap it first" in words)
+
+
+# A DDP model inside of something else
+
+
+class Wrapper(nn.Module):
+    """Stands for what a framework, or a user, puts around a model."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.inside:
+            x = module(x)
+        return x
+
+
+@in_each_process(2)
+def test_the_ddp_model_inside_of_a_wrapper_is_taken() -> None:
+    plain, ours = (Wrapper(Wrapper(DistributedDataParallel(two_types()))) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, POWER)
+    with thinwire.join(ours):
+        assert are_alike(train(ours, range(3)))
+    assert sync.stats().compression_ratio > 1.5
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with thinwire.LocalSGD(plain, optimizer, every_steps=2):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(plain, 0))
+        # DDP averages no gradient of it.
+        assert not are_alike([p.grad for p in plain.parameters() if p.grad is not None])
+        optimizer.step()
+    assert are_alike(plain.parameters())
+
+
+@in_each_process(2)
+def test_a_wrapper_of_several_or_of_more_is_refused() -> None:
+    two = Wrapper(*(DistributedDataParallel(nn.Linear(8, 8)) for _ in range(2)))
+    more = Wrapper(DistributedDataParallel(nn.Linear(8, 8)), nn.Linear(8, 8))
+    several, outside = "the Wrapper holds 2 DDP models", "inside.1.weight of the Wrapper is trained outside"
+    optimizer = torch.optim.SGD(more.parameters(), lr=0.1)
+    for call, words in (
+        (lambda: thinwire.attach(two, POWER), several),
+        (lambda: thinwire.join(two).__enter__(), several),
+        (lambda: thinwire.attach(more, POWER), outside),
+        (lambda: thinwire.join(more).__enter__(), outside),
+        (lambda: thinwire.LocalSGD(more, optimizer, every_steps=2), outside),
+    ):
+        kind, message = raised_by(call)
+        assert kind == "AttachError"
+        assert words in message
+
+
+# A model that changes after it was wrapped
+
+
+def grown(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Linear(48, 48))
+
+
+def dropped_and_added(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers.append(nn.Dropout(0.0))
+
+
+def layer_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0] = nn.Linear(24, 48)
+
+
+def parameter_replaced(model: nn.Module) -> None:
+    layers: Any = model.module
+    layers[0].weight = nn.Parameter(layers[0].weight.detach().clone())
+
+
+def converted(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def converted_back(model: nn.Module) -> None:
+    model.bfloat16()
+    model.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (converted, "the model was converted"),
+        (converted_back, "the model was converted"),
+        (grown, "1.weight is trained, and DDP averages no gradient of it"),
+        (layer_replaced, "0.weight is trained, and DDP averages no gradient of it"),
+        (parameter_replaced, "0.weight is trained, and DDP averages no gradient of it"),
+    ],
+    ids=["converted", "converted back", "a layer more", "another layer", "another parameter"],
+)
+@in_each_process(2)
+def test_a_change_that_ddp_does_not_see_is_told_before_the_next_pass(change: Any, words: str) -> None:
+    for steps in (0, 2):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+        sync = thinwire.attach(model, POWER)
+        train(model, range(steps))
+        change(model)
+        dtype = next(model.parameters()).dtype
+        # To evaluate it is no harm.
+        with torch.no_grad():
+            model(inputs_of(0).to(dtype))
+        kind, message = raised_by(lambda: model(inputs_of(0).to(dtype)))  # noqa: B023
+        assert kind == "StepError"
+        assert words in message
+        assert sync.stats().steps == steps
+
+
+@in_each_process(2)
+def test_a_model_that_was_converted_before_it_was_attached_is_refused() -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48)).to(torch.bfloat16)
+    kind, message = raised_by(lambda: thinwire.attach(model, POWER))
+    assert kind == "AttachError"
+    assert "the model was converted after DDP was built" in message
+
+
+@in_each_process(2)
+def test_a_change_that_trains_nothing_more_is_none() -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    train(model, range(1))
+    dropped_and_added(model)
+    assert are_alike(train(model, range(1, 3)))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 3
+
+
+@in_each_process(2)
+def test_a_pass_with_computed_weights_is_no_change() -> None:
+    """As sharpness-aware training without a copy: in the place of each weight stands one that it moved to."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(24, 48)))
+    sync = thinwire.attach(model, POWER)
+    for step in range(3):
+        moved = {name: parameter + 0.01 for name, parameter in model.named_parameters()}
+        outputs = torch.func.functional_call(model, moved, (inputs_of(step),))
+        model.zero_grad()
+        outputs.square().mean().backward()
+        assert are_alike(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    train(model, range(1))
+    assert sync.stats().compression_ratio > 1.5
+    assert sync.stats().steps == 4
+
+
+# Optimizers inside the backward pass
+
+
+def stepping_in_hooks(model: nn.Module, hooked: list[Any]) -> None:
+    """Each parameter has an optimizer of its own, in a hook, as torch's tutorial has it."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    parameter: Any
+    for parameter in optimizers:
+        hooked.append(parameter.register_post_accumulate_grad_hook(step))
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before attach", "after attach"])
+@in_each_process(2)
+def test_an_optimizer_in_a_hook_of_the_parameters_is_refused_before_it_steps(is_late: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(24, 48))
+    start, hooked = [p.detach().clone() for p in model.parameters()], list[Any]()
+    if not is_late:
+        stepping_in_hooks(model, hooked)
+    sync = thinwire.attach(model, POWER)
+    if is_late:
+        stepping_in_hooks(model, hooked)
+    kind, message = raised_by(lambda: torch.autograd.backward(loss_of(model, 0)))
+    assert kind == "StepError"
+    assert "SGD.step() was called inside of the backward pass" in message
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), start, strict=True))
+    assert sync.stats().steps == 0
+
+
+@in_each_process(2)
+def test_hooks_that_only_look_and_models_that_are_not_attached_are_left_alone() -> None:
+    seen, hooked = list[Any](), list[Any]()
+    model, other = DistributedDataParallel(nn.Linear(24, 48)), nn.Linear(24, 48)
+    parameter: Any
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    sync = thinwire.attach(model, POWER)
+    stepping_in_hooks(other, hooked)
+    torch.autograd.backward(loss_of(other, 0))
+    assert are_alike(train(model, range(2)))
+    assert len(seen) == 4
+    assert sync.stats().compression_ratio > 1.5
+    # A detached model is DDP's and the user's own again.
+    sync.detach()
+    stepping_in_hooks(model, hooked)
+    torch.autograd.backward(loss_of(model, 2))

@@ -1,0 +1,150 @@
+"""`sync.detach()`: the model is as it was before, and may be attached again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from adapters.test_sharded import (
+    agreed,
+    backward,
+    language,
+    mesh_of,
+    needs_replicate,
+    replicated,
+    runs_on_cpus,
+    sharded,
+    whole,
+    wide,
+)
+from pool import in_each_process
+from thinwire import AllReduce, LocalSGD, PowerSGD, hooks
+from training import error_of
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+def new_ddp_model() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40)), bucket_cap_mb=0.004)
+
+
+def gradient_of(model: nn.Module, step: int) -> Tensor:
+    model.zero_grad()
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    torch.autograd.backward(model(torch.randn(8, 48, generator=generator)).square().mean())
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@in_each_process(2)
+def test_a_detached_ddp_model_averages_exactly_and_is_attached_again() -> None:
+    model, plain, straight = new_ddp_model(), new_ddp_model(), new_ddp_model()
+    sync, other = thinwire.attach(model, POWER), thinwire.attach(straight, POWER)
+    assert "sync.detach() first" in error_of(lambda: thinwire.attach(model, POWER))
+    assert (gradient_of(model, 0) - gradient_of(plain, 0)).norm() > 1e-3
+    in_a_pass: list[str] = []
+    hook = model.module[0].weight.register_hook(lambda _: in_a_pass.append(error_of(sync.detach)))
+    gradient_of(model, 1)
+    assert "detach() was called during a backward pass" in in_a_pass[0]
+    hook.remove()
+    for step in range(2):
+        gradient_of(straight, step)
+    saved = sync.state_dict()
+    other.state_dict()
+    sync.detach()
+    assert "nothing to take off" in error_of(sync.detach)
+    assert (gradient_of(model, 2) - gradient_of(plain, 2)).norm() < 1e-6
+    # A copy has no hook, as a copy of any DDP model; it may be trained.
+    gradient_of(copy.deepcopy(model), 2)
+    assert sync.stats().steps == 2
+    assert sync.stats().compression_ratio > 5
+    # What is remembered goes along.
+    again = thinwire.attach(model, POWER)
+    again.load_state_dict(saved)
+    assert torch.equal(gradient_of(model, 3), gradient_of(straight, 3))
+    again.detach()
+    # Whoever comes next takes the same hook: a LocalSGD, and after it attach.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSGD(model, optimizer, every_steps=2, algorithm=POWER) as local:
+        assert "has a communication hook already" in error_of(lambda: thinwire.attach(model, POWER))
+        for step in range(2):
+            gradient_of(model, step)
+            optimizer.step()
+    assert local.stats().compression_ratio > 2
+    last = thinwire.attach(model, POWER)
+    gradient_of(model, 5)
+    assert last.stats().steps == 1
+
+
+@in_each_process(2)
+def test_a_hook_that_was_registered_by_hand_stays() -> None:
+    model, state = new_ddp_model(), hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradient_of(model, 0)
+    assert "nothing to take off" in error_of(state.sync.detach)
+
+
+@runs_on_cpus
+@in_each_process(4)
+def test_a_detached_sharded_model_is_attached_again() -> None:
+    model = sharded(wide(), mesh_of()["shard"])
+    before = _hooks_of(model)
+    first = thinwire.attach(model, POWER, replicas=mesh_of())
+    backward(model, 0)
+    averaged = _alike(model)
+    first.detach()
+    assert _hooks_of(model) == before
+    model.zero_grad()
+    backward(model, 1)
+    is_apart = not _alike(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+    again = thinwire.attach(model, POWER, replicas=mesh_of())
+    model.zero_grad()
+    backward(model, 2)
+    assert averaged
+    assert _alike(model)
+    assert [each.stats().steps for each in (first, again)] == [1, 1]
+    assert again.stats().compression_ratio > 1.5
+    assert is_apart
+    assert agreed(model)
+
+
+def _hooks_of(model: nn.Module) -> list[int]:
+    hooks_of = [
+        getattr(parameter, "_post_accumulate_grad_hooks", None) or () for parameter in model.parameters()
+    ]
+    return [len(model._forward_pre_hooks), *map(len, hooks_of)]
+
+
+def _alike(model: nn.Module) -> bool:
+    """Whether the gradient is that of the other replica, too."""
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    mine = torch.cat([gradient.to_local().flatten() for gradient in gradients])
+    everyone = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(everyone, mine, group=mesh_of()["replicate"].get_group())
+    return torch.equal(*everyone)
+
+
+@needs_replicate
+@in_each_process(4)
+def test_a_detached_replicated_model_is_averaged_by_pytorch_again() -> None:
+    native, ours = (replicated(language()) for _ in range(2))
+    sync = thinwire.attach(ours, AllReduce())
+    backward(ours, 0)
+    assert sync.steps == 1
+    sync.detach()
+    ours.zero_grad()
+    for model in (native, ours):
+        backward(model, 1)
+    pairs = zip(native.parameters(), ours.parameters(), strict=True)
+    gaps: list[Any] = [whole(a.grad) - whole(b.grad) for a, b in pairs if a.grad is not None]
+    assert max(float(gap.abs().max()) for gap in gaps) <= 1e-9

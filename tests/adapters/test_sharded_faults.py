@@ -1,0 +1,111 @@
+"""What a sharded run does when something goes wrong, and what a watch sees of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import crash
+from adapters.test_sharded import backward, language, mesh_of, runs_on_cpus, sharded
+from pool import in_each_process
+from thinwire import CommunicationError, PowerSGD, Watch
+from thinwire.adapters.attach import attach
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.sync import engine_of
+from thinwire.testing import fail_at, faults
+from thinwire.watch import read_run
+
+pytestmark = runs_on_cpus
+POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
+LOST, AT = 3, 2  # the second shard of the second replica, in the third step
+
+
+def remembered(sync: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine_of(sync).memory[ERROR].items()}
+
+
+def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
+    """It dies between its messages. Who waits for it raises and ends, and so who waits for those."""
+    ended = crash.run(_until_lost, processes=4)
+    assert ended[LOST] == crash.Ended(None, -9)
+    for process, each in enumerate(ended[:LOST]):
+        world, kind, words, steps, is_as_before, owes = each.told
+        assert world == 4
+        assert kind == "CommunicationError", (process, kind, words)
+        assert words.startswith(f"step {AT}, ")
+        assert steps == AT
+        assert is_as_before
+        assert owes
+
+
+def _until_lost(setting: crash.Setting) -> tuple[int, str, str, int, bool, bool]:
+    setting.join_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(language(), mesh["shard"])
+    sync = attach(model, POWER, replicas=mesh["replicate"])
+    schedule = [fail_at(1, AT, "kill", after_messages=2)] if setting.process_rank == LOST else []
+    error: BaseException | None = None
+    with faults(sync, schedule):
+        for step in range(AT + 1):
+            before = remembered(sync)
+            try:
+                backward(model, step)
+            except CommunicationError as raised:
+                error = raised
+                break
+    after = remembered(sync)
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    owes = any(bool(each.any()) for each in after.values())
+    world = dist.get_world_size()
+    return world, type(error).__name__, str(error), sync.steps, same, owes
+
+
+@pytest.mark.parametrize("on_nonfinite", ["nan", "zero"])
+@in_each_process(4)
+def test_a_message_that_is_not_finite_is_one_step_lost_everywhere(on_nonfinite: Any) -> None:
+    """It is of one shard of one replica: other shards receive nothing of it, and are told."""
+    model = sharded(language(), mesh_of()["shard"])
+    sync = attach(model, POWER, replicas=mesh_of(), on_nonfinite=on_nonfinite)
+    schedule = [fail_at(1, AT, "non-finite")] if dist.get_rank() == LOST else []
+    with faults(sync, schedule) as struck:
+        for step in range(4):
+            model.zero_grad()
+            before = remembered(sync)
+            backward(model, step)
+            gradients = torch.cat(
+                [p.grad.to_local().flatten() for p in model.parameters() if p.grad is not None]
+            )
+            if step == AT:
+                after = remembered(sync)
+                is_as_before = all(torch.equal(before[name], after[name]) for name in before)
+                spoiled = bool((gradients.isnan() if on_nonfinite == "nan" else gradients == 0).all())
+    assert len(struck) == len(schedule)
+    is_on = bool(gradients.isfinite().all()) and bool(gradients.any() or not gradients.numel())
+    assert (sync.steps, sync.stats().nonfinite_steps) == (4, 1)
+    assert is_as_before
+    assert spoiled
+    assert is_on
+
+
+@in_each_process(4)
+def test_a_watch_sees_what_its_process_sends(tmp_path: Path) -> None:
+    model = sharded(language(), mesh_of()["shard"])
+    sync = attach(model, POWER, replicas=mesh_of())
+    path = tmp_path / f"{dist.get_rank()}.jsonl"
+    with Watch(sync, path, norms_every_steps=1) as watch:
+        for step in range(3):
+            backward(model, step)
+            watch.log(loss=float(step))
+    run = read_run(path)
+    sent = [record["message_bytes"] for record in run.steps]
+    assert sync.stats().message_bytes == sum(sent)
+    assert len(sent) == 3
+    assert sync.stats().compression_ratio > 1.2
+    errors = list(run.norms[-1]["relative_error"].values())
+    assert errors
+    assert all(0 <= float(each or 0) <= 1 for each in errors)

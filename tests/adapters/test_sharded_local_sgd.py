@@ -1,0 +1,286 @@
+"""DiLoCo and local SGD of FSDP2 models: equal shards meet. Four processes, two replicas of two shards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from adapters.test_sharded import (
+    agreed,
+    flat,
+    language,
+    mesh_of,
+    needs_replicate,
+    replicated,
+    runs_on_cpus,
+    sharded,
+    tokens_of,
+)
+from pool import in_each_process
+from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
+from thinwire.algorithms import Algorithm
+from thinwire.comm import InProcessTransport, Metered, ProcessGroupTransport, run_members
+from thinwire.local_sgd import sharded_replica
+from training import error_of
+
+pytestmark = runs_on_cpus
+EVERY = 2
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Two micro-steps, clipped."""
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        torch.autograd.backward(model(tokens_of(10 * step + micro)) / 2)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unsharded(steps: range, **settings: Any) -> list[dict[str, Any]]:
+    """Two replicas that are whole, in this process; of each what it has at the end."""
+    ends = InProcessTransport.group(2)
+
+    def body(replica: int) -> dict[str, Any]:
+        model = language()
+        optimizer = adamw(model)
+        with LocalSGD(model, optimizer, replicas=ends[replica], **settings) as local:
+            for step in steps:
+                for micro in range(2):
+                    for rank in (2 * replica, 2 * replica + 1):
+                        torch.autograd.backward(model(tokens_of(10 * step + micro, rank)) / 4)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            model_then, state = flat(model), local.state_dict()
+        return {"model": model_then, "state": state, "end": flat(model), "bytes": local.stats().message_bytes}
+
+    return run_members(2, body)
+
+
+def shards(seed: int = 5) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(language(seed), mesh_of()["shard"])
+    return model, adamw(model)
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference of what two states hold of tensors, which must be of the same shapes."""
+    if isinstance(one, Tensor):
+        assert one.shape == other.shape
+        return (one - other).abs().max().item() if one.numel() else 0.0
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((distance(value, other[key]) for key, value in one.items()), default=0.0)
+    if isinstance(one, list | tuple):
+        return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return 0.0
+
+
+NO_BUFFERS = Streaming(average_buffers=False)
+KINDS: dict[str, dict[str, Any]] = {
+    "local SGD": {},
+    "DiLoCo": {"outer": nesterov},
+    "streaming": {
+        "outer": nesterov,
+        "streaming": replace(NO_BUFFERS, fragments=2, delay_steps=1),
+        "every_steps": 3,
+    },
+    "warm-up": {"warmup": Warmup(3)},
+}
+
+
+@pytest.mark.parametrize("given", KINDS.values(), ids=KINDS.keys())
+@in_each_process(4)
+def test_shards_are_averaged_as_whole_replicas_are(given: dict[str, Any]) -> None:
+    """The models, the last averages, the outer momentum, and what a replica sends."""
+    # Of buffers each shard sends its own, which would count as more than those of one process.
+    settings: dict[str, Any] = {"every_steps": EVERY, "streaming": NO_BUFFERS, **given}
+    model, optimizer = shards()
+    with LocalSGD(model, optimizer, replicas=mesh_of(), **settings) as local:
+        for step in range(5):
+            step_of(model, optimizer, step)
+        now, state = flat(model), local.state_dict()
+    sent = torch.tensor(local.stats().message_bytes)
+    dist.all_reduce(sent, group=mesh_of()["shard"].get_group())
+    assert agreed(model)
+    end, expected = flat(model), unsharded(range(5), **settings)[dist.get_rank() // 2]
+    assert distance([now, end], [expected["model"], expected["end"]]) <= 1e-8
+    for key in ("last_average", "outer"):
+        assert distance(state[key], expected["state"][key]) <= 1e-8
+    assert int(sent) == expected["bytes"]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Quantize(bits=4, error_feedback=True), PowerSGD(matrix_rank=2)], ids=str
+)
+@in_each_process(4)
+def test_few_bits_and_factors_of_shards(algorithm: Algorithm) -> None:
+    model: Any = sharded(language(seed=dist.get_rank() // 2, width=64), mesh_of()["shard"])
+    optimizer, inside = adamw(model), list[Metered]()
+
+    def metered(*given: Any) -> Metered:
+        inside.append(Metered(ProcessGroupTransport(*given)))
+        return inside[-1]
+
+    with patch.object(sharded_replica, "ProcessGroupTransport", metered):
+        group = mesh_of()["replicate"].get_group()
+        local = DiLoCo(model, optimizer, every_steps=4, replicas=group, algorithm=algorithm)
+    with local:
+        before = inside[0].traffic.message_bytes
+        for step in range(8):
+            step_of(model, optimizer, step)
+        # Bytes, in two averagings of 20 kB of shards: no weights.
+        assert 0 < inside[0].traffic.message_bytes - before < 100
+        assert max(error.norm().item() for _, error in local.sync.state_dict()["error"]) > 0
+    assert agreed(model)
+    assert local.stats().compression_ratio > 8
+
+
+@in_each_process(4)
+def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
+    """It goes on to the bit on as many shards; it is the same on others, and without any."""
+    mesh = mesh_of()
+    few_bits = Quantize(bits=4, error_feedback=True)
+    settings: dict[str, Any] = {
+        "every_steps": 3,
+        "streaming": Streaming(fragments=2, delay_steps=1),
+        "algorithm": few_bits,
+    }
+    model, optimizer = shards()
+    with DiLoCo(model, optimizer, replicas=mesh, **settings) as local:
+        for step in range(5):  # the first fragment's change, sent after step 5, is in flight
+            step_of(model, optimizer, step)
+        file = io.BytesIO()
+        torch.save(local.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        dcp_save({"local": local.distributed_state()}, checkpoint_id=tmp_path)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        momenta = copy.deepcopy(optimizer.state_dict())  # else both would step the same tensors
+        again, its = shards(seed=6)
+        again.load_state_dict(weights)
+        its.load_state_dict(momenta)
+        other = DiLoCo(again, its, replicas=mesh, **settings)
+        dcp_load({"local": other.distributed_state()}, checkpoint_id=tmp_path)
+        with other:
+            loaded = other.state_dict()
+            for step in range(5, 8):
+                step_of(model, optimizer, step)
+                step_of(again, its, step)
+            difference = distance(flat(again), flat(model))
+            states = distance(local.state_dict(), other.state_dict())
+    same = {key: value for key, value in saved.items() if key != "checksum"}
+    moved = distance(same, {key: loaded[key] for key in same})
+    wide_mesh = mesh_of(1, 4)
+    elsewhere: Any = sharded(language(), wide_mesh["shard"])
+    on_four = DiLoCo(elsewhere, adamw(elsewhere), replicas=wide_mesh, **settings)
+    on_four.load_state_dict(saved)
+    with on_four:
+        for key, there in on_four.state_dict().items():
+            if key in ("last_average", "in_flight", "outer"):
+                moved = max(moved, distance(saved[key], there))
+        error = dict(on_four.sync.state_dict()["error"])
+        moved = max(moved, distance(dict(saved["sync"]["error"]), error))
+    plain = language()
+    alone = DiLoCo(plain, adamw(plain), replicas=InProcessTransport.group(1)[0], **settings)
+    alone.load_state_dict(saved)
+    fewer = DiLoCo(again, its, replicas=mesh, every_steps=3)
+    owed = max(each.norm().item() for each in error.values())
+    assert difference == states == 0.0
+    assert moved == 0.0
+    assert owed > 0
+    assert "fragments=2" in error_of(lambda: fewer.load_state_dict(saved))
+
+
+@in_each_process(4)
+def test_an_evaluation_between_averagings() -> None:
+    """Of the average, and of the model itself: no gathered parameters stay behind that are used again."""
+    model, optimizer = shards()
+    tokens = tokens_of(0, 0)
+    with LocalSGD(model, optimizer, every_steps=4, replicas=mesh_of()) as local, torch.no_grad():
+        start = model(tokens)
+        with torch.enable_grad():
+            for step in range(3):
+                step_of(model, optimizer, step)
+        own = model(tokens)
+        with local.averaged():
+            assert torch.equal(model(tokens), start)
+            assert "averaged()" in error_of(optimizer.step)
+        assert torch.equal(model(tokens), own)
+        assert not torch.equal(own, start)
+
+
+@in_each_process(4)
+def test_a_shard_that_diverges_stops_all() -> None:
+    """The parameters of one shard of one replica are infinite: nobody averages, and all say so."""
+    model, optimizer = shards()
+    with suppress(KeyboardInterrupt), LocalSGD(model, optimizer, every_steps=2, replicas=mesh_of()) as local:
+        before = dict(local.state_dict()["last_average"])
+        step_of(model, optimizer, 0)
+        if dist.get_rank() == 2:
+            model.embed.weight.detach().to_local().fill_(torch.inf)
+        for p in model.parameters():
+            p.grad = None
+        assert "are not finite" in error_of(optimizer.step)
+        assert distance(before, local.state_dict()["last_average"]) == 0.0
+        raise KeyboardInterrupt
+
+
+@in_each_process(4)
+def test_what_cant_be_averaged_is_told_what_to_do() -> None:
+    mesh = mesh_of()
+    model, optimizer = shards()
+
+    def error(of: nn.Module, **settings: Any) -> str:
+        return error_of(lambda: LocalSGD(of, adamw(of), every_steps=2, **settings))
+
+    with LocalSGD(model, optimizer, every_steps=2, replicas=mesh) as local:
+        joined = error_of(local.join_hook)
+        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), replicas=mesh["replicate"]))
+    old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    attached = sharded(language(), mesh["shard"])
+    attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
+    for words, said in (
+        ("averages the model itself over the same processes", inside),
+        (
+            "the model is attached already; its gradients are averaged",
+            error(attached, replicas=mesh["replicate"]),
+        ),
+        ('mesh["replicate"]', error(model)),
+        ("a mesh of two dimensions", error(sharded(language(), mesh), replicas=mesh)),
+        (
+            "whose replicas are its fast groups",
+            error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
+        ),
+        ("shard it with torch.distributed.fsdp.fully_shard", error(old)),
+        ("a sharded model can't be joined", joined),
+    ):
+        assert words in said
+
+
+@needs_replicate
+@in_each_process(4)
+def test_a_replicated_model_is_refused() -> None:
+    model = replicated(language())
+    assert "pass the plain module instead" in error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))

@@ -1,0 +1,221 @@
+"""What is said at the start, by whichever adapter: what is on, and what does not fit it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import in_each_process
+from thinwire import GradientSync, PowerSGD, Quantize, hooks
+from thinwire.algorithms import Algorithm
+from thinwire.epfml import AlgorithmAggregator
+from thinwire.sync.handle import engine_of
+
+POWER, BITS = PowerSGD(matrix_rank=2), Quantize(bits=4)
+NUMEL = 64 * 96 + 96
+
+
+@contextmanager
+def said(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Collect what is logged on this process, from a level on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("thinwire")
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def ddp_model(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(64, 96), **options)
+
+
+def make_pass(model: nn.Module) -> None:
+    model(torch.ones(2, 64)).square().mean().backward()
+
+
+def with_ddp(algorithm: Algorithm) -> None:
+    model = ddp_model()
+    thinwire.attach(model, algorithm)
+    make_pass(model)
+
+
+def with_hook(algorithm: Algorithm) -> None:
+    model = ddp_model()
+    model.register_comm_hook(
+        hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2), hooks.powerSGD_hook
+    )
+    make_pass(model)
+
+
+def with_list(algorithm: Algorithm) -> None:
+    model = nn.Linear(64, 96)
+    aggregator = AlgorithmAggregator(model.parameters(), algorithm)
+    make_pass(model)
+    aggregator.aggregate([parameter.grad for parameter in model.parameters()])
+
+
+def with_fsdp2(algorithm: Algorithm) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(64, 96)
+    fully_shard(model, mesh=mesh)
+    thinwire.attach(model, algorithm)
+    make_pass(model)
+
+
+@pytest.mark.parametrize("start", [with_ddp, with_hook, with_list, with_fsdp2])
+@in_each_process(2)
+def test_the_first_process_says_in_one_line_what_is_on(start: Callable[[Algorithm], None]) -> None:
+    with said() as lines:
+        start(POWER)
+    if dist.get_rank():
+        assert not lines
+        return
+    (line,) = lines
+    assert line.startswith("PowerSGD(matrix_rank=2")
+    # Two factors of rank 2 and the bias, in fp32; gradients would be two bytes each.
+    assert f"over 2 processes: a process sends {4 * (2 * (64 + 96) + 96) / 1e6:.3g} MB a step" in line
+    assert f"bf16 sends {2 * NUMEL / 1e6:.3g}" in line
+
+
+@in_each_process(4)
+def test_it_says_how_many_machines_and_replicas() -> None:
+    with said() as lines:
+        thinwire.attach(ddp_model(), BITS, machines=[[0, 1], [2, 3]])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = nn.Linear(64, 96)
+        fully_shard(model, mesh=mesh)
+        thinwire.attach(model, BITS)
+    assert [" over 2 machines of 2 processes: a machine sends 0.00" in line for line in lines] == (
+        [] if dist.get_rank() else [True, False]
+    )
+    assert ["over 2 replicas of 2 processes: a process" in line for line in lines] == (
+        [] if dist.get_rank() else [False, True]
+    )
+
+
+@in_each_process(2)
+def test_averaged_models_say_how_often() -> None:
+    model = nn.Linear(64, 96)
+    with said() as lines, thinwire.DiLoCo(model, torch.optim.AdamW(model.parameters()), every_steps=30):
+        pass
+    assert ["DiLoCo(every_steps=30), Quantize(bits=4), averages models over 2" in line for line in lines] == (
+        [] if dist.get_rank() else [True]
+    )
+
+
+@in_each_process(2)
+def test_one_process_is_told_that_nothing_is_averaged_and_how_to_start() -> None:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    own = groups[dist.get_rank()]
+    model = nn.Linear(64, 96)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    starts: list[Callable[[], Any]] = [
+        lambda: thinwire.attach(ddp_model(process_group=own), BITS),
+        lambda: AlgorithmAggregator(model.parameters(), BITS, process_group=own),
+        lambda: thinwire.LocalSGD(model, optimizer, every_steps=2, replicas=own).__enter__(),
+    ]
+    for start in starts:
+        with said(logging.WARNING) as lines:
+            start()
+        (line,) = lines
+        assert line.startswith("nothing is averaged")
+        assert "torchrun --nnodes 2" in line
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab", "aaaa", "abcd", "aaab"])
+@in_each_process(4)
+def test_processes_of_one_host_name_are_told_to_say_machines(hosts: str) -> None:
+    with (
+        said(logging.WARNING) as lines,
+        patch("socket.gethostname", lambda: hosts[dist.get_rank()]),
+        patch.dict("os.environ"),
+    ):
+        sync = thinwire.attach(ddp_model(), BITS)
+    shown = {"aabb": "machines=[[0, 1], [2, 3]]", "abab": "machines=[[0, 2], [1, 3]]"}.get(hosts)
+    if shown is None:
+        assert not [*lines, *sync.stats().shortfalls]
+        return
+    (why,) = sync.stats().shortfalls
+    assert shown in why
+    assert lines == ([] if dist.get_rank() else [why])
+
+
+def attached(algorithm: Algorithm, **settings: Any) -> tuple[DistributedDataParallel, GradientSync]:
+    model = ddp_model()
+    return model, thinwire.attach(model, algorithm, **settings)
+
+
+SCALED: dict[str, tuple[Algorithm, bool]] = {
+    "not given": (POWER, True),
+    "a residual in few bits": (Quantize(bits=2, error_feedback=True), True),
+    "given": (POWER, False),
+    "disabled": (POWER, False),
+    "never used": (POWER, False),
+    "without memory": (BITS, False),
+}
+
+
+@pytest.mark.parametrize("case", SCALED)
+@in_each_process(2)
+def test_a_live_scaler_that_was_not_given_is_named_once(case: str) -> None:
+    algorithm, is_told = SCALED[case]
+    gc.collect()
+    scaler = GradScaler("cpu", init_scale=256.0, enabled=case != "disabled")
+    model, sync = attached(algorithm, grad_scaler=scaler if case == "given" else None)
+    with said(logging.WARNING) as lines:
+        for _ in range(3):
+            loss = model(torch.ones(2, 64)).square().mean()
+            (loss if case == "never used" else scaler.scale(loss)).backward()
+    expected = is_told and dist.get_rank() == 0
+    assert ["a GradScaler" in line for line in lines] == [True] * expected
+    assert not engine_of(sync).observers
+
+
+@in_each_process(2)
+def test_unscaled_gradients_need_no_scaler() -> None:
+    gc.collect()
+    model, scaler = nn.Linear(64, 96), GradScaler("cpu", init_scale=256.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    aggregator = AlgorithmAggregator(model.parameters(), POWER)
+    scaler.scale(model(torch.ones(2, 64)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    with said(logging.WARNING) as lines:
+        aggregator.aggregate([parameter.grad for parameter in model.parameters()])
+    assert not lines
+
+
+@pytest.mark.parametrize("case", ["adamw", "another model's", "sgd", "few bits"])
+@in_each_process(2)
+def test_low_rank_with_adam_is_told_once(case: str) -> None:
+    gc.collect()
+    model, _ = attached(BITS if case == "few bits" else POWER)
+    kind = torch.optim.SGD if case == "sgd" else torch.optim.AdamW
+    trained = nn.Linear(2, 2) if case == "another model's" else model
+    optimizer = kind(trained.parameters(), lr=1e-3)
+    with said(logging.WARNING) as lines:
+        for _ in range(3):
+            make_pass(model)
+            optimizer.step()
+    expected = case == "adamw" and dist.get_rank() == 0
+    assert ["PowerSGD with AdamW costs loss" in line for line in lines] == [True] * expected

@@ -1,0 +1,119 @@
+"""Members that are about to do different things are stopped, and told who differs in what."""
+
+from __future__ import annotations
+
+import threading
+from unittest.mock import patch
+
+import pytest
+
+from thinwire.comm import CALL, Description, InProcessTransport, Recording, agree, agreement, run_members
+from thinwire.comm.agreement import check_same
+from thinwire.errors import AgreementError, CommunicationError
+
+SAME = {"algorithm": "PowerSGD", "matrix_rank": "2", "bucket": "weight, bias"}
+
+
+def told_by(descriptions: list[Description]) -> list[tuple[str, list[str]]]:
+    """What each member is told, and the collectives that it took."""
+    members = InProcessTransport.group(len(descriptions))
+
+    def body(rank: int) -> tuple[str, list[str]]:
+        recording = Recording(members[rank])
+        try:
+            agree(recording, descriptions[rank], "step 3")
+        except AgreementError as error:
+            return str(error), [note.collective for note in recording.notes]
+        return "", [f"{note.collective} of {note.handed_bytes}" for note in recording.notes]
+
+    return run_members(len(descriptions), body)
+
+
+def test_members_that_say_the_same_go_on_after_one_gather_of_digests() -> None:
+    in_another_order = dict(reversed(SAME.items()))
+    assert told_by([SAME, in_another_order, SAME]) == [("", ["all_gather of 32"])] * 3
+
+
+def test_a_group_of_one_sends_nothing() -> None:
+    assert told_by([SAME]) == [("", [])]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (SAME | {"matrix_rank": "4"}, "processes 0, 2 have matrix_rank 2, process 1 has matrix_rank 4"),
+        (
+            SAME | {"bucket": "bias", "matrix_rank": "3"},
+            "processes 0, 2 have matrix_rank 2, process 1 has matrix_rank 3; "
+            "processes 0, 2 have bucket weight, bias, process 1 has bucket bias",
+        ),
+        # What follows of another algorithm are settings that this one does not have.
+        (
+            {"algorithm": "AllReduce"},
+            "processes 0, 2 have algorithm PowerSGD, process 1 has algorithm AllReduce. Give",
+        ),
+        (
+            {key: value for key, value in SAME.items() if key != "bucket"},
+            "processes 0, 2 have bucket weight, bias, process 1 has no bucket",
+        ),
+        (SAME | {"scale": "1 – é – " + 999 * "x"}, "no scale, process 1 has scale 1 – é – xxx"),
+    ],
+    ids=["one", "two", "algorithm", "missing", "longer"],
+)
+def test_all_are_told_who_differs_in_what(other: Description, words: str) -> None:
+    told = told_by([SAME, other, SAME])
+    assert len({words for words, _ in told}) == 1
+    for message, collectives in told:
+        assert message.startswith("step 3: ")
+        assert words in message
+        assert "nothing was changed" in message
+        assert collectives == ["all_gather"] * 3
+
+
+def test_of_different_calls_only_they_are_told() -> None:
+    told = told_by([SAME | {CALL: "state_dict()"}, {CALL: "a step"}])
+    for message, _ in told:
+        assert "process 0 has call state_dict(), process 1 has call a step under way. Make" in message
+        assert "matrix_rank" not in message
+
+
+def test_of_many_differences_some_are_told() -> None:
+    told = [{f"parameter {n}": str(n) for n in range(9)}, {f"parameter {n}": "x" for n in range(9)}]
+    with pytest.raises(AgreementError, match="and 5 differences more"):
+        check_same(told * 10, "a test")
+    with pytest.raises(AgreementError, match="0, 2, 4, 6, 8, 10, 12, 14 and 2 more have parameter 0 0"):
+        check_same(told * 10, "a test")
+
+
+def test_who_waits_long_for_the_others_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "PATIENCE_SECONDS", 0.01)
+    members, warned = InProcessTransport.group(2), threading.Event()
+
+    def body(rank: int) -> bool:
+        heard = rank == 0 or warned.wait(60)  # comes only after the other has complained
+        agree(members[rank], SAME, "step 3")
+        return heard
+
+    with patch.object(agreement.logger, "warning", side_effect=lambda _: warned.set()) as said:
+        assert run_members(2, body) == [True, True]
+    ((words,), _), = said.call_args_list  # fmt: skip
+    assert words.startswith("step 3: process 0 has waited 0.01 s for the others: make the same calls")
+
+
+def test_who_does_not_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert told_by([SAME, SAME])
+    assert caplog.text == ""
+    # A cancelled timer's thread takes a moment to end.
+    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
+    assert all(timer.finished.is_set() for timer in timers)
+
+
+def test_a_member_that_never_comes_is_an_error_for_the_others() -> None:
+    members = InProcessTransport.group(2)
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            agree(members[rank], SAME, "step 3")
+
+    with pytest.raises(CommunicationError, match=r"comparison of what .* members \[1\] of 2 have not"):
+        run_members(2, body)

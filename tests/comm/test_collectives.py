@@ -1,0 +1,169 @@
+"""Copies of one member's tensors, and stacks of all members'."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from thinwire.comm import (
+    InProcessTransport,
+    Recording,
+    Work,
+    copy_from,
+    gather_numbers,
+    gather_stacked,
+    run_members,
+)
+from thinwire.comm.collectives import in_messages
+from thinwire.errors import CommunicationError
+
+
+def tensors_of(rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        torch.randn(3, 4, generator=generator).t(),  # not contiguous
+        torch.tensor(float("nan")) if rank else torch.tensor(-0.0),
+        torch.randint(0, 1 << 40, (5,), generator=generator),
+        torch.rand(7, generator=generator) < 0.5,
+        torch.randn(6, generator=generator).bfloat16().requires_grad_(),
+        torch.empty(0, 3),
+    ]
+
+
+@pytest.mark.parametrize(("sources", "source"), [({0}, 0), ({2}, 2), ({0, 1}, 1), ({0, 1, 2}, 2)])
+def test_all_become_what_the_source_has_to_the_bit(sources: set[int], source: int) -> None:
+    """Of several sources the last one counts."""
+    members = InProcessTransport.group(3)
+
+    def body(rank: int) -> tuple[list[torch.Tensor], list[str]]:
+        recording, tensors = Recording(members[rank]), tensors_of(rank)
+        addresses = [each.data_ptr() for each in tensors]
+        with torch.no_grad():
+            copy_from(rank in sources, tensors, recording)
+        assert [each.data_ptr() for each in tensors] == addresses
+        return tensors, [note.collective for note in recording.notes]
+
+    for tensors, collectives in run_members(3, body):
+        for got, expected in zip(tensors, tensors_of(source), strict=True):
+            assert got.dtype == expected.dtype
+            got_bits, expected_bits = (
+                each.detach().contiguous().view(-1).view(torch.uint8) for each in (got, expected)
+            )
+            assert torch.equal(got_bits, expected_bits)
+        assert collectives == ["all_reduce", "broadcast"]
+
+
+def test_that_nobody_offers_is_told_on_all() -> None:
+    members, told = InProcessTransport.group(2), []
+
+    def body(rank: int) -> None:
+        tensor = torch.full((2,), float(rank))
+        with pytest.raises(CommunicationError, match="no process of the group offers its tensors"):
+            copy_from(False, [tensor], members[rank])
+        assert tensor.tolist() == [rank, rank]
+        told.append(rank)
+
+    run_members(2, body)
+    assert sorted(told) == [0, 1]
+
+
+def test_no_tensors_no_messages() -> None:
+    (alone,) = InProcessTransport.group(1)
+    recording = Recording(alone)
+    copy_from(True, [torch.empty(0)], recording)
+    assert recording.notes == []
+
+
+def test_numbers_come_by_rank_exact_as_doubles_are() -> None:
+    members = InProcessTransport.group(3)
+    gathered = run_members(3, lambda rank: gather_numbers([rank, 2.0**52 + rank], members[rank], "a test"))
+    assert gathered == [[[rank, 2.0**52 + rank] for rank in range(3)]] * 3
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16], ids=str)
+def test_stacks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    members = InProcessTransport.group(3)
+
+    def tensor_of(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+    expected = torch.stack([tensor_of(rank) for rank in range(3)])
+    for stacked in run_members(3, lambda rank: gather_stacked(tensor_of(rank), members[rank])):
+        assert stacked.dtype == dtype
+        assert torch.equal(stacked, expected)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (torch.zeros(4, 2), r"\(4, 2\) torch\.float32"),
+        (torch.zeros(4, 3, 1), r"\(4, 3, 1\) torch\.float32"),
+        (torch.zeros(4, 3, dtype=torch.float64), r"\(4, 3\) torch\.float64"),
+        (torch.zeros([1] * 17), r"\(1, 1, 1, .*\) torch\.float32"),
+    ],
+    ids=["shape", "dimensions", "dtype", "many dimensions"],
+)
+def test_different_tensors_are_refused_on_all_before_any_is_sent(other: torch.Tensor, words: str) -> None:
+    members, told = InProcessTransport.group(2), []
+
+    def body(rank: int) -> None:
+        recording = Recording(members[rank])
+        with pytest.raises(CommunicationError, match=words) as caught:
+            gather_stacked(other if rank else torch.zeros(4, 3), recording)
+        assert len(recording.notes) == 1  # of the shapes
+        told.append(str(caught.value))
+
+    run_members(2, body)
+    assert len(told) == 2
+    assert all("process 0: (4, 3) torch.float32; process 1: " in each for each in told)
+    assert all("pad or cast first" in each for each in told)
+
+
+def test_too_many_dimensions_are_refused() -> None:
+    (alone,) = InProcessTransport.group(1)
+    assert gather_stacked(torch.ones([1] * 16), alone).shape == (1,) * 17
+    with pytest.raises(CommunicationError, match="a tensor of 17 dimensions can't be gathered, at most 16"):
+        gather_stacked(torch.ones([1] * 17), alone)
+
+
+def test_a_model_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that for a moment a member holds copies of a piece, and not of all."""
+    monkeypatch.setattr("thinwire.comm.collectives.COPIED_BYTES", 100)
+    members = InProcessTransport.group(2)
+    lengths = (10, 15, 1, 60, 2)
+
+    def body(rank: int) -> tuple[list[torch.Tensor], list[int]]:
+        tensors = [torch.full((length,), float(10 * rank + length)) for length in lengths]
+        sent, broadcast = [], members[rank].broadcast
+
+        def noted(tensor: torch.Tensor, source: int, purpose: str) -> Work:
+            sent.append(tensor.nbytes)
+            return broadcast(tensor, source, purpose)
+
+        monkeypatch.setattr(members[rank], "broadcast", noted)
+        copy_from(rank == 1, tensors, members[rank])
+        return tensors, sent
+
+    for tensors, sent in run_members(2, body):
+        assert sent == [4 * (10 + 15), 4, 4 * 60, 4 * 2]
+        assert [float(each[0]) for each in tensors] == [10.0 + length for length in lengths]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 20, 10**6])
+def test_many_items_travel_in_few_messages_and_each_is_looked_at_a_few_times(limit: int) -> None:
+    items, asked = [place % 9 for place in range(2000)], list[int]()
+
+    def size(item: int) -> int:
+        asked.append(item)
+        return item
+
+    messages = list(in_messages(items, limit, size))
+    assert [item for message in messages for item in message] == items
+    assert all(message and (len(message) == 1 or sum(message) <= limit) for message in messages)
+    assert all(sum(one) + other[0] > limit for one, other in pairwise(messages))
+    assert len(asked) <= 2 * len(items)
+    assert list(in_messages([], limit, size)) == []

@@ -1,0 +1,197 @@
+"""Members of a group in one process: they take turns, and what goes wrong is named instead of hanging."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from comm.every_collective import check_every_collective
+from thinwire.comm import InProcessTransport, Metered, Recording, Transport, run_members
+from thinwire.errors import CommunicationError
+
+
+def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
+    members, events = InProcessTransport.group(3), []
+
+    def body(rank: int) -> int:
+        events.append(f"{rank} begins")
+        work = members[rank].mean(torch.ones(1), "a test")
+        work.wait()
+        work.wait()  # again: nothing
+        events.append(f"{rank} ends")
+        return 10 * rank
+
+    assert run_members(3, body) == [0, 10, 20]
+    assert events == [
+        "0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("interrupts_last", [False, True])
+def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> None:
+    """The one that runs, the one that waits, and the one that has not begun."""
+    members, ended = InProcessTransport.group(3), []
+    threads: list[threading.Thread] = []
+
+    def body(rank: int) -> None:
+        threads.append(threading.current_thread())
+        try:
+            if rank == 1 + interrupts_last:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10_000):  # as a computation does that sends nothing
+                    time.sleep(0.001)
+            members[rank].mean(torch.ones(1), "a test").wait()
+        except KeyboardInterrupt:
+            ended.append(rank)
+            # What cleans up may send as well.
+            with pytest.raises(KeyboardInterrupt):
+                members[rank].mean(torch.ones(1), "a test").wait()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_members(3, body)
+    assert sorted(ended) == ([0, 1, 2] if interrupts_last else [0, 1])
+    assert len(threads) == len(ended)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_group_of_one_needs_no_threads() -> None:
+    (alone,) = InProcessTransport.group(1)
+
+    def body(rank: int) -> tuple[int, float]:
+        tensor = torch.tensor([3.0])
+        alone.mean(tensor, "a test").wait()
+        return threading.get_ident(), tensor.item()
+
+    assert run_members(1, body) == [(threading.get_ident(), 3.0)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
+def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
+    members = InProcessTransport.group(size)
+    run_members(size, lambda rank: check_every_collective(wrapped(members[rank])))
+
+
+def test_several_groups_at_once() -> None:
+    """Pairs and the whole, as hierarchies have them; each keeps its own order of messages."""
+    everyone, pairs = InProcessTransport.group(4), [InProcessTransport.group(2) for _ in range(2)]
+
+    def body(rank: int) -> list[float]:
+        pair, whole = pairs[rank // 2][rank % 2], everyone[rank]
+        of_pair, of_all = torch.tensor([float(rank)]), torch.tensor([float(rank)])
+        late = whole.all_reduce(of_all, "of all")
+        pair.all_reduce(of_pair, "of a pair").wait()
+        late.wait()
+        pair.all_reduce(of_pair, "of a pair").wait()
+        return [of_pair.item(), of_all.item()]
+
+    assert run_members(4, body) == [[2.0, 6.0], [2.0, 6.0], [10.0, 6.0], [10.0, 6.0]]
+
+
+def test_members_that_wait_for_each_other_for_ever_are_named() -> None:
+    members = InProcessTransport.group(3)
+
+    def body(rank: int) -> None:
+        if rank != 1:
+            members[rank].mean(torch.ones(1), "step 7").wait()
+
+    with pytest.raises(CommunicationError, match=r"step 7: members \[1\] of 3 have not sent .* \[0, 2\]"):
+        run_members(3, body)
+
+
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_the_first_error_is_raised_and_those_who_wait_learn_why(guilty: int) -> None:
+    members, learned = InProcessTransport.group(3), []
+
+    def body(rank: int) -> None:
+        members[rank].mean(torch.ones(1), "round 1").wait()
+        if rank == guilty:
+            raise ValueError(f"member {rank} is out of memory")
+        try:
+            members[rank].mean(torch.ones(1), "round 2").wait()
+        except CommunicationError as error:
+            learned.append(str(error))
+            raise
+
+    with pytest.raises(ValueError, match=f"member {guilty} is out of memory"):
+        run_members(3, body)
+    assert len(learned) == 2
+    assert all(rf"round 2: members [{guilty}] of 3 have not sent message 2" in words for words in learned)
+
+
+def test_a_member_may_catch_the_error_and_go_on() -> None:
+    members = InProcessTransport.group(2)
+
+    def body(rank: int) -> str:
+        try:
+            if rank == 0:
+                members[rank].mean(torch.ones(1), "round 1").wait()
+        except CommunicationError:
+            return "told"
+        return "ended"
+
+    assert run_members(2, body) == ["told", "ended"]
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda member, rank: member.mean(torch.zeros(3 + rank), "a test"),
+        lambda member, rank: member.mean(
+            torch.zeros(3, dtype=[torch.float32, torch.float64][rank]), "a test"
+        ),
+        lambda member, rank: member.all_reduce(torch.zeros(3), "a test", operation=["sum", "max"][rank]),
+        lambda member, rank: member.broadcast(torch.zeros(3), rank, "a test"),
+        lambda member, rank: (
+            member.all_gather(torch.zeros(2, 3), torch.zeros(3), "a test")
+            if rank
+            else member.mean(torch.zeros(3), "a test")
+        ),
+    ],
+    ids=["shape", "type", "operation", "source", "collective"],
+)
+def test_unlike_messages_are_refused(send: Callable[[InProcessTransport, int], object]) -> None:
+    members = InProcessTransport.group(2)
+    with pytest.raises(CommunicationError, match=r"message 1 differs between members: member 1 sends"):
+        run_members(2, lambda rank: send(members[rank], rank))
+
+
+def test_waiting_outside_run_members_is_refused_and_not_hung() -> None:
+    first, _ = InProcessTransport.group(2)
+    with pytest.raises(CommunicationError, match=r"members \[1\] of 2 have not sent.*run_members"):
+        first.mean(torch.zeros(3), "a test").wait()
+
+
+def test_what_is_sent_may_be_taken_later_outside() -> None:
+    """All have sent: nobody has to wait."""
+    members = InProcessTransport.group(2)
+    tensors = [torch.tensor([1.0]), torch.tensor([3.0])]
+    works = [member.mean(tensor, "a test") for member, tensor in zip(members, tensors, strict=True)]
+    for work in works:
+        work.wait()
+    assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_members_have_the_callers_grad_mode(enabled: bool) -> None:
+    with torch.set_grad_enabled(enabled):
+        assert run_members(3, lambda rank: torch.is_grad_enabled()) == [enabled] * 3
+
+
+def test_no_thread_and_no_message_is_left() -> None:
+    members, before = InProcessTransport.group(3), threading.active_count()
+
+    def body(rank: int) -> None:
+        for _ in range(5):
+            members[rank].mean(torch.ones(2), "a test").wait()
+
+    run_members(3, body)
+    assert threading.active_count() == before
+    assert members[0]._room.meetings == {}

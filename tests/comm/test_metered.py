@@ -1,0 +1,111 @@
+"""What is counted and noted of messages, and how long the host has waited."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.comm import (
+    InProcessTransport,
+    Message,
+    Metered,
+    Note,
+    Recording,
+    Traffic,
+    Transport,
+    Work,
+    run_members,
+)
+from thinwire.errors import CommunicationError
+
+
+def send_all_kinds(transport: Transport) -> None:
+    """To be called on all members, which may be one."""
+    rows = torch.empty(transport.size, 7, dtype=torch.uint8)
+    exchanged = torch.empty(transport.size, 2, dtype=torch.float16)
+    for work in (
+        transport.mean(torch.zeros(6), "a mean"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a sum"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a maximum", operation="max"),
+        transport.all_gather(rows, torch.zeros(7, dtype=torch.uint8), "a gather"),
+        transport.all_to_all(exchanged, torch.zeros_like(exchanged), "an exchange"),
+        transport.broadcast(torch.zeros(5), 0, "a copy"),
+    ):
+        work.wait()
+
+
+@pytest.mark.parametrize(
+    ("num_members", "message_bytes"), [(4, 24 + 24 + 24 + 14 + 8 + 20), (1, 24 + 24 + 24 + 3 + 2 + 20)]
+)
+def test_counts_messages_and_bytes(num_members: int, message_bytes: int) -> None:
+    """As of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
+    members = [Metered(member) for member in InProcessTransport.group(num_members)]
+    run_members(num_members, lambda rank: send_all_kinds(members[rank]))
+    for traffic in (member.traffic for member in members):
+        assert (traffic.messages, traffic.message_bytes) == (6, message_bytes)
+        assert traffic.members == num_members
+
+
+def test_counts_go_on_where_another_transport_takes_over() -> None:
+    traffic = Traffic()
+    for _ in range(2):
+        (alone,) = InProcessTransport.group(1)
+        Metered(alone, traffic).mean(torch.zeros(2), "a test").wait()
+    assert (traffic.messages, traffic.message_bytes) == (2, 16)
+
+
+class Clock:
+    """A work that takes as long as it is told; so long does the host wait."""
+
+    now = 0.0
+
+    def wait(self) -> None:
+        self.now += 1.5
+        raise RuntimeError("the backend failed")
+
+
+def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("thinwire.comm.metered.time.perf_counter", lambda: clock.now)
+
+    class Failing(InProcessTransport):
+        def start(self, message: Message) -> Work:
+            return clock
+
+    (alone,) = Failing.group(1)
+    metered = Metered(alone)
+    work = metered.mean(torch.zeros(2), "a test")
+    with pytest.raises(RuntimeError, match="the backend failed"):
+        work.wait()
+    assert metered.traffic.waiting_seconds == 1.5
+
+
+def test_what_could_not_be_sent_is_not_counted() -> None:
+    class Broken(InProcessTransport):
+        def start(self, message: Message) -> Work:
+            if message.operation == "mean":
+                raise CommunicationError("the peer has gone")
+            return super().start(message)
+
+    (alone,) = Broken.group(1)
+    metered = Metered(alone)
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        metered.mean(torch.zeros(2), "a test")
+    assert metered.traffic.messages == 0
+    metered.all_reduce(torch.zeros(2), "a test").wait()
+    assert metered.traffic.messages == 1
+
+
+def test_every_collective_is_noted() -> None:
+    members = [Recording(member) for member in InProcessTransport.group(2)]
+    run_members(2, lambda rank: send_all_kinds(members[rank]))
+    expected = [
+        Note("all_reduce", (6,), torch.float32, "a mean"),
+        Note("all_reduce", (3,), torch.int64, "a sum"),
+        Note("all_reduce", (3,), torch.int64, "a maximum"),
+        Note("all_gather", (7,), torch.uint8, "a gather"),
+        Note("all_to_all", (2, 2), torch.float16, "an exchange"),
+        Note("broadcast", (5,), torch.float32, "a copy"),
+    ]
+    assert [member.notes for member in members] == [expected, expected]
+    assert [note.handed_bytes for note in expected] == [24, 24, 24, 7, 8, 20]

@@ -1,0 +1,363 @@
+"""The transport of a real process group, over Gloo: every collective, and what fails is named."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from comm.every_collective import check_every_collective, tensor_of
+from pool import in_each_process
+from thinwire.comm import ProcessGroupTransport, checked_group, direct, process_group
+from thinwire.comm.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
+from thinwire.comm.transport import Operation
+from thinwire.errors import AttachError, CommunicationError, ConfigError
+
+
+@in_each_process(2)
+def test_every_collective_carries_every_type() -> None:
+    check_every_collective(ProcessGroupTransport())
+
+
+@in_each_process(4)
+def test_among_four() -> None:
+    transport = ProcessGroupTransport()
+    assert (transport.rank, transport.size) == (dist.get_rank(), 4)
+    check_every_collective(transport)
+
+
+@in_each_process(2)
+def test_between_two_messages_go_directly() -> None:
+    """And carry what Gloo's own collectives do, to the bit."""
+    transport, indirect = ProcessGroupTransport(), ProcessGroupTransport()
+    indirect.directly = False
+    for each in (transport, indirect):
+        check_every_collective(each)
+    assert transport.backend_for(torch.device("cpu")) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    own, rows = torch.full((9,), transport.rank), torch.empty(2, 9, dtype=torch.int64)
+    gathered = transport.all_gather(rows, own, "a gather")
+    gathered.wait()
+    gathered.wait()  # which must not wait for a second message
+    assert rows.sum() == 9
+    transport.all_to_all(rows, rows.clone(), "an exchange").wait()
+    sums = []
+    for each in (transport, indirect):
+        numbers = torch.randn(1000, generator=torch.Generator().manual_seed(transport.rank))
+        sums.append(numbers.to(torch.bfloat16))
+        each.mean(sums[-1], "a mean").wait()
+    assert torch.equal(*sums)
+    assert (group.send.call_count, group.recv.call_count) == (3, 3)
+    for collective in (group.allgather, group.alltoall_base, group.allreduce):
+        assert not collective.called
+
+
+@in_each_process(2)
+def test_messages_are_asked_for_before_they_are_sent() -> None:
+    """So a message takes one way, not a round trip; of a long one the head."""
+    with patch.object(direct, "HEAD_BYTES", 16):
+        transport = ProcessGroupTransport(dist.new_group())
+        check_every_collective(transport)
+    transport.group = group = Mock(wraps=transport.group)
+    for numel, calls in ((8, "recv send"), (9, "recv recv send send")):
+        group.reset_mock()
+        own, rows = torch.full((numel,), transport.rank + 0.5, dtype=torch.float16), torch.zeros(2, numel)
+        transport.all_gather(gathered := rows.half(), own, "a gather").wait()
+        assert gathered.sum(1).tolist() == [0.5 * numel, 1.5 * numel]
+        assert [name for name, *_ in group.method_calls if name != "getBackendName"] == calls.split()
+    asked = [call.args[0][0] for call in group.recv.call_args_list]
+    assert [len(each) for each in asked] == [direct.LENGTH_BYTES + 16, 2]
+
+
+@in_each_process(2)
+def test_a_message_of_a_different_length_is_refused() -> None:
+    transport = ProcessGroupTransport(dist.new_group())
+    lengths = [4, 12]
+    rows = torch.empty(2, lengths[transport.rank], dtype=torch.uint8)
+    words = (
+        f"a gather: .* failed: expected a message of {lengths.pop(transport.rank)} bytes, got {lengths[0]}"
+    )
+    with pytest.raises(CommunicationError, match=words):
+        transport.all_gather(rows, rows[0].clone(), "a gather").wait()
+
+
+@in_each_process(2)
+def test_what_was_asked_ahead_does_not_outlive_the_group() -> None:
+    transport = ProcessGroupTransport(dist.new_group())
+    check_every_collective(transport)
+    group = weakref.ref(transport.group)
+    dist.barrier()
+    dist.destroy_process_group(transport.group)
+    del transport
+    gc.collect()
+    assert group() is None
+
+
+@in_each_process(2)
+def test_a_message_that_no_one_waits_for_breaks_nothing() -> None:
+    """An exception has ended the step that sent it; others send theirs, and the group is used again."""
+    group, others = dist.new_group(), dist.new_group()
+    transport = ProcessGroupTransport(group)
+    rows = torch.empty(2, 1 << 19)
+    for first in (0, 1):
+        if transport.rank != first:
+            dist.barrier(others)
+        transport.all_gather(rows, torch.ones(1 << 19), "a gather")
+        gc.collect()
+        if transport.rank == first:
+            dist.barrier(others)
+    total = torch.ones(3)
+    dist.all_reduce(total, group=group)
+    assert total.tolist() == [2.0] * 3
+
+
+@in_each_process(4)
+def test_among_four_short_gathers_go_directly() -> None:
+    transport, rows = ProcessGroupTransport(), torch.empty(4, 1)
+    check_every_collective(transport)
+    assert transport.backend_for(rows.device) == "gloo"
+    transport.group = group = Mock(wraps=transport.group)
+    for most, calls in ((4, (3, 0)), (3, (3, 1))):
+        with patch.object(process_group, "MAX_DIRECT_BYTES", most):
+            transport.all_gather(rows, torch.ones(1), "a gather").wait()
+            check_every_collective(ProcessGroupTransport())
+        assert (group.send.call_count, group.allgather.call_count) == calls
+
+
+@pytest.mark.parametrize("operation", ["mean", "max"])
+@in_each_process(3)
+def test_among_three_sums_go_directly(operation: Operation) -> None:
+    """Short ones whole, longer ones in parts, which each member sums: many at once, to the same bits."""
+    transport = ProcessGroupTransport(dist.new_group())
+    check_every_collective(transport)
+    transport.group = group = Mock(wraps=transport.group)
+    for numel, messages in ((1, 1), (8000, 1), (20_000, 2)):
+        group.reset_mock()
+        own = [tensor_of(transport.rank + 3 * each, torch.bfloat16, numel) for each in range(12)]
+        sums = [each.clone() for each in own]
+        for work in [transport.all_reduce(each, "a sum", operation=operation) for each in sums]:
+            work.wait()
+        assert group.send.call_count == 12 * 2 * messages
+        assert not group.allreduce.called
+        for number, each in enumerate(sums):
+            rows = torch.stack([tensor_of(rank + 3 * number, torch.bfloat16, numel) for rank in range(3)])
+            expected = rows.amax(0) if operation == "max" else (rows / 3).float().sum(0).bfloat16()
+            torch.testing.assert_close(each, expected, rtol=0.01, atol=0.01)
+            everyone = torch.empty(3, numel, dtype=each.dtype)
+            transport.all_gather(everyone, each, "a check").wait()
+            assert torch.equal(everyone, each.expand_as(everyone))
+
+
+@in_each_process(3)
+def test_a_sum_whose_second_message_fails_says_so() -> None:
+    """It is sent by a thread; who waits gets the error."""
+    transport, exchange = ProcessGroupTransport(dist.new_group()), direct.Post.exchange
+
+    def failing(post: direct.Post, group: Any, kind: str, *rest: Any) -> direct.Direct:
+        if kind == "sums":
+            raise RuntimeError("no way")
+        return exchange(post, group, kind, *rest)
+
+    with (
+        patch.object(direct.Post, "exchange", failing),
+        pytest.raises(CommunicationError, match=r"a sum: the average of 20000 .* failed: no way"),
+    ):
+        transport.mean(torch.ones(20_000), "a sum").wait()
+    assert transport.size == 3
+
+
+@in_each_process(4)
+def test_ranks_are_those_of_the_group() -> None:
+    """Of processes 1 and 3: the source is the group's rank, not the world's."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() % 2 == 0:
+        return
+    transport = ProcessGroupTransport(group)
+    copied, rows = torch.full((2,), dist.get_rank()), torch.empty(2, 1, dtype=torch.int64)
+    transport.broadcast(copied, 1, "a copy").wait()
+    transport.all_gather(rows, torch.tensor([dist.get_rank()]), "a gather").wait()
+    assert (transport.rank, transport.size) == (dist.get_rank() // 2, 2)
+    assert (copied.tolist(), rows.view(-1).tolist()) == ([3, 3], [1, 3])
+
+
+@in_each_process(2)
+def test_then_gives_a_future_of_what_is_made_of_the_result() -> None:
+    transport = ProcessGroupTransport()
+    transport.directly = False
+    tensor = torch.tensor([float(transport.rank)])
+    assert future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait() == 7
+
+
+def failing_work(words: str) -> ProcessGroupWork:
+    """As of a backend whose peer has gone."""
+    future: Future[object] = Future()
+    future.set_exception(RuntimeError(words))
+    work = SimpleNamespace(get_future=lambda: future, wait=future.wait)
+    return ProcessGroupWork([cast("dist.Work", work)], "step 3, round 2")
+
+
+def test_a_failure_is_named_with_what_was_under_way() -> None:
+    words = "step 3, round 2 failed: connection closed by peer. A process has died"
+    with pytest.raises(CommunicationError, match=words) as caught:
+        failing_work("connection closed by peer").wait()
+    assert "uneven batches: train inside thinwire.join" in str(caught.value)
+    assert "made on every process (attach, " in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    work = failing_work("connection closed by peer")
+    future = future_of(work, lambda: pytest.fail("there is no result"))
+    with pytest.raises(Exception, match=words):  # torch hands on what a callback raises in a type of its own
+        future.wait()
+
+
+def test_only_what_a_backend_raises_is_renamed() -> None:
+    with pytest.raises(CommunicationError, match="a gather failed: reset by peer"), named_failure("a gather"):
+        raise RuntimeError("reset by peer")
+    for error in (ValueError("a bug"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), named_failure("a gather"):
+            raise error
+
+
+def test_a_message_that_the_backend_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cpu:gloo")
+    group: Any = transport.group
+    group.recv.side_effect = RuntimeError("Invalid scalar type")
+    words = "step 3: the average of 2 × torch.int16 failed: Invalid scalar type. .* can't carry this type"
+    with pytest.raises(CommunicationError, match=words):
+        transport.all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")
+
+
+# Groups with GPUs, of which there is none here
+
+
+def on_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    *,
+    local_rank: str | None = None,
+    bound: torch.device | None = None,
+    size: int = 2,
+) -> ProcessGroupTransport:
+    """A process that has not called `torch.cuda.set_device`, in a group of some backends."""
+    group = Mock(bound_device_id=bound)
+    group.rank.return_value, group.size.return_value = 1, size
+    monkeypatch.setattr(process_group, "checked_group", lambda given: group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda given: config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    return ProcessGroupTransport()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend"),
+    [
+        ("cuda:nccl", "cuda:0", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "nccl"),  # also what torch chooses where no backend is named
+        ("cuda:nccl-legacy", "cuda:0", "nccl"),
+        ("cpu:gloo,cuda:nccl2", "cuda:0", "nccl"),
+        ("cpu:gloo,cuda:gloo", "cpu", "gloo"),
+        ("cpu:gloo", "cpu", "gloo"),
+    ],
+)
+def test_messages_lie_where_the_fastest_backend_carries_them(
+    config: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, config)
+    assert transport.fast_device == torch.device(device)
+    assert transport.backend_for(transport.fast_device) == backend
+    assert transport.control_device.type == ("cpu" if "cpu" in config else "cuda")
+    assert transport.data_device == transport.control_device  # whoever has no gradients, such as the probe
+    transport.gradient_device = torch.device("cuda", 0)
+    assert transport.data_device.type == ("cuda" if "cuda" in config else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert transport.fast_device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("mps", r"^gradients on mps can't be averaged: no backend .* move the model to the CPU"),
+        ("xla:0", r"^gradients on xla:0 can't be averaged: its tensors .* leave the averaging to torch_xla"),
+    ],
+)
+def test_devices_that_have_no_way_here_are_refused(device: str, words: str) -> None:
+    with pytest.raises(AttachError, match=words):
+        ProcessGroupTransport(None, torch.device(device))
+
+
+def test_the_gpu_that_a_group_was_made_for_comes_before_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = torch.device("cuda", 1)
+    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1", bound=bound)
+    assert transport.fast_device == transport.control_device == bound
+
+
+@pytest.mark.parametrize("which", ["fast_device", "control_device"])
+def test_two_processes_on_one_gpu_are_refused(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1")
+    with pytest.raises(ConfigError, match=r"has local rank 1, .* call torch\.cuda\.set_device\(local_rank\)"):
+        getattr(transport, which)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own only
+    assert getattr(transport, which) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("size", "operation"), [(1, dist.ReduceOp.SUM), (2, dist.ReduceOp.AVG)])
+def test_nccl_divides_by_itself(
+    size: int, operation: dist.ReduceOp.RedOpType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cpu:nccl", size=size)
+    transport.mean(message := torch.full((3,), 6.0), "a mean")
+    group: Any = transport.group
+    assert group.allreduce.call_args.args[1].reduceOp == operation
+    assert torch.equal(message, torch.full((3,), 6.0))
+
+
+@in_each_process(2)
+def test_what_nccl_gathers_comes_to_its_place_at_once() -> None:
+    """By the collective that takes one tensor; Gloo has it as well."""
+    transport = ProcessGroupTransport()
+    brought = torch.stack([tensor_of(rank, torch.bfloat16, 5) for rank in range(transport.size)])
+    rows = torch.empty_like(brought)
+    with (
+        patch.object(ProcessGroupTransport, "backend_for", lambda self, device: "nccl"),
+        patch.object(process_group, "AllgatherOptions", None),
+    ):
+        transport.all_gather(rows, brought[transport.rank].clone(), "a gather").wait()
+    assert torch.equal(rows, brought)
+
+
+@in_each_process(4)
+def test_subgroups_of_neighbours() -> None:
+    first = dist.get_rank() // 2 * 2
+    assert dist.get_process_group_ranks(own_subgroup(2, None)) == [first, first + 1]
+    with pytest.raises(ConfigError, match="pass subgroup=, this process's group of processes on one machine"):
+        own_subgroup(3, None)
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    assert not dist.is_initialized()
+    for refused in (checked_group, ProcessGroupTransport):
+        with pytest.raises(AttachError, match=r"call torch\.distributed\.init_process_group\(\) first"):
+            refused(None)
+
+
+@in_each_process(2)
+def test_what_is_no_group_is_refused() -> None:
+    words = "process_group must be a torch.distributed process group or None, got 'gloo'"
+    with pytest.raises(AttachError, match=words):
+        checked_group("gloo")
+    only_first: Any = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(AttachError, match="this process is not a member of process_group"):
+            ProcessGroupTransport(only_first)

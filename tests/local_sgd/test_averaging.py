@@ -1,0 +1,609 @@
+"""What an averaging makes of the models of all members, and what it sends."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from members import NESTEROV, POWER, Failing, Member, data_parallel, in_each_member, run
+from thinwire import LocalSGD, Streaming, Warmup
+from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
+from thinwire.errors import AgreementError, CommunicationError, GradientError, StepError
+from thinwire.sync import engine_of
+from training import batch_of, flat, new_model, new_optimizer, refused, train, train_step
+
+FULL_RANK = PowerSGD(matrix_rank=48, min_compression_ratio=0.01)
+NOT_FINITE = "the parameters or buffers of process {} are not finite"
+OTHERS = "the model's trainable parameters or buffers are others than when this LocalSGD was"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "max_gap"),
+    [
+        (AllReduce(), torch.float64, 1e-12),
+        (AllReduce(), torch.float32, 1e-5),
+        (FULL_RANK, torch.float32, 1e-4),
+    ],
+    ids=["exact, fp64", "exact, fp32", "full rank, fp32"],
+)
+@pytest.mark.parametrize("size", [2, 4])
+@in_each_member()
+def test_averaging_every_step_is_data_parallel_training(
+    member: Member, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
+) -> None:
+    expected, model = data_parallel(member.size, 8, dtype), new_model(dtype=dtype)
+    moved = (expected - flat(model)).norm()
+    assert moved > 0.1
+    member.take(model)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with member.local(every_steps=1, algorithm=algorithm):
+        member.train(8)
+    assert (flat(model) - expected).norm() < max_gap * moved
+    assert member.agreed()
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+
+
+def with_statistics() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+
+
+@pytest.mark.parametrize("algorithm", [TopK(), Quantize(bits=1)])
+@in_each_member(4)
+def test_statistics_are_averaged_as_they_are(member: Member, algorithm: Algorithm) -> None:
+    """A variance that is only about the mean may be negative, and its model's outputs NaN."""
+    model = with_statistics()
+    member.take(model)
+    variance = model[1].running_var
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        variance.copy_(torch.rand(48, generator=torch.Generator().manual_seed(member.rank)))
+        variances = member.gathered(variance)
+        member.optimizer.step()
+    assert len({tuple(each.tolist()) for each in variances}) == 4
+    torch.testing.assert_close(variance, variances.mean(0))
+    assert local.stats().compression_ratio > 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@in_each_member(2)
+def test_buffers_of_eight_bits_are_left_alone_and_parameters_refused(
+    member: Member, dtype: torch.dtype
+) -> None:
+    """They hold weights that stay; torch has no arithmetic on them."""
+    model = new_model()
+    scale = torch.full((4,), 1.0 + member.rank).to(dtype)
+    model.register_buffer("scale", scale)
+    member.take(model)
+    with member.local(every_steps=1, algorithm=Quantize(bits=4)) as local:
+        assert torch.equal(scale.float(), torch.ones(4))  # as the first one's on entry
+        member.train(2)
+        held = local.state_dict()["last_average"]
+    assert member.agreed()
+    assert "scale" not in held
+    assert local.stats().compression_ratio > 4
+    model.register_parameter("extra", nn.Parameter(torch.ones(4).to(dtype)))
+    with pytest.raises(GradientError, match=f"^extra is trained in {dtype}"):
+        member.local()
+
+
+@pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
+@in_each_member(2)
+def test_before_the_first_averaging_the_plan_knows_statistics(member: Member, algorithm: Algorithm) -> None:
+    """As it is after it."""
+    member.take(with_statistics())
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        first = local.sync.plan
+        member.optimizer.step()
+        assert local.sync.plan == first
+    assert first.compression_ratio > 4
+    assert [r.names for r in first.routes if not r.is_compressed] == [("1.running_mean",), ("1.running_var",)]
+
+
+@in_each_member(2)
+def test_every_few_steps_the_models_become_their_mean(member: Member) -> None:
+    alone = new_model()
+    train(alone, new_optimizer(alone), range(3), member.rank)
+    mean, agreed = member.gathered(flat(alone)).mean(0), []
+    with member.local(every_steps=3):
+        for step in range(6):
+            member.train(step, step + 1)
+            agreed.append(member.agreed())
+            if step == 2:
+                assert (flat(member.model) - mean).abs().max() < 1e-6
+    assert agreed == [False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@in_each_member(2)
+def test_bytes_are_those_of_data_parallel_training_over_the_number_of_steps(
+    member: Member, warmup_steps: int
+) -> None:
+    with member.local(every_steps=4, warmup=Warmup(warmup_steps)) as local:
+        member.train(warmup_steps + 12)
+    parameter_bytes, stats = flat(member.model).nbytes, local.stats()
+    assert stats.steps == warmup_steps + 12
+    assert stats.gradient_bytes == stats.steps * parameter_bytes
+    assert stats.message_bytes == (warmup_steps + 12 // 4) * parameter_bytes == local.counts().message_bytes
+    assert stats.compression_ratio == stats.steps / (warmup_steps + 3)
+    # The handle counts the same: it does not take three averagings for the steps.
+    assert stats.averagings == 3
+    assert local.sync.stats() == stats
+    for text in (str(stats), str(local.sync)):
+        assert f"{warmup_steps + 12} steps, 3 averagings" in text
+        assert f"compression ratio {stats.compression_ratio:.1f}" in text
+    assert str(local) == "LocalSGD(every_steps=4), AllReduce()"
+
+
+@in_each_member(2)
+def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimizer(member: Member) -> None:
+    expected, model = data_parallel(2, 5, torch.float64), new_model(dtype=torch.float64)
+    moved = (expected - flat(model)).norm()
+    member.take(model)
+    with member.local(every_steps=2, warmup=Warmup(5), algorithm=POWER, outer=NESTEROV) as local:
+        for steps, num_errors, num_outer_states in (((5,), 0, 0), ((5, 7), 3, 6)):
+            member.train(*steps)
+            if steps == (5,):
+                assert (flat(model) - expected).norm() < 1e-12 * moved
+            state = local.state_dict()
+            assert len(dict(state["sync"]["error"])) == num_errors
+            assert len(state["outer"]["state"]) == num_outer_states
+    assert member.agreed()
+
+
+# Algorithms
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "min_ratio"),
+    [
+        (Cast("bf16"), 8),
+        (POWER, 20),
+        (PowerSGD(matrix_rank=2, alternating=True), 30),
+        (BatchedPowerSGD(), 60),
+    ],
+    ids=str,
+)
+@in_each_member(2)
+def test_every_algorithm_carries_changes(member: Member, algorithm: Algorithm, min_ratio: float) -> None:
+    before = member.model(batch_of(99, 0)).square().mean().item()
+    with member.local(every_steps=4, algorithm=algorithm) as local:
+        member.train(16)
+    assert local.stats().compression_ratio >= min_ratio
+    assert member.agreed()
+    assert member.model(batch_of(99, 0)).square().mean().item() < 0.6 * before
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+@in_each_member(2)
+def test_in_few_bits_a_parameter_of_one_element_is_learnt(member: Member, bits: int) -> None:
+    model = nn.Linear(1, 1)
+    model.weight.requires_grad = False
+    model.weight.zero_()
+    optimizer = torch.optim.SGD([model.bias], 0.3)
+    settings: Any = {"every_steps": 20, "algorithm": Quantize(bits=bits), "replicas": member.transport}
+    with LocalSGD(model, optimizer, **settings) as local:
+        for _ in range(200):
+            optimizer.zero_grad()
+            (model(torch.ones(4, 1)) - 3).square().mean().backward()
+            optimizer.step()
+    assert local.stats().compression_ratio > 1
+    assert abs(model.bias.item() - 3) < 0.1
+
+
+@in_each_member(2)
+def test_what_powersgd_did_not_carry_is_residual(member: Member) -> None:
+    """What all members got, plus the mean residual, is the exact mean of the models."""
+    alone = new_model()
+    train(alone, new_optimizer(alone), range(4), member.rank)
+    with member.local(every_steps=4, algorithm=POWER) as local:
+        member.train(4)
+    residual = member.residual(local)
+    gap = flat(member.model) + residual - member.gathered(flat(alone)).mean(0)
+    assert residual.norm() > 1e-3
+    assert gap.norm() < 1e-5 * residual.norm() + 1e-6
+    assert local.stats().compression_ratio > 20
+
+
+# Skipped steps, disagreement, values that are not finite
+
+
+def scaled_step(member: Member, scaler: GradScaler, step: int) -> None:
+    """On member 0, step 2 overflows: its scaler skips."""
+    member.optimizer.zero_grad()
+    factor = torch.inf if step == 2 and member.rank == 0 else 1.0
+    loss = member.model(batch_of(step, member.rank)).square().mean()
+    torch.autograd.backward(scaler.scale(loss) * factor)
+    scaler.step(member.optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", ["scaled", "disabled", "fused"])
+@in_each_member(2)
+def test_a_step_that_one_scaler_skips_counts(member: Member, kind: str) -> None:
+    """To a fused optimizer the scaler leaves skipping, so that its own hook fires in every step."""
+    if kind == "fused":
+        member.optimizer = torch.optim.AdamW(member.model.parameters(), fused=True)
+    scaler, taken, averaged_after = GradScaler("cpu", init_scale=2.0**8, enabled=kind != "disabled"), [], []
+    member.optimizer.register_step_post_hook(lambda *_: taken.append(1))
+    with member.local(every_steps=4, grad_scaler=scaler) as local:
+        for step in range(8):
+            scaled_step(member, scaler, 7 if kind == "disabled" else step)
+            if member.agreed():
+                averaged_after.append(step + 1)
+    assert averaged_after == [4, 8]
+    assert (local.stats().steps, local.stats().messages) == (8, 2)
+    assert "step" not in vars(scaler)
+    assert len(taken) == (7 if kind == "scaled" and member.rank == 0 else 8)
+
+
+@in_each_member(2)
+def test_without_the_scaler_a_skipped_step_is_an_error_on_all_members_that_names_the_remedy(
+    member: Member,
+) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    at_steps = "processes are at different steps (0: 7, 1: 8)"
+    with refused(StepError, at_steps, "LocalSGD(…, grad_scaler=scaler)"), member.local(every_steps=4):
+        for step in range(8):
+            scaled_step(member, scaler, step)
+
+
+def of_two_optimizers(member: Member) -> list[torch.optim.Optimizer]:
+    """Two that share the model; the second one is the member's."""
+    first, *others = member.model.parameters()
+    member.optimizer = torch.optim.SGD(others, lr=0.05)
+    return [torch.optim.AdamW([first], lr=0.01), member.optimizer]
+
+
+@in_each_member(2)
+def test_of_another_optimizer_under_the_same_scaler_steps_do_not_count(member: Member) -> None:
+    optimizers, scaler = of_two_optimizers(member), GradScaler("cpu", init_scale=2.0)
+    with member.local(every_steps=2, grad_scaler=scaler) as local:
+        for step in range(4):
+            member.model.zero_grad()
+            loss = member.model(batch_of(step, member.rank)).square().mean()
+            torch.autograd.backward(scaler.scale(loss))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert (local.steps, local.stats().messages) == (4, 2)
+
+
+@pytest.mark.parametrize("every_steps", [2, 4, 100])
+@pytest.mark.parametrize("hierarchical", [False, True])
+@in_each_member(4)
+def test_different_numbers_of_batches_are_an_error_on_all_members(
+    member: Member, every_steps: int, hierarchical: bool
+) -> None:
+    told = ["processes are at different steps", "1: 3", "uneven batches"]
+    with (
+        refused(StepError, *told, "with local, thinwire.join(local): …"),
+        member.local(every_steps=every_steps, subgroup=member.pair if hierarchical else None),
+    ):
+        member.train(3 if member.rank == 1 else 4)
+
+
+@in_each_member(10)
+def test_of_many_who_disagree_eight_are_listed(member: Member) -> None:
+    told = "(0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7 and 2 more)"
+    with refused(StepError, told), member.local(every_steps=9):
+        member.train(member.rank)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
+@in_each_member(2)
+def test_parameters_that_are_not_finite_are_an_error_on_all_members(
+    member: Member, algorithm: Algorithm
+) -> None:
+    """Nothing is averaged: parameters, last average and residual stay as they were."""
+    with (
+        refused(StepError, NOT_FINITE.format(1), "restart all processes from a checkpoint"),
+        member.local(algorithm=algorithm) as local,
+    ):
+        member.train(3)
+        before = copy.deepcopy(local.state_dict())
+        if member.rank == 1:
+            next(member.model.parameters()).data[0, 0] = torch.nan
+        own = flat(member.model)
+        local.average()
+    assert torch.equal(own.nan_to_num(5), flat(member.model).nan_to_num(5))
+    assert bool(own.isfinite().all()) == (member.rank == 0)
+    after = local.state_dict()
+    for one, other in (
+        (before["last_average"], after["last_average"]),
+        (dict(before["sync"]["error"]), dict(after["sync"]["error"])),
+    ):
+        assert all(torch.equal(each, other[name]) for name, each in one.items())
+    assert local.stats().messages == (1 if algorithm == AllReduce() else 2)
+
+
+@in_each_member(4)
+def test_a_subgroup_that_diverges_stops_all_members(member: Member) -> None:
+    with (
+        refused(StepError, NOT_FINITE.format(3)),
+        member.local(every_steps=3, subgroup=member.pair),
+    ):
+        for step in range(6):
+            if step == 4 and member.rank == 3:
+                next(member.model.parameters()).data[0, 0] = torch.inf
+            member.train(step, step + 1)
+
+
+@in_each_member(2)
+def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothing(member: Member) -> None:
+    with (
+        refused(StepError, "the mean change of the parameters is not finite"),
+        member.local(algorithm=Cast("fp16")) as local,
+    ):
+        member.train(1)
+        next(member.model.parameters()).data[0, 0] = 1e6
+        own = flat(member.model)
+        local.average()
+    assert torch.equal(own, flat(member.model))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "told"), [(POWER, "but the residual has"), (AllReduce(), "Nothing was av")]
+)
+def test_it_is_told_whether_memory_was_written_by_then(algorithm: Algorithm, told: str) -> None:
+    def body(member: Member) -> None:
+        with refused(StepError, "the mean change"), member.local(algorithm=algorithm) as local:
+            own = flat(member.model)
+            with pytest.raises(StepError, match=told):
+                member.train(2)
+            assert (flat(member.model) - own).norm() > 0.01  # its own steps stay
+            local.average()
+
+    with patch("thinwire.local_sgd.pending_average.are_finite", return_value=False):
+        run(2, body)
+
+
+# Lost messages
+
+
+@in_each_member(2)
+def test_when_a_member_is_lost_the_others_keep_what_they_had(member: Member) -> None:
+    kept: list[Tensor] = []
+    member.optimizer.register_step_post_hook(lambda *_: kept.append(flat(member.model)))
+    if member.rank:
+        with suppress(KeyError), member.local(every_steps=3):
+            member.train(2)
+            raise KeyError  # nothing is sent any more
+    else:
+        told = "step 3, the consensus check before an averaging"
+        with refused(CommunicationError, told), member.local(every_steps=3):
+            member.train(3)
+        assert torch.equal(flat(member.model), kept[2])
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), POWER], ids=str)
+def test_an_exchange_that_fails_changes_nothing_and_can_be_made_again(algorithm: Algorithm) -> None:
+    failed = run(2, _exchanged, algorithm, True)
+    assert failed == run(2, _exchanged, algorithm, False)
+    assert len({parameters for parameters, _ in failed}) == 1
+
+
+def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes, Any]:
+    with member.local(every_steps=9, algorithm=algorithm, outer=NESTEROV) as local:
+        engine = engine_of(local.sync)
+        for first, last in ((0, 4), (4, 8)):
+            member.train(first, last)
+            if fails:
+                before, engine.wire = flat(member.model), Failing(member.transport)
+                with refused(CommunicationError, "lost"):
+                    local.average()
+                assert torch.equal(flat(member.model), before)
+                engine.wire = engine.metered
+            local.average()
+    return flat(member.model).numpy().tobytes(), local.state_dict()["checksum"]
+
+
+# Subgroups
+
+
+@in_each_member(4)
+def test_within_a_subgroup_it_is_data_parallel_training(member: Member) -> None:
+    member.take(new_model(dtype=torch.float64))
+    start = flat(member.model)
+    expected = data_parallel(2, 6, torch.float64, first_worker=member.rank // 2 * 2)
+    with member.local(every_steps=100, subgroup=member.pair):
+        member.train(6)
+        assert (flat(member.model) - expected).norm() < 1e-12 * (expected - start).norm()
+        assert member.halves() == (True, False)
+
+
+# Models
+
+
+class Normalised(nn.Module):
+    """BatchNorm's statistics, a saved buffer that is partly infinite, and a mask that is not saved."""
+
+    bounds: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(24)
+        self.head = nn.Linear(24, 8)
+        self.register_buffer("bounds", torch.tensor([-torch.inf, 3.0, torch.inf]))
+        self.register_buffer("mask", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+@pytest.mark.parametrize("average_buffers", [True, False])
+@pytest.mark.parametrize("outer", [None, partial(torch.optim.SGD, lr=0.5)], ids=["mean", "outer"])
+@in_each_member(2)
+def test_floating_buffers(member: Member, average_buffers: bool, outer: Any) -> None:
+    """The mean of the statistics, outer optimizer or not; integer and unsaved buffers are left alone."""
+    torch.manual_seed(0)
+    model = Normalised()
+    alone = copy.deepcopy(model)
+    member.take(model)
+    with member.local(streaming=Streaming(average_buffers=average_buffers), outer=outer):
+        model.mask += member.rank
+        if member.rank == 1:
+            model(batch_of(9, 1)), alone(batch_of(9, 1))
+        member.train(2)
+    train(alone, new_optimizer(alone), range(2), member.rank)
+    means, alone_means = (member.gathered(each.norm.state_dict()["running_mean"]) for each in (model, alone))
+    assert torch.equal(means[0], means[1]) == average_buffers
+    assert ((means[0] - alone_means.mean(0)).abs().max() < 1e-6) == average_buffers
+    assert member.gathered(model.norm.state_dict()["num_batches_tracked"]).tolist() == [2, 3]
+    assert model.bounds.tolist() == [-torch.inf, 3.0, torch.inf]
+    assert member.gathered(model.mask)[:, 0].tolist() == [0, 1]
+
+
+class Mixed(nn.Module):
+    """Parameters of three types, tied, transposed, frozen, a scalar and an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, 24, bias=False)
+        self.again = nn.Linear(24, 24, bias=False)
+        self.again.weight = self.embed.weight
+        self.narrow = nn.Linear(24, 16).to(torch.bfloat16)
+        self.filter = nn.Parameter(torch.randn(16, 12, dtype=torch.complex64))
+        self.transposed = nn.Parameter(torch.randn(8, 12).t())
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.narrow(self.again(self.embed(x)).bfloat16()).to(torch.complex64)
+        out: Tensor = (hidden @ self.filter).abs() @ self.transposed * self.scale * self.frozen
+        return out + self.nothing.sum()
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), PowerSGD(matrix_rank=1, min_compression_ratio=1)], ids=str
+)
+def test_every_kind_of_parameter(algorithm: Algorithm) -> None:
+    first, second = run(2, _kinds, algorithm)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def _kinds(member: Member, algorithm: Algorithm) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Mixed()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    member.model, member.optimizer = model, torch.optim.SGD(model.parameters(), lr=1e-4)
+    with member.local(every_steps=3, algorithm=algorithm) as local:
+        for step in range(6):
+            train_step(model, member.optimizer, batch_of(step, member.rank))
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert any(route.is_compressed for route in local.sync.plan.routes) == (algorithm != AllReduce())
+    assert local.stats().compression_ratio >= 3
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("are_both_given", [False, True])
+@in_each_member(2)
+def test_of_two_optimizers_both_are_given_or_the_one_that_steps_last(
+    member: Member, are_both_given: bool
+) -> None:
+    optimizers = of_two_optimizers(member)
+    given = optimizers if are_both_given else member.optimizer
+    with LocalSGD(member.model, given, every_steps=2, replicas=member.transport):
+        for step in range(4):
+            member.model.zero_grad()
+            torch.autograd.backward(member.model(batch_of(step, member.rank)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+            assert member.agreed() == (step % 2 == 1)
+
+
+@in_each_member(2)
+def test_entry_gives_all_members_the_first_ones_model(member: Member) -> None:
+    model: Any = new_model(seed=member.rank)
+    model.frozen = nn.Parameter(torch.full((1,), float(member.rank)), requires_grad=False)
+    model.register_buffer("unsaved", torch.tensor([member.rank]), persistent=False)
+    member.take(model)
+    with member.local(every_steps=1):
+        assert member.agreed()
+        assert model.frozen.item() == model.unsaved.item() == 0
+
+
+@in_each_member(2)
+def test_a_compiled_model(member: Member) -> None:
+    compiled: Any = torch.compile(member.model, backend="eager")
+    member.model = compiled
+    with member.local() as local:
+        member.train(4)
+    assert member.agreed()
+    assert local.stats().compression_ratio == 2
+
+
+@pytest.mark.parametrize(
+    ("by", "error", "said"),
+    [
+        ((0, 1), StepError, OTHERS),
+        # Both would send as many numbers, of other parameters.
+        (
+            (1,),
+            AgreementError,
+            "entering LocalSGD: process 0 has no parameters that have changed since LocalSGD",
+        ),
+    ],
+)
+@in_each_member(2)
+def test_a_model_that_trains_other_parameters_than_when_it_was_made_is_refused(
+    member: Member, by: tuple[int, ...], error: type[Exception], said: str
+) -> None:
+    local = member.local()
+    next(member.model.parameters()).requires_grad_(member.rank not in by)
+    with refused(error, said, "0.weight"):
+        local.__enter__()
+
+
+# Entry, exit, averaging on request
+
+
+@in_each_member(2)
+def test_averaging_on_request_leaves_the_schedule_alone(member: Member) -> None:
+    seen, messages = [], []
+    with member.local(every_steps=3) as local:
+        for step, action in enumerate(["step", "average", "average", "step", "step", "step"]):
+            member.train(step, step + 1) if action == "step" else local.average()
+            seen.append(member.agreed())
+            messages.append(local.stats().messages)
+    assert [*seen, member.agreed()] == [False, True, True, False, True, False, True]
+    assert [*messages, local.stats().messages] == [0, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@in_each_member(2)
+def test_exit_takes_everything_off_and_averages_only_if_clean(member: Member, raises: bool) -> None:
+    scaler = GradScaler("cpu")
+    scaler.step = own = scaler.step  # type: ignore[method-assign]
+    member.optimizer.register_step_post_hook(lambda *_: None)
+    local = member.local(every_steps=5, grad_scaler=scaler)
+    with pytest.raises(KeyError) if raises else nullcontext(), local:
+        assert len(member.optimizer._optimizer_step_post_hooks) == 2
+        member.train(2)
+        if raises:
+            raise KeyError
+    assert len(member.optimizer._optimizer_step_post_hooks) == 1
+    member.train(10 if raises else 0)
+    assert member.agreed() != raises
+    assert scaler.step is own
+    assert local.stats().messages == (0 if raises else 1)
+
+
+@in_each_member(2)
+def test_observers_are_called_after_every_step(member: Member) -> None:
+    seen: list[tuple[int, bool]] = []
+    with member.local(every_steps=2) as local:
+        local.observers.append(lambda committed: seen.append((local.steps, committed)))
+        member.train(3)
+    assert seen == [(1, True), (2, True), (3, True)]

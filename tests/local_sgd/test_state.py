@@ -1,0 +1,321 @@
+"""Saving and resuming, to the bit; states that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from members import NESTEROV, POWER, Member, in_each_member, run
+from pool import in_each_process
+from thinwire import StateError, Streaming, checkpoint
+from thinwire.adapters.attach import attach
+from thinwire.algorithms import Algorithm, AllReduce, Quantize
+from thinwire.powersgd import AlgorithmAggregator
+from training import batch_of, flat, new_model, new_optimizer, refused, train
+
+EVERY_4: dict[str, Any] = {"every_steps": 4, "algorithm": POWER}
+IN_THREE: dict[str, Any] = {
+    "every_steps": 6,
+    "streaming": Streaming(fragments=3, delay_steps=3),
+    "outer": NESTEROV,
+}
+FEW_BITS = Quantize(bits=4)
+
+
+@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
+@pytest.mark.parametrize(
+    ("settings", "saved_after", "num_in_flight"),
+    [
+        *((EVERY_4 | {"outer": outer}, step, 0) for outer in (None, NESTEROV) for step in (4, 6)),
+        *(
+            (IN_THREE | {"algorithm": algorithm}, step, num_in_flight)
+            for algorithm in (POWER, FEW_BITS)
+            for step, num_in_flight in ((8, 2), (10, 2), (11, 1))
+        ),
+    ],
+)
+@in_each_member(2)
+def test_resuming_is_equal_to_the_bit(
+    member: Member, settings: dict[str, Any], saved_after: int, num_in_flight: int, name: str, tmp_path: Path
+) -> None:
+    """At an averaging or between two, or with fragments in flight; each with its own model and optimizer."""
+    saved, file = io.BytesIO(), tmp_path / name
+    with member.local(**settings) as local:
+        member.train(saved_after)
+        assert len(local.state_dict()["in_flight"]) == num_in_flight
+        checkpoint.save(local.state_dict(), file)
+        torch.save((member.model.state_dict(), member.optimizer.state_dict()), saved)
+        member.train(saved_after, 20)
+    straight = flat(member.model)
+    saved.seek(0)
+    model_state, optimizer_state = torch.load(saved, weights_only=True)
+    member.take(new_model(seed=3))
+    resumed = member.local(**settings)
+    member.model.load_state_dict(model_state)
+    member.optimizer.load_state_dict(optimizer_state)
+    resumed.load_state_dict(checkpoint.load(file))
+    # An attempt to enter that fails late leaves nothing in flight behind.
+    with (
+        patch.object(member.optimizer, "register_step_post_hook", side_effect=ValueError("no more hooks")),
+        pytest.raises(ValueError, match="no more hooks"),
+    ):
+        resumed.__enter__()
+    with resumed:
+        member.train(saved_after, 20)
+    assert torch.equal(straight, flat(member.model))
+    assert member.agreed()
+    assert local.stats().steps == resumed.stats().steps == 20
+    assert resumed.stats().compression_ratio > 15
+
+
+@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
+def test_a_damaged_file_is_refused_or_means_the_same(name: str, tmp_path: Path) -> None:
+    """One that was saved with outer momentum and a fragment in flight comes back as it was."""
+    state, _ = run(2, _in_pending_average)
+    assert len(state["in_flight"]) == 1
+    assert state["outer"]
+    file = tmp_path / name
+    checkpoint.save(state, file)
+    whole, refused = file.read_bytes(), 0
+    assert_same(checkpoint.load(file), state)
+    for place in range(0, len(whole), 211):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            assert checkpoint.load(file)["checksum"] == state["checksum"]
+        except StateError:
+            refused += 1
+    assert refused > 50
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Of the same kinds, names and numbers, however deep."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, tuple | list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
+def _in_pending_average(member: Member) -> dict[str, Any]:
+    streaming = Streaming(fragments=2, delay_steps=1)
+    with member.local(algorithm=POWER, every_steps=4, outer=NESTEROV, streaming=streaming) as local:
+        member.train(8)
+        return local.state_dict()
+
+
+@in_each_member(2)
+def test_what_was_pending_when_saved_is_averaged_after_resuming(member: Member) -> None:
+    with member.local(every_steps=4) as local:
+        member.train(2)
+        state, saved = local.state_dict(), copy.deepcopy(member.model.state_dict())
+    member.model.load_state_dict(saved)
+    resumed = member.local(every_steps=4)
+    resumed.load_state_dict(state)
+    with resumed:
+        assert not member.agreed()
+    assert member.agreed()
+
+
+def test_the_state_is_the_same_on_all_members() -> None:
+    first, second = run(2, _state)
+    assert (first["step"], first["sent_after"]) == (5, (4,))
+    assert first["last_average"]
+    assert dict(first["sync"]["error"])
+    assert_same(first, second)
+
+
+def _state(member: Member) -> dict[str, Any]:
+    with member.local(every_steps=4, algorithm=POWER) as local:
+        member.train(5)
+        return local.state_dict()
+
+
+def replaced(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    """Put a value in the place of one of the last averages."""
+    return lambda state: state | {"last_average": state["last_average"] | {name: value}}
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no state": (lambda state: [1], "made by LocalSGD.state_dict()"),
+    "version": (lambda state: state | {"version": 3}, "reads version 4"),
+    "version of no kind": (
+        lambda state: state | {"version": torch.ones(2)},
+        "version must be a whole number",
+    ),
+    "version too long": (lambda state: state | {"version": 10**5000}, "16610 bits, expected at most 64"),
+    "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
+    "steps too long": (lambda state: state | {"sent_after": (10**5000,)}, "16610 bits, expected at most 64"),
+    "a fragment's number": (
+        lambda state: state | {"in_flight": ((torch.ones(2), {}),)},
+        "in_flight must hold pairs",
+    ),
+    "gradient": (
+        replaced("0.bias", torch.ones(48).requires_grad_()),
+        "a Tensor of shape (48,) that requires a gradient",
+    ),
+    "graph": (
+        lambda state: state | {"outer": {"state": {0: torch.ones(2).requires_grad_() * 2}}},
+        "a Tensor of shape (2,) that requires a gradient",
+    ),
+    "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
+    "kind": (lambda state: state | {"last_average": 3}, "must map names to tensors"),
+    "shape": (replaced("0.bias", torch.ones(1)), "not a tensor of shape (48,)"),
+    "sync": (lambda state: state | {"sync": {}}, "expected a state"),
+    "outer": (lambda state: state | {"outer": {}}, "pass outer="),
+    "not finite": (replaced("0.bias", torch.full((48,), torch.nan)), "0.bias is not finite"),
+    "8 bits": (replaced("0.bias", torch.zeros(48).to(torch.float8_e5m2)), "0.bias is of torch.float8_e5m2"),
+    "expanded": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(1).expand(2**20, 2**20)}},
+        "some are expanded",
+    ),
+    "sparse": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(2, 2).to_sparse()}},
+        "layout torch.sparse_coo",
+    ),
+    "damaged": (lambda state: state | {"checksum": "crc32:00000000"}, "the state is damaged"),
+    "key": (lambda state: state | {"more": 1}, "made by LocalSGD.state_dict()"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+@in_each_member(2)
+def test_a_state_that_does_not_fit_is_refused(member: Member, case: str) -> None:
+    change, told = STATES[case]
+    state: Any = change(_state(member) | {"checksum": None})
+    member.take(new_model())
+    local = member.local(every_steps=1)
+    with refused(StateError, told):
+        local.load_state_dict(state)
+    assert local.stats().steps == 0
+
+
+def buffer_of(value: object) -> Callable[[dict[str, Any]], object]:
+    """Put something in the place of the first parameter's momentum."""
+    return lambda outer: outer["state"][0].update(momentum_buffer=value)
+
+
+NO_STEP = "SGD can't make a step with the outer optimizer's state"
+OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of a different outer optimizer"),
+    "no state": (lambda outer: outer.pop("state"), NO_STEP),
+    "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
+    "a tensor as state": (lambda outer: outer["state"].update({0: torch.ones(2)}), NO_STEP),
+    "a place that is text": (lambda outer: outer["state"].update({"0": {}}), NO_STEP),
+    "a momentum of another shape": (buffer_of(torch.ones(3)), NO_STEP),
+    "a momentum that is text": (buffer_of("0.9"), NO_STEP),
+    "a momentum that is a number": (buffer_of(3), NO_STEP),
+    "a rate that is text": (lambda outer: outer["param_groups"][0].update(lr="0.7"), NO_STEP),
+}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("case", OUTERS)
+@in_each_member(2)
+def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_on_entry(
+    member: Member, case: str, fragments: int
+) -> None:
+    settings = {"every_steps": 2, "outer": NESTEROV, "streaming": Streaming(fragments=fragments)}
+    with member.local(**settings) as local:
+        member.train(3)
+        state = local.state_dict()
+    change, told = OUTERS[case]
+    change(state["outer"])
+    state["checksum"] = None
+    before = flat(member.model)
+    other = member.local(**settings)
+    other.load_state_dict(state)
+    with refused(StateError, told):
+        other.__enter__()
+    assert torch.equal(before, flat(member.model))
+    assert other.outer is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [EVERY_4 | {"outer": NESTEROV}, IN_THREE | {"algorithm": POWER}],
+    ids=["whole", "in fragments"],
+)
+@in_each_member(2)
+def test_inference_mode_changes_nothing(member: Member, settings: dict[str, Any]) -> None:
+    """An evaluation is in it, and what is made inside could not be written to afterwards."""
+
+    def trained(mode: Callable[[], AbstractContextManager[object]]) -> tuple[Tensor, Tensor]:
+        member.take(new_model())
+        first = member.local(**settings)
+        with first:
+            member.train(5)
+            with mode():
+                first.average()
+                assert first.stats().messages
+                state = first.state_dict()
+                with first.averaged():
+                    shown = member.model(batch_of(0, 0))
+            member.train(5, 9)
+        second = member.local(**settings)
+        with mode():
+            second.load_state_dict(state)
+        with second:
+            with mode(), second.averaged():
+                pass
+            member.train(9, 20)
+        return flat(member.model), shown
+
+    (expected, _), (got, shown) = trained(nullcontext), trained(torch.inference_mode)
+    assert shown.is_inference()  # the evaluation itself is still in it
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=2, error_feedback=True)])
+@in_each_process(2)
+def test_a_handle_takes_inference_mode(algorithm: Algorithm) -> None:
+    rank = torch.distributed.get_rank()
+
+    def trained(mode: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        model = DistributedDataParallel(new_model())
+        with mode():
+            sync = attach(model, algorithm)
+        optimizer = new_optimizer(model)
+        train(model, optimizer, range(3), rank)
+        with mode():
+            state = sync.state_dict()
+            assert sync.stats().compression_ratio > 2
+            sync.load_state_dict(state)
+        train(model, optimizer, range(3, 6), rank)
+        with mode():
+            sync.load_state_dict(sync.local_state_dict())
+            sync.use(AllReduce())
+        train(model, optimizer, range(6, 9), rank)
+        return flat(model)
+
+    assert torch.equal(trained(torch.inference_mode), trained(nullcontext))
+
+
+@in_each_process(2)
+def test_an_aggregator_takes_inference_mode() -> None:
+    rank = torch.distributed.get_rank()
+    model = new_model()
+    aggregator = AlgorithmAggregator(model.parameters(), POWER)
+    for mode in (torch.inference_mode, nullcontext):
+        gradients = [torch.full_like(each, rank + 1.0) for each in model.parameters()]
+        with mode():
+            means = aggregator.aggregate(gradients)
+        assert not any(mean.is_inference() for mean in means)
+    assert aggregator.stats().compression_ratio > 2

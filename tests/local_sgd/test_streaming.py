@@ -1,0 +1,400 @@
+"""Fragments and delays: Streaming DiLoCo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from members import NESTEROV, Failing, Member, in_each_member
+from thinwire import Streaming, Warmup
+from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import Message, Work
+from thinwire.errors import CommunicationError, StateError, StepError
+from thinwire.local_sgd.fragment import fragments_of, layer_of
+from thinwire.local_sgd.model import AveragedModel
+from thinwire.sync import engine_of
+from training import batch_of, flat, new_model, refused, train_step
+
+POWER = PowerSGD(matrix_rank=2, min_compression_ratio=1)
+
+
+# Dividing the model
+
+
+def block(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width))
+
+
+class Blocks(nn.Module):
+    """As language models are: an embedding, equal blocks, a head; and a scale of its own."""
+
+    def __init__(self, num_blocks: int, width: int = 4, tokens: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(block(width) for _ in range(num_blocks))
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, tokens)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def dealt(model: nn.Module, num_fragments: int) -> list[list[str]]:
+    """The layers of each fragment, in the order of the model."""
+    fragments = fragments_of(AveragedModel(model).tensors(), num_fragments)
+    return [list(dict.fromkeys(layer_of(each.name) for each in fragment)) for fragment in fragments]
+
+
+def test_fragments_take_turns_with_equal_blocks() -> None:
+    first, second, third = dealt(nn.ModuleList(block(4) for _ in range(9)), 3)
+    assert (first, second, third) == (["0", "3", "6"], ["1", "4", "7"], ["2", "5", "8"])
+
+
+@pytest.mark.parametrize("num_fragments", [1, 2, 3, 4])
+def test_a_model_is_divided_by_layers_of_all_depths_and_equal_bytes(num_fragments: int) -> None:
+    model = Blocks(12)
+    fragments = fragments_of(AveragedModel(model).tensors(), num_fragments)
+    names = [each.name for fragment in fragments for each in fragment]
+    assert len(names) == len(set(names)) == 12 * 6 + 8
+    assert [fragment for fragment in fragments if any(each.name == "norm.running_mean" for each in fragment)]
+    sizes = [sum(each.value.nbytes for each in fragment) for fragment in fragments]
+    assert max(sizes) < 1.2 * sum(sizes) / num_fragments
+    for layers in dealt(model, num_fragments):
+        depths = [int(layer.removeprefix("blocks.")) for layer in layers if layer.startswith("blocks")]
+        assert min(depths) < 6 <= max(depths)
+
+
+def test_a_large_layer_has_a_fragment_nearly_to_itself() -> None:
+    model = Blocks(6, tokens=120)
+    assert sorted(map(len, dealt(model, 3)))[:2] == [1, 1]
+
+
+# Against plain references, in float64
+
+
+@pytest.mark.parametrize(
+    ("size", "fragments", "delay_steps", "mix"),
+    [(2, 1, 0, 0.0), (3, 1, 0, 0.0), (2, 2, 1, 0.5), (2, 3, 4, 0.25), (3, 3, 4, 0.25)],
+)
+@in_each_member()
+def test_against_a_plain_reference(member: Member, fragments: int, delay_steps: int, mix: float) -> None:
+    """Four outer steps of every fragment, AdamW inside and Nesterov's momentum outside."""
+    expected = _by_itself(member.size, 24, 6, fragments, delay_steps, mix)
+    member.take(new_model(dtype=torch.float64))
+    start = flat(member.model)
+    member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
+    weight = mix if delay_steps else None
+    streaming = Streaming(fragments=fragments, delay_steps=delay_steps, local_weight=weight)
+    with member.local(every_steps=6, outer=NESTEROV, streaming=streaming) as local:
+        member.train(24)
+        assert (flat(member.model) - expected[member.rank]).norm() < 1e-11
+        assert local.sync.steps == 4 * fragments - len(local._averagings.pending_averages)
+    assert (expected[0] - start).norm() > 0.3
+
+
+def _by_itself(
+    num_workers: int, num_steps: int, every_steps: int, num_fragments: int, delay: int, mix: float
+) -> list[Tensor]:
+    """Algorithm 2 of the Streaming DiLoCo paper, on vectors; each fragment some elements of them.
+
+    With one fragment and no delay it is algorithm 1 of the DiLoCo paper.
+    """
+    workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]
+    optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
+    theta = flat(workers[0])
+    velocity = torch.zeros(theta.shape, dtype=torch.float64)
+    averaged = AveragedModel(workers[0]).tensors()
+    places = {each.name: part for each, part in zip(averaged, _places(workers[0]), strict=True)}
+    fragments = [
+        torch.cat([places[each.name] for each in fragment])
+        for fragment in fragments_of(averaged, num_fragments)
+    ]
+    in_flight: dict[int, tuple[int, Tensor]] = {}
+    for step in range(1, num_steps + 1):
+        for place, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            train_step(worker, optimizer, batch_of(step - 1, place).double())
+        for number, of_it in enumerate(fragments):
+            if step % every_steps == -(-(number + 1) * every_steps // num_fragments) % every_steps:
+                now = torch.stack([flat(worker)[of_it] for worker in workers])
+                in_flight[number] = step + delay, theta[of_it] - now.mean(0)
+            if number in in_flight and in_flight[number][0] == step:
+                gradient = in_flight.pop(number)[1]
+                velocity[of_it] = 0.9 * velocity[of_it] + gradient
+                theta[of_it] -= 0.7 * (gradient + 0.9 * velocity[of_it])
+                for worker in workers:
+                    held = flat(worker)
+                    held[of_it] = mix * held[of_it] + (1 - mix) * theta[of_it]
+                    nn.utils.vector_to_parameters(held, worker.parameters())
+    return [flat(worker) for worker in workers]
+
+
+def _places(model: nn.Module) -> Sequence[Tensor]:
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return torch.arange(sum(sizes)).split_with_sizes(sizes)
+
+
+# What is sent, and when it is waited for
+
+
+@pytest.mark.parametrize("fragments", [2, 3, 4])
+@in_each_member(2)
+def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(
+    member: Member, fragments: int
+) -> None:
+    whole, sent = (_sent_by_step(member, number) for number in (1, fragments))
+    assert [step for step, sent_bytes in enumerate(whole, 1) if sent_bytes] == [8, 16]
+    assert len([sent_bytes for sent_bytes in sent if sent_bytes]) == 2 * fragments
+    assert sum(sent) == sum(whole) > 0
+    assert max(sent) == max(whole) / fragments
+
+
+def _sent_by_step(member: Member, fragments: int) -> list[int]:
+    member.take(nn.Sequential(*(nn.Linear(24, 24) for _ in range(12))))
+    sent, before = [], 0
+    with member.local(every_steps=8, streaming=Streaming(fragments=fragments)) as local:
+        for step in range(16):
+            member.train(step, step + 1)
+            sent.append(local.counts().message_bytes - before)
+            before += sent[-1]
+    return sent
+
+
+class Watched(Wrapped):
+    """Notes at which step something is sent, and waited for."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport)
+        self.step, self.sent, self.waited = 0, set[int](), set[int]()
+
+    def start(self, message: Message) -> Work:
+        self.sent.add(self.step)
+        return WatchedWork(super().start(message), self)
+
+
+@dataclass
+class WatchedWork:
+    work: Work
+    watched: Watched
+
+    def wait(self) -> None:
+        self.watched.waited.add(self.watched.step)
+        self.work.wait()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "delay_steps", "first", "later"),
+    [
+        (AllReduce(), 3, [3], [3]),
+        # Two rounds: how many is known once it has been made, and then the first has half of the delay.
+        (Quantize(bits=4), 4, [4], [2, 4]),
+        (Quantize(bits=4), 1, [1], [1]),
+    ],
+    ids=str,
+)
+@in_each_member(2)
+def test_a_delayed_averaging_is_waited_for_when_it_is_due_and_no_sooner(
+    member: Member, algorithm: Algorithm, delay_steps: int, first: list[int], later: list[int]
+) -> None:
+    """Fragments are sent after steps 3, 6, 9 and so on; those in flight overlap where the delay is longer."""
+    watched: Any = Watched(member.transport)
+    settings: dict[str, Any] = {"replicas": watched, "algorithm": algorithm}
+    with member.local(every_steps=6, streaming=Streaming(fragments=2, delay_steps=delay_steps), **settings):
+        for watched.step in range(1, 17):
+            member.train(watched.step - 1, watched.step)
+        watched.step = 17
+    starts = [(3, first), (6, first), (9, later), (12, later), (15, later)]
+    expected = {start + age for start, ages in starts for age in ages if start + age <= 16}
+    assert watched.waited - {0, 17} == expected
+    assert watched.sent >= {3, 6, 9, 12, 15}
+
+
+@pytest.mark.parametrize("delay_steps", [1, 3, 5])
+@in_each_member(2)
+def test_fragments_in_flight_side_by_side_are_averaged_as_one_after_another(
+    member: Member, delay_steps: int
+) -> None:
+    """Alternating PowerSGD takes each side in turn of every fragment; error memory is by parameter.
+
+    Nobody trains: all that is averaged is what members differ in at the start, and its residual.
+    """
+    algorithm = PowerSGD(matrix_rank=2, alternating=True, min_compression_ratio=1)
+    streaming = Streaming(fragments=3, delay_steps=delay_steps, local_weight=0.0)
+    member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.0)
+    with member.local(every_steps=6, streaming=streaming, algorithm=algorithm) as local:
+        start = flat(member.model)
+        with torch.no_grad():
+            draws = torch.Generator().manual_seed(member.rank)
+            for parameter in member.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=draws))
+        mean = member.gathered(flat(member.model)).mean(0)
+        assert not torch.equal(mean, start)
+        member.train(24 + delay_steps)
+        local.average()
+        residual = member.residual(local)
+        assert residual.norm() > 1e-3
+        assert (flat(member.model) + residual - mean).norm() < 1e-5 * residual.norm() + 1e-6
+        assert local.stats().compression_ratio > 10
+
+
+# What goes on besides
+
+
+@pytest.mark.parametrize("delay_steps", [0, 2])
+@in_each_member(4)
+def test_with_subgroups_a_warm_up_and_buffers(member: Member, delay_steps: int) -> None:
+    model: Any = member.model
+    model.register_buffer("bounds", torch.tensor([-torch.inf, 3.0]))
+    settings = {"streaming": Streaming(fragments=2, delay_steps=delay_steps), "warmup": Warmup(2)}
+    with member.local(every_steps=4, subgroup=member.pair, outer=NESTEROV, **settings):
+        for step in range(10):
+            member.train(step, step + 1)
+            assert member.halves() == (True, step < 2)
+    assert member.agreed()
+    assert model.bounds.tolist() == [-torch.inf, 3.0]
+
+
+@pytest.mark.parametrize("num_batches", [(9, 4), (3, 8)], ids=str)
+@in_each_member(2)
+def test_uneven_inputs(member: Member, num_batches: tuple[int, int]) -> None:
+    streaming = Streaming(fragments=2, delay_steps=3)
+    with member.local(every_steps=4, streaming=streaming, algorithm=POWER) as local:
+        member.train_unevenly(local, num_batches)
+    assert member.agreed()
+    assert local.steps == max(num_batches)
+
+
+@in_each_member(2)
+def test_the_last_averages_can_be_looked_at(member: Member) -> None:
+    """The same model on all members, buffers included; afterwards each has its own again."""
+    with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)) as local:
+        start = flat(member.model)
+        member.train(1)
+        with local.averaged():
+            assert torch.equal(flat(member.model), start)
+        member.train(1, 6)
+        own = flat(member.model)
+        with local.averaged():
+            assert member.agreed()
+            with refused(StepError, "a step came inside averaged()"):
+                member.train(6, 7)
+            with torch.no_grad():
+                next(member.model.parameters()).zero_()
+        assert torch.equal(flat(member.model), own)
+        assert not member.agreed()
+
+
+# Saving
+
+
+@in_each_member(2)
+def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: Member) -> None:
+    settings: dict[str, Any] = {"every_steps": 4, "algorithm": POWER, "outer": NESTEROV}
+    with member.local(streaming=Streaming(fragments=2, delay_steps=1), **settings) as local:
+        member.train(4)
+        in_flight = local.state_dict()
+        local.average()
+        at_rest = local.state_dict()
+    other = member.local(streaming=Streaming(fragments=3), **settings)
+    with refused(StateError, "saved while one of 2 fragments was in flight", "pass fragments=2"):
+        other.load_state_dict(in_flight)
+    other.load_state_dict(at_rest)
+    with other:
+        member.train(4, 9)
+    assert member.agreed()
+    assert other.steps == 9
+
+
+# What goes wrong
+
+
+@in_each_member(2)
+def test_a_fragment_that_fails_leaves_all_as_it_was(member: Member) -> None:
+    """A fragment is in flight while the next one can't be sent: both are sent again, whole."""
+    streaming = Streaming(fragments=2, delay_steps=3)
+    with member.local(every_steps=4, streaming=streaming, outer=NESTEROV, algorithm=POWER) as local:
+        member.train(7)
+        before, engine = local.state_dict(), engine_of(local.sync)
+        engine.wire = Failing(member.transport)
+        with refused(CommunicationError, "lost"):
+            member.train(7, 8)
+        engine.wire = engine.metered
+        after = local.state_dict()
+        assert all(torch.equal(v, after["last_average"][name]) for name, v in before["last_average"].items())
+        assert repr(before["outer"]) == repr(after["outer"])
+        member.train(8, 13)
+    assert member.agreed()
+
+
+@pytest.mark.parametrize(
+    ("becomes", "told"),
+    [
+        ("fewer", "processes are at different steps (0: 14, 1: 15)"),
+        ("infinite", "the parameters or buffers of process 1 are not finite"),
+    ],
+)
+@in_each_member(2)
+def test_members_that_differ_learn_it_when_they_next_ask_each_other(
+    member: Member, becomes: str, told: str
+) -> None:
+    """One has fewer batches, or parameters that are not finite: while a fragment is in flight."""
+    streaming = Streaming(fragments=2, delay_steps=4)
+    with (
+        refused(StepError, told),
+        member.local(every_steps=6, streaming=streaming, algorithm=Quantize(bits=4)),
+    ):
+        member.train(5)
+        if becomes == "infinite" and member.rank:
+            next(member.model.parameters()).data.fill_(torch.inf)
+        member.train(5, 14 if becomes == "fewer" and not member.rank else 20)
+
+
+@in_each_member(2)
+def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due(member: Member) -> None:
+    with (
+        refused(StepError, "the mean change of the parameters is not finite"),
+        member.local(every_steps=4, streaming=Streaming(delay_steps=2), algorithm=Cast("fp16")) as local,
+    ):
+        member.train(3)
+        next(member.model.parameters()).data[0, 0] = 1e6
+        member.train(3, 6)
+    assert local.steps == 6
+
+
+def replaced(model: Any) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def resized(model: Any) -> None:
+    model[4].weight.data, model[4].bias.data = torch.zeros(3, 40), torch.zeros(3)
+
+
+def added(model: Any) -> None:
+    model.extra = nn.Parameter(torch.ones(1))
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "frozen": (lambda model: model[2].requires_grad_(False), "['2.bias', '2.weight']"),
+    "unfrozen": (lambda model: model[0].requires_grad_(True), "['0.bias', '0.weight']"),
+    "replaced": (replaced, "['0.weight']"),
+    "resized": (resized, "['4.bias', '4.weight']"),
+    "added": (added, "['extra']"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+@in_each_member(2)
+def test_a_model_that_changes_in_mid_round_is_refused(member: Member, case: str) -> None:
+    change, names = CHANGES[case]
+    cast(Any, member.model)[0].requires_grad_(case != "unfrozen")
+    member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
+    with (
+        refused(StepError, "the model's trainable parameters or buffers are others", names),
+        member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)),
+    ):
+        member.train(2)
+        change(member.model)
+        member.train(2, 3)

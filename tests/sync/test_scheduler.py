@@ -1,0 +1,327 @@
+"""The driver of requests: what travels together, in which order, what is computed jointly and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Requests
+from thinwire.comm import InProcessTransport, Note, Recording, Transport, run_members
+from thinwire.errors import ConfigError
+from thinwire.sync.scheduler import CollectiveScheduler
+
+BUCKETS = ("first", "second", "third")
+
+
+def healthy() -> Commit:
+    return Commit(lambda: torch.tensor(True))
+
+
+def alone() -> Recording:
+    return Recording(InProcessTransport.group(1)[0])
+
+
+def at_commit(
+    *buckets: Requests, transport: Transport | None = None, closing: Sequence[Requests] = ()
+) -> CollectiveScheduler:
+    """An exchange that has come to its commit."""
+    exchange = CollectiveScheduler(transport or alone(), "step 0")
+    for name, requests in zip(BUCKETS, buckets, strict=False):
+        exchange.start(requests, name)
+    for requests in closing:
+        exchange.close_with(requests)
+    while exchange.advance():
+        pass
+    assert len(exchange.commits) == len(buckets) + len(closing)
+    return exchange
+
+
+def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[Requests] = ()) -> None:
+    """Bring an exchange to its commit, and let it pass that."""
+    exchange = at_commit(*buckets, transport=transport, closing=closing)
+    assert bool(exchange.is_healthy())
+    for task in exchange.tasks:
+        task.commit()
+
+
+def sent(notes: Sequence[Note]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(note.collective, note.dtype, note.shape) for note in notes]
+
+
+def test_first_rounds_are_sent_as_buckets_come_and_later_ones_of_all_buckets_as_one() -> None:
+    members = InProcessTransport.group(3)
+
+    def bucket(rank: int, numel: int, answers: list[list[float]]) -> Requests:
+        first = yield Mean(torch.full((numel,), float(rank)))
+        second = yield Mean(first[:2] + rank)
+        yield healthy()
+        answers.append([*first.tolist(), *second.tolist()])
+
+    def body(rank: int) -> tuple[list[list[float]], list[Note]]:
+        recording, answers = Recording(members[rank]), list[list[float]]()
+        driven([bucket(rank, 3, answers), bucket(rank, 4, answers)], recording)
+        return answers, recording.notes
+
+    for answers, notes in run_members(3, body):
+        assert answers == [[1.0] * 3 + [2.0] * 2, [1.0] * 4 + [2.0] * 2]
+        mean = ("all_reduce", torch.float32)
+        assert sent(notes) == [(*mean, (3,)), (*mean, (4,)), (*mean, (4,))]
+        assert [note.purpose for note in notes] == [
+            "step 0, round 1 of the bucket of first",
+            "step 0, round 1 of the bucket of second",
+            "step 0, round 2 of all buckets",
+        ]
+
+
+def test_messages_travel_together_by_operation_type_and_device() -> None:
+    """Several at once, of several buckets; every answer reaches who has asked, in order."""
+    members = InProcessTransport.group(2)
+
+    def bucket(rank: int, number: int, answers: list[Any]) -> Requests:
+        yield Mean(torch.zeros(1))
+        base = 100.0 * number + 10 * rank
+        answers.append(
+            (
+                yield (
+                    AllGather(torch.tensor([base, base + 1])),
+                    Mean(torch.full((2,), base)),
+                    AllGather(torch.tensor([rank + number], dtype=torch.uint8)),
+                    Mean(torch.full((1,), base, dtype=torch.bfloat16)),
+                    AllToAll(torch.tensor([[base], [base + 1]])),
+                    Mean(torch.full((1,), base + 2)),
+                )
+            )
+        )
+        yield healthy()
+
+    def body(rank: int) -> tuple[list[Any], list[Note]]:
+        recording, answers = Recording(members[rank]), list[Any]()
+        driven([bucket(rank, number, answers) for number in range(2)], recording)
+        return answers, recording.notes[2:]
+
+    results = run_members(2, body)
+    for rank, (answers, notes) in enumerate(results):
+        assert sent(notes) == [
+            ("all_reduce", torch.bfloat16, (2,)),
+            ("all_gather", torch.float32, (4,)),
+            ("all_to_all", torch.float32, (2, 2)),
+            ("all_reduce", torch.float32, (6,)),
+            ("all_gather", torch.uint8, (2,)),
+        ]
+        for number, (rows, means, integers, halves, parts, last) in enumerate(answers):
+            base = 100.0 * number
+            assert rows.tolist() == [[base, base + 1], [base + 10, base + 11]]
+            assert means.tolist() == [base + 5] * 2
+            assert integers.tolist() == [[number], [number + 1]]
+            assert integers.dtype == torch.uint8
+            assert halves.tolist() == [torch.tensor(base + 5).bfloat16().item()]
+            assert parts.tolist() == [[base + rank], [base + 10 + rank]]
+            assert last.tolist() == [base + 7]
+    assert results[0][1] == results[1][1]  # the same messages in the same order
+
+
+def test_a_bucket_that_has_ended_waits_for_the_others() -> None:
+    events: list[str] = []
+
+    def bucket(name: str, rounds: int) -> Requests:
+        for _ in range(rounds):
+            yield Mean(torch.zeros(2))
+        events.append(f"{name} at its commit")
+        yield healthy()
+        events.append(f"{name} writes")
+
+    transport = alone()
+    driven([bucket("first", 0), bucket("second", 3), bucket("third", 1)], transport)
+    assert [note.shape for note in transport.notes] == [(2,)] * 4
+    assert events == [
+        "first at its commit", "third at its commit", "second at its commit",
+        "first writes", "second writes", "third writes",
+    ]  # fmt: skip
+
+
+def noting(calls: list[list[int]], function: Callable[[int], int]) -> Callable[[list[int]], list[int]]:
+    """A function for `Jointly` that notes the items of each call."""
+
+    def called(items: list[int]) -> list[int]:
+        calls.append(list(items))
+        return [function(item) for item in items]
+
+    return called
+
+
+def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> None:
+    calls: list[list[int]] = []
+    doubled, negated = noting(calls, lambda item: 2 * item), noting(calls, lambda item: -item)
+    answers: list[list[int]] = []
+
+    def bucket(items: list[int], function: Callable[[list[Any]], Sequence[Any]]) -> Requests:
+        yield Mean(torch.zeros(1))
+        found = yield Jointly(function, items)
+        found = yield Jointly(doubled, found)
+        answers.append(found)
+        yield healthy()
+
+    driven([bucket([1, 2], doubled), bucket([], doubled), bucket([3], negated)], alone())
+    assert answers == [[4, 8], [], [-6]]
+    assert calls == [[1, 2], [2, 4], [3], [-3]]
+
+
+def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
+    """The next one is not there yet."""
+    calls: list[list[int]] = []
+    counted = noting(calls, int)
+
+    def bucket() -> Requests:
+        yield Jointly(counted, [1, 2])
+        yield Mean(torch.zeros(1))
+        yield healthy()
+
+    driven([bucket(), bucket()], alone())
+    assert calls == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_closing_requests_travel_with_the_second_round_and_commit_last(rounds: int) -> None:
+    """In the type of the means that are sent anyway; in their own where none is."""
+    events: list[str] = []
+
+    def bucket() -> Requests:
+        for _ in range(rounds):
+            yield Mean(torch.ones(2, dtype=torch.bfloat16))
+        yield healthy()
+        events.append("bucket")
+
+    def closing() -> Requests:
+        mean = yield Mean(torch.tensor([0.0, 1.0, 1.0]))
+        assert mean.tolist() == [0.0, 1.0, 1.0]
+        yield healthy()
+        events.append("closing")
+
+    transport = alone()
+    driven([bucket()], transport, [closing()])
+    expected = (
+        [("all_reduce", torch.bfloat16, (2,)), ("all_reduce", torch.float32, (3,))]
+        if rounds == 1
+        else [("all_reduce", torch.bfloat16, (2,)), ("all_reduce", torch.bfloat16, (5,))]
+    )
+    assert sent(transport.notes) == expected
+    assert events == ["bucket", "closing"]
+
+
+def test_closing_an_exchange_writes_nothing() -> None:
+    closed: list[str] = []
+
+    def bucket(name: str) -> Requests:
+        try:
+            yield Mean(torch.zeros(1))
+            yield healthy()
+            pytest.fail("it has passed the gate")
+        finally:
+            closed.append(name)
+
+    exchange = CollectiveScheduler(alone(), "step 0")
+    exchange.start(bucket("started"), "first")
+    exchange.close_with(bucket("closing"))
+    exchange.close()
+    assert closed == ["started", "closing"]
+
+
+def asks(request: Any) -> Requests:
+    yield request
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "integers": (
+        lambda: asks(Mean(torch.zeros(2, dtype=torch.int64))),
+        r"Mean of torch\.int64, expected a floating type",
+    ),
+    "every second": (
+        lambda: asks(Mean(torch.zeros(8)[::2])),
+        r"asks has asked for Mean of strides \(2,\), expected a contiguous tensor; send tensor",
+    ),
+    "matrix": (
+        lambda: asks(Mean(torch.zeros(2, 3))),
+        r"Mean of shape \(2, 3\), expected a flat tensor; send tensor",
+    ),
+    "matrix to gather": (
+        lambda: asks(AllGather(torch.zeros(2, 3))),
+        r"AllGather of shape \(2, 3\), expected a flat tensor",
+    ),
+    "rows": (
+        lambda: asks(AllToAll(torch.zeros(3, 4))),
+        r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members",
+    ),
+    "unknown": (
+        lambda: asks("all of it"),
+        r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit",
+    ),
+    "sparse": (
+        lambda: asks(AllGather(torch.zeros(2).to_sparse())),
+        r"AllGather of torch\.sparse_coo, expected a dense tensor",
+    ),
+    "a list": (lambda: asks(AllGather([1.0])), "AllGather of list, expected a dense tensor"),  # type: ignore[arg-type]
+    "no generator": (lambda: None, "has returned NoneType, expected a generator; yield each request"),
+    "no function": (
+        lambda: (yield Commit(torch.tensor(True))),  # type: ignore[arg-type]
+        r"Commit takes a function, got Tensor; write Commit\(lambda: all_finite",
+    ),
+    "gate in a tuple": (
+        lambda: asks((Mean(torch.zeros(1)), healthy())),
+        r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several",
+    ),
+}
+
+
+@pytest.mark.parametrize(("requests", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_can_not_be_served_is_refused_before_anything_is_sent(
+    requests: Callable[[], Requests], words: str
+) -> None:
+    transport = alone()
+    with pytest.raises(ConfigError, match=words):
+        CollectiveScheduler(transport, "step 0").start(requests(), "first")
+    assert transport.notes == []
+
+
+def test_an_end_without_commit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has ended without Commit, expected it as the last request"):
+        at_commit(asks(Mean(torch.zeros(1))))
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (True, "bool"),
+        (torch.tensor([True, False]), r"torch\.bool of shape \(2,\)"),
+        (torch.tensor(1.0), r"torch\.float32 of shape \(\)"),
+    ],
+)
+def test_an_answer_at_the_gate_that_is_not_one_bool_is_refused(answer: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=f"has returned {got}, expected a tensor of one bool"):
+        at_commit(asks(Commit(lambda: answer))).is_healthy()
+
+
+def test_one_that_is_not_healthy_makes_the_step_so() -> None:
+    """Answers may be of no or one dimension."""
+    answers = torch.tensor(True), torch.tensor([False])
+    assert not bool(at_commit(*(asks(Commit(lambda a=a: a)) for a in answers)).is_healthy())  # type: ignore[misc]
+
+
+def test_a_joint_function_that_returns_too_few_results_is_refused() -> None:
+    def bucket() -> Requests:
+        yield Jointly(lambda items: items[1:], [1, 2])
+
+    with pytest.raises(ConfigError, match="has returned 1 results, expected one for each of its 2 items"):
+        CollectiveScheduler(alone(), "step 0").start(bucket(), "first")
+
+
+def test_a_request_behind_the_gate_is_refused() -> None:
+    def bucket() -> Requests:
+        yield healthy()
+        yield Mean(torch.zeros(1))
+
+    exchange = at_commit(bucket())
+    with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
+        exchange.tasks[0].commit()
