@@ -1,4 +1,4 @@
-"""What is common to all that average models, or gradients with members that change: a counted context."""
+"""Base classes of all that average models, or gradients with members that change: a counted context."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Averager(AbstractContextManager[Any]):
         self._loaded: LoadedState | None = None  # until entry
         # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
         compared = WeakMethod(self._compared)
-        engine.compared = lambda stats: stats if (own := compared()) is None else own(stats)
+        engine.compared = lambda stats: stats if (method := compared()) is None else method(stats)
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -71,7 +71,7 @@ class Averager(AbstractContextManager[Any]):
         return bool(self._model.entered)
 
     def stats(self) -> Stats:
-        """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
+        """Return the traffic to the group, buffers included, and how much less it is than data-parallel.
 
         `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
         them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
@@ -102,14 +102,14 @@ class Averager(AbstractContextManager[Any]):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run resumes from. Collective."""
+        """Return the state that a run resumes from. Collective."""
 
     @abstractmethod
     def load_state_dict(self, state: Any) -> None:
         """Continue from a state saved by `state_dict`; before entering."""
 
     def distributed_state(self) -> DistributedState:
-        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
+        """Return the object that `torch.distributed.checkpoint` saves and loads, beside model and optimizer.
 
         `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
         processes must save. Their models differ between averagings, so what that module saves of a model that
@@ -154,7 +154,9 @@ class ModelAverager(Averager):
 
     def _check_copies(self) -> None:
         """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
-        self._copies.check(self._optimizers, {id(each.tensor): last for each, last in self._fragments.lasts})
+        self._copies.check(
+            self._optimizers, {id(parameter.tensor): last for parameter, last in self._fragments.lasts}
+        )
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"

@@ -108,7 +108,7 @@ class LocalSGD(ModelAverager, Member):
         super().__init__(model, optimizer, algorithm, group, streaming)
         self._algorithm = algorithm  # from the end of the warm-up on
         self._work: list[float] = []  # of this member since each fragment's last averaging
-        # What is in flight: its work by fragment, and the steps that were pending when it was sent.
+        # The averaging in flight: its work by fragment, and the steps that were pending when it was sent.
         self._sent_work: dict[int, float] = {}
         self._sent_steps = 0
         self._averaged_at = monotonic()
@@ -223,7 +223,7 @@ class LocalSGD(ModelAverager, Member):
         place = self._place(turns_ahead)
         fragments = self._fragments if self._is_warm_up(self._steps) else [self._fragments[place]]
         changes = {fragment: fragment.changes() for fragment in fragments}
-        # What the averaging in doubt has taken is no part of the next one.
+        # Work that the averaging in doubt has taken is no part of the next one.
         taken = self._sent_work.get(place, 0.0) if turns_ahead else 0.0
         return Part(self._work[place] - taken, are_finite(changes, None), changes)
 
@@ -244,7 +244,7 @@ class LocalSGD(ModelAverager, Member):
         return super()._may_be_set_otherwise or self._schedule.every_seconds is not None
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return {each.name: last for each, last in self._fragments.lasts}
+        return {tensor.name: last for tensor, last in self._fragments.lasts}
 
     def _start_from(self, loaded: LoadedState) -> None:
         super()._start_from(loaded)
@@ -259,7 +259,9 @@ class LocalSGD(ModelAverager, Member):
         places = range(len(self._fragments)) if is_exact else [self._place(0)]
         fragments = [self._fragments[place] for place in places]
         known = tensors or {}
-        changes = {each: known[each] if each in known else each.changes() for each in fragments}
+        changes = {
+            fragment: known[fragment] if fragment in known else fragment.changes() for fragment in fragments
+        }
         # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()):
             flat.mul_(scale)

@@ -35,7 +35,7 @@ class Averaged(NamedTuple):
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What must stay as it is while averagings go on."""
+        """The tensor's object, shape, type and device, which must stay as they are while averagings go on."""
         return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
 
 
@@ -46,16 +46,16 @@ class Buckets:
 
     def __init__(self, averaged: Iterable[Averaged]) -> None:
         kinds = defaultdict(list)
-        for each in averaged:
-            kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
+        for tensor in averaged:
+            kinds[tensor.value.device, tensor.value.dtype, tensor.is_buffer].append(tensor)
         self._buckets = list(kinds.values())
-        self.layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
+        self.layout = [tuple(tensor.spec for tensor in bucket) for bucket in self._buckets]
 
     def __iter__(self) -> Iterator[Averaged]:
         return chain.from_iterable(self._buckets)
 
     def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
-        """Return what is flat, by bucket, not written yet."""
+        """Return a flat tensor for each bucket, not written yet."""
         flats = []
         for bucket, specs in zip(self._buckets, self.layout, strict=True):
             value = bucket[0].value
@@ -69,8 +69,8 @@ class Buckets:
         for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
             # In each one's own order of memory (channels_last, transposed): copies are straight passes.
             offset = flat.storage_offset()
-            for each, spec in zip(bucket, specs, strict=True):
-                parts.append((each, flat.as_strided(spec.shape, spec.stride, offset)))
+            for tensor, spec in zip(bucket, specs, strict=True):
+                parts.append((tensor, flat.as_strided(spec.shape, spec.stride, offset)))
                 offset += spec.numel
         return parts
 
@@ -89,56 +89,56 @@ class Fragment(Buckets):
 
     def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
-        for each, last in self.lasts:
-            last.copy_(each.value if last_average is None else last_average[each.name])
+        for tensor, last in self.lasts:
+            last.copy_(tensor.value if last_average is None else last_average[tensor.name])
 
     def take_parameters(self) -> None:
         """Take over what the model holds now, on all processes alike, but for buffers."""
-        for each, last in self.lasts:
-            if not each.is_buffer:
-                last.copy_(each.value)
+        for tensor, last in self.lasts:
+            if not tensor.is_buffer:
+                last.copy_(tensor.value)
 
     def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, as copies on the CPU, the parts of what is flat."""
         # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a
         # file of what lay on a GPU is loaded onto that very one, by all processes of a machine.
         return {
-            each.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for each, part in self.parts(flats)
+            tensor.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for tensor, part in self.parts(flats)
         }
 
     def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of `named` as flat buckets, on the model's device."""
         flats = self.empty()
-        for each, part in self.parts(flats):
-            part.copy_(named[each.name])
+        for tensor, part in self.parts(flats):
+            part.copy_(named[tensor.name])
         return flats
 
     def changes(self) -> list[torch.Tensor]:
         """Return by bucket, flat, what has changed since the last averaging on this process."""
         changes = self.empty()
-        for (each, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
+        for (tensor, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
             # The copy may be on a different device: subtract it where the change is. And as the model was
             # given it: what of it 16 bits could not hold is no change.
             change.copy_(last)
             # Infinite entries of a mask that stayed the same would give inf - inf.
-            is_same = each.value == change if each.is_buffer else None
-            torch.sub(each.value, change, out=change)
+            is_same = tensor.value == change if tensor.is_buffer else None
+            torch.sub(tensor.value, change, out=change)
             if is_same is not None:
                 change.masked_fill_(is_same, 0)
         return changes
 
     def write(self, means: Iterable[torch.Tensor]) -> None:
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
-        for (each, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
+        for (tensor, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
             # In the means' own memory: their sum needs no other.
-            each.value.copy_(mean.add_(last.to(mean)))
+            tensor.value.copy_(mean.add_(last.to(mean)))
 
     def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
         """Make the last average the last average plus mean changes, which are overwritten."""
-        for (each, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
+        for (tensor, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
             # A statistic is no parameter: a step with momentum could make a variance negative.
-            if outer is None or each.is_buffer:
+            if outer is None or tensor.is_buffer:
                 last.add_(change.to(last.device))
             else:
                 # An optimizer steps against its gradient, and the model is to follow the change.
@@ -158,13 +158,13 @@ class Fragment(Buckets):
         if not local_weight:
             self.show()
             return
-        for each, last in self.lasts:
-            each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
+        for tensor, last in self.lasts:
+            tensor.value.mul_(local_weight).add_(last.to(tensor.value.device), alpha=1 - local_weight)
 
     def show(self) -> None:
         """Make the model the last average."""
-        for each, last in self.lasts:
-            each.value.copy_(last)
+        for tensor, last in self.lasts:
+            tensor.value.copy_(last)
 
 
 class Fragments(tuple[Fragment, ...]):
@@ -182,13 +182,13 @@ class Fragments(tuple[Fragment, ...]):
 
     def checksum(self) -> int:
         """Return a CRC-32 of the model's parameters."""
-        return checksum_of([each.value for each, _ in self.lasts if not each.is_buffer])
+        return checksum_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
         """Return the last averages that an outer optimizer steps: all but those of buffers."""
-        lasts = {each.name: last for each, last in self.lasts}
+        lasts = {tensor.name: last for tensor, last in self.lasts}
         # In one order, however many fragments there are: so that its state fits any number.
-        return [lasts[each.name] for each in Buckets(averaged) if not each.is_buffer]
+        return [lasts[tensor.name] for tensor in Buckets(averaged) if not tensor.is_buffer]
 
 
 def layer_of(name: str) -> str:
@@ -220,12 +220,12 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
     (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
     """
     layers = defaultdict(list)
-    for each in averaged:
-        layers[layer_of(each.name)].append(each)
+    for item in averaged:
+        layers[layer_of(item.name)].append(item)
     by_bytes = defaultdict(list)
     for name, members in layers.items():
         # Bytes of whole parameters: the shards of a model must be divided alike.
-        by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
+        by_bytes[sum(item.tensor.nbytes for item in members)].append(name)
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:
         raise ConfigError(
@@ -247,6 +247,6 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
             fragment_of[name] = max(behind, key=lambda f: (behind[f], -f))
             dealt[fragment_of[name]] += 1
     fragments: list[list[Averaged]] = [[] for _ in range(num_fragments)]
-    for each in averaged:
-        fragments[fragment_of[layer_of(each.name)]].append(each)
+    for item in averaged:
+        fragments[fragment_of[layer_of(item.name)]].append(item)
     return fragments

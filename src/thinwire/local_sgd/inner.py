@@ -31,10 +31,10 @@ def check_keeps_to_itself(optimizer: torch.optim.Optimizer, *, is_sharded: bool)
             "learn from that one's data only; pass the optimizer that it was made of, such as "
             "torch.optim.AdamW(model.parameters(), …), or average gradients with thinwire.attach"
         )
-    # Those of a sharded model may gather a matrix from the shards of one replica.
+    # An optimizer of a sharded model may gather a matrix from the shards of one replica.
     held = () if is_sharded else vars(optimizer).items()
     joins = [key for key, value in held if isinstance(value, dist.ProcessGroup) or _is_mesh(value)]
-    # Of torch's PostLocalSGDOptimizer, Horovod and Apex.
+    # Torch's PostLocalSGDOptimizer, Horovod and Apex have these attributes.
     joins += [key for key in ("averager", "process_set", "process_group") if _has(optimizer, key)]
     if joins:
         raise ConfigError(
@@ -62,8 +62,8 @@ def silent_steps(
     counts: dict[int, int | None] = {}  # of messages before the first step, None after it
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # What a closure sends are gradients.
-        if all(each is None for each in (*args[1:], *kwargs.values())):
+        # The messages of a closure are gradients.
+        if all(argument is None for argument in (*args[1:], *kwargs.values())):
             counts.setdefault(id(optimizer), _num_messages(group))
 
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -91,7 +91,7 @@ def _num_messages(group: Any) -> int | None:  # its stub lacks the method
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps of a parameter."""
+    """A tensor that an optimizer keeps of a parameter."""
 
     place: str  # such as "state['z']"
     parameter: torch.Tensor
@@ -116,16 +116,20 @@ class CopiesOfWeights:
             if type(optimizer).__module__.startswith("torch.optim"):
                 continue  # those of torch keep none that they go back to
             by_place = defaultdict(list)
-            for each in _kept(optimizer):
-                if (id(optimizer), each.place, id(each.parameter)) not in self._places:
-                    by_place[each.place].append(each)
+            for state in _kept(optimizer):
+                if (id(optimizer), state.place, id(state.parameter)) not in self._places:
+                    by_place[state.place].append(state)
             for place, of_one in by_place.items():
-                now = _distance([(each.tensor, each.parameter) for each in of_one])
-                known = [(e.tensor, lasts[id(e.parameter)]) for e in of_one if id(e.parameter) in lasts]
+                now = _distance([(state.tensor, state.parameter) for state in of_one])
+                known = [
+                    (state.tensor, lasts[id(state.parameter)])
+                    for state in of_one
+                    if id(state.parameter) in lasts
+                ]
                 before = _distance(known) if known else now
-                # Of weights that are all zero it can't be told yet: momentum begins there, too.
+                # Weights that are all zero do not tell yet: momentum begins there, too.
                 if math.inf not in (now, before):
-                    self._places |= {(id(optimizer), place, id(each.parameter)) for each in of_one}
+                    self._places |= {(id(optimizer), place, id(state.parameter)) for state in of_one}
                 if min(now, before) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {place}, from which its "
@@ -149,29 +153,29 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
     """Yield all that an optimizer keeps of a parameter, in its type of numbers and its size."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    found: list[tuple[str, object, object]] = []
-    for own in (optimizer, *_inside(optimizer)):
-        for group in own.param_groups:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    candidates: list[tuple[str, object, object]] = []
+    for holder in (optimizer, *_inside(optimizer)):
+        for group in holder.param_groups:
             lists = {key: value for key, value in group.items() if isinstance(value, list | tuple)}
             for key, values in lists.items():
-                found += _paired(f"param_groups[…][{key!r}]", group["params"], values)
-        for key, value in vars(own).items():
-            found += _keyed(key, value)
-            found += _paired(key, parameters, _flat(value))
-        masters = [each for group in own.param_groups for each in group["params"]]
-        found += _paired("its parameters", parameters, masters)
-    for place, owner, kept in found:
-        if not isinstance(owner, torch.Tensor) or not isinstance(kept, torch.Tensor):
+                candidates += _paired(f"param_groups[…][{key!r}]", group["params"], values)
+        for key, value in vars(holder).items():
+            candidates += _keyed(key, value)
+            candidates += _paired(key, parameters, _flat(value))
+        masters = [parameter for group in holder.param_groups for parameter in group["params"]]
+        candidates += _paired("its parameters", parameters, masters)
+    for place, owner, state in candidates:
+        if not isinstance(owner, torch.Tensor) or not isinstance(state, torch.Tensor):
             continue
-        is_alike = kept.is_floating_point() and kept.numel() == owner.numel()
-        if is_alike and _is_apart(kept, owner) and not any(f"'{key}'" in place for key in ONLY_READ):
-            yield Kept(place, owner, kept)
+        is_alike = state.is_floating_point() and state.numel() == owner.numel()
+        if is_alike and _is_apart(state, owner) and not any(f"'{key}'" in place for key in ONLY_READ):
+            yield Kept(place, owner, state)
 
 
-def _is_apart(kept: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Return whether what is kept has memory of its own: a view has the average when the parameter has."""
-    held, other = held_of(kept), held_of(owner)
+def _is_apart(state: torch.Tensor, owner: torch.Tensor) -> bool:
+    """Return whether a state has memory of its own: a view has the average when the parameter has."""
+    held, other = held_of(state), held_of(owner)
     # Quantized states are of types that only their optimizers read.
     return (
         type(held) is torch.Tensor and held.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
@@ -191,29 +195,29 @@ def _keyed(
 ) -> Iterator[tuple[str, object, object]]:
     """Yield what mappings hold of a parameter that is a key of theirs."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             if isinstance(key, torch.Tensor):
-                yield from _keyed(place, each, key)
+                yield from _keyed(place, item, key)
             else:
-                yield from _keyed(f"{place}[{key!r}]", each, owner)
+                yield from _keyed(f"{place}[{key!r}]", item, owner)
     elif owner is not None:
         yield place, owner, value
 
 
 def _flat(value: object) -> list[object]:
-    """Return what a list of lists or a mapping holds, in order."""
+    """Return the values of nested lists or mappings, in order."""
     if isinstance(value, Mapping):
         return _flat(list(value.values()))
     if not isinstance(value, list | tuple):
         return [value]
-    return [one for each in value for one in _flat(each)]
+    return [leaf for item in value for leaf in _flat(item)]
 
 
 def _paired(
     place: str, parameters: Sequence[object], values: Sequence[object]
 ) -> list[tuple[str, object, object]]:
     """Return values with the parameters that they stand for, if there are as many, or one flat one of all."""
-    sizes = [each.numel() for each in parameters if isinstance(each, torch.Tensor)]
+    sizes = [parameter.numel() for parameter in parameters if isinstance(parameter, torch.Tensor)]
     if len(values) == 1 and isinstance(values[0], torch.Tensor) and values[0].numel() == sum(sizes):
         values = values[0].reshape(-1).split_with_sizes(sizes)
     if len(values) != len(parameters):

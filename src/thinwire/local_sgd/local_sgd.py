@@ -199,7 +199,7 @@ class LocalSGD(ModelAverager, Joinable):
         )
         # The plan is of what was trained then: messages of other lengths would end the process, and those of
         # equal lengths be averaged with other parameters'.
-        others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
+        others = sorted({spec.name for spec in {*self._engine.specs} ^ {tensor.spec for tensor in averaged}})
         changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
         self._agree_on(changed)
         if others:
@@ -219,7 +219,7 @@ class LocalSGD(ModelAverager, Joinable):
         )
 
     def _described(self) -> dict[str, str]:
-        """Return what must be the same on all processes, by subject."""
+        """Return the settings that must be the same on all processes, by subject."""
         schedule = self._schedule
         described = {
             "every_steps": schedule.every_steps,
@@ -381,7 +381,7 @@ class LocalSGD(ModelAverager, Joinable):
         now = self._averagings
         if not self._model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
-        # What algorithms remember of a step is known when it has ended.
+        # The memory of an algorithm is known when its step has ended.
         if any(not pending_average.has_landed for pending_average in now.pending_averages):
             with self._averaging("state_dict()"):
                 now.finish_all()
@@ -406,7 +406,7 @@ class LocalSGD(ModelAverager, Joinable):
             raise StepError("load the state before the context is entered")
         replica, num_fragments = self._model.replica, self._schedule.streaming.fragments
         shapes = [
-            {each.name: replica.shape_of(each.name, each.value) for each in part}
+            {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
         has_outer, has_warmup = self._make_outer is not None, self._schedule.warmup.algorithm is not None

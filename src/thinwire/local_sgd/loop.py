@@ -1,4 +1,4 @@
-"""What hangs on the user's loop meanwhile: steps are counted, and a DDP model's gradients directed."""
+"""Hooks on the user's loop: they count its steps, and direct a DDP model's gradients."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +78,7 @@ def check_ddp(model: DistributedDataParallel) -> None:
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "
             "model without one (it registers its own), or the plain module instead of the DDP model"
         )
-    # What DDP sends by itself at every pass would go to all processes between averagings as well.
+    # DDP's own messages at every pass would go to all processes between averagings as well.
     if model.broadcast_buffers and any(True for _ in model.module.buffers()):
         option = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"
         raise AttachError(

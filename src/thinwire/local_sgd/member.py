@@ -79,7 +79,7 @@ class Member(Averager, Averageable):
         self._sent_optimizers = optimizers if self._group.send_optimizer else ()
         if self._sent_optimizers:
             _check_hold_all(self._sent_optimizers, averaged)
-        specs, parts = [each.spec for each in averaged], layouts_of(averaged, streaming.fragments)
+        specs, parts = [tensor.spec for tensor in averaged], layouts_of(averaged, streaming.fragments)
         # If each process has a part, a mean is finite if those of all are.
         settings = Settings(together=self._group.inside if self._group.has_parts else None)
         engine = Engine(algorithm, self._group.transport, specs, settings, parts=parts)
@@ -170,7 +170,7 @@ class Member(Averager, Averageable):
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
         # Found by identity: a compiled block's names are not those it is averaged under.
-        averaged = {id(each.tensor) for each in self._model.tensors()}
+        averaged = {id(item.tensor) for item in self._model.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
         return {plain_name(name): held_of(tensor) for name, tensor in held if id(tensor) not in averaged}
 
@@ -181,7 +181,7 @@ class Member(Averager, Averageable):
     # Members compare this, and a newcomer starts from it.
 
     def _described(self) -> Description:
-        sent = ", ".join(type(each).__name__ for each in self._sent_optimizers)
+        sent = ", ".join(type(optimizer).__name__ for optimizer in self._sent_optimizers)
         return {
             **self._engine.described("an averaging", self._device),
             "torch": torch.__version__.partition("+")[0],
@@ -201,8 +201,8 @@ class Member(Averager, Averageable):
         """Use the algorithm that the others do after this step."""
 
     def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what a newcomer starts from, or (with the engine's own state) a run that resumes."""
-        # As of the last averaging, which is what a newcomer gets: later steps are in no model but this one's.
+        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
         step = self._steps - self._pending_steps
         state: dict[str, Any] = {
             "version": STATE_VERSION,
@@ -219,13 +219,13 @@ class Member(Averager, Averageable):
             "turns": self._turns,
             "not_averaged": self._not_averaged(),
             "residual_of": tuple(sorted(self._engine.memory[ERROR])),
-            "optimizers": [_own_state(each) for each in self._sent_optimizers],
+            "optimizers": [_own_state(optimizer) for optimizer in self._sent_optimizers],
         }
         return with_checksum(state)
 
     def _checked(self, state: Mapping[str, Any]) -> LoadedState:
         """Return a state that was saved or received, if it is one of this model."""
-        shapes = {each.name: tuple(each.value.shape) for each in self._model.tensors()}
+        shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self._model.tensors()}
         loaded = checked_state(state, [shapes], has_outer=self._make_outer is not None)
         if loaded.in_flight:
             raise StateError(
@@ -239,7 +239,7 @@ class Member(Averager, Averageable):
 
     def _start_from(self, loaded: LoadedState) -> None:
         """Go on from a state; what was made until then counts no more."""
-        # What may refuse comes first: then nothing has changed.
+        # All that may refuse comes first: then nothing has changed.
         held, others, members = self._held(), self._not_averaged(), members_of(loaded)
         if loaded.members is not None:  # a fixed group's has no others
             _check_like(members["not_averaged"], others)
@@ -257,15 +257,15 @@ class Member(Averager, Averageable):
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
                 self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
-        for tensors, own in (loaded.last_average, held), (members["not_averaged"], others):
+        for tensors, targets in (loaded.last_average, held), (members["not_averaged"], others):
             for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+                targets[name].copy_(tensor)
         self._model.loads.forget()
         self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """Return what the run resumes from: model, outer optimizer, residual, counts, lineage. Collective.
+        """Return the state of the run: model, outer optimizer, residual, counts, lineage. Collective.
 
         What is pending is averaged first, so the model is the last average. All members that are there take
         part, those that do not call this at their next averaging; the residual becomes its mean over them,
@@ -304,7 +304,7 @@ class Member(Averager, Averageable):
 
 def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
     """Refuse a model that the processes of a member do not hold together."""
-    meshes = (each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh"))
+    meshes = (parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh"))
     inside = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
     if inside != num_processes:
         raise AttachError(
@@ -319,8 +319,8 @@ def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_pro
 def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Sequence[Averaged]) -> None:
     held = set[int]().union(*map(held_by, optimizers))
     # Statistics are buffers, which no one trains.
-    trained = [each for each in averaged if not each.spec.is_statistic]
-    others = [each.name for each in trained if id(each.tensor) not in held]
+    trained = [parameter for parameter in averaged if not parameter.spec.is_statistic]
+    others = [parameter.name for parameter in trained if id(parameter.tensor) not in held]
     if others:
         raise ConfigError(
             f"{len(others)} of the model's {len(trained)} trainable parameters, such as {others[0]!r}, are "
@@ -399,16 +399,16 @@ def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequen
             f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
             "the others"
         )
-    before = [(each.state, each.param_groups) for each in optimizers]
+    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
     for optimizer, its_state in zip(optimizers, states, strict=True):
         try:
             # Loading does not look into them, and the next step would.
-            if not all(isinstance(each, Mapping) for each in its_state["state"].values()):
+            if not all(isinstance(values, Mapping) for values in its_state["state"].values()):
                 raise TypeError("it has a parameter's state that is no mapping")
             optimizer.load_state_dict({**its_state, "state": _as_held(its_state["state"], optimizer)})
         except Exception as error:  # optimizers raise what they like
-            for each, (state, groups) in zip(optimizers, before, strict=True):
-                each.state, each.param_groups = state, groups
+            for restored, (state, groups) in zip(optimizers, before, strict=True):
+                restored.state, restored.param_groups = state, groups
             raise StateError(
                 f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
             ) from error

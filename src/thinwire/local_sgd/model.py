@@ -51,7 +51,7 @@ class AveragedModel:
     loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
 
     def tensors(self) -> list[Averaged]:
-        """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
+        """Return the averaged tensors, as they are now: trainable parameters, saved floating buffers if asked.
 
         Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
         weights that stay; buffers that the module does not save (masks, position tables) are constants.
@@ -59,7 +59,7 @@ class AveragedModel:
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
         ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
-        found = []
+        averaged = []
         # In the model's order, which is the same on every process and decides what travels where.
         for parameter, name in names_of(self.module, ignored).items():
             if not parameter.requires_grad:
@@ -72,8 +72,8 @@ class AveragedModel:
                     "that fully_shard held when it was given to LocalSGD: call fully_shard before; LocalSGD "
                     "averages no others"
                 )
-            found.append(Averaged(name, parameter, is_buffer=False))
-        if not found:
+            averaged.append(Averaged(name, parameter, is_buffer=False))
+        if not averaged:
             raise AttachError("no parameter of the model is trained, so there is nothing to average")
         # Module by module: which buffers are not saved only the module knows that has them. One that modules
         # share is averaged once.
@@ -84,18 +84,20 @@ class AveragedModel:
                 if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
                     seen.add(id(buffer))
                     if buffer.dtype in DTYPES and name not in ignored:
-                        found.append(Averaged(name, buffer, is_buffer=True))
-        _check_values(found)
-        return found
+                        averaged.append(Averaged(name, buffer, is_buffer=True))
+        _check_values(averaged)
+        return averaged
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
-        """Return what carries messages over the group, and within the subgroup if there is one."""
-        device, given = self.tensors()[0].tensor.device, self.replica.replicas
+        """Return the transport of the group, and that of the subgroup if there is one."""
+        device, replicas = self.tensors()[0].tensor.device, self.replica.replicas
 
-        def transport_of(given: Any) -> Transport:
-            return given if isinstance(given, Transport) else ProcessGroupTransport(given, device)
+        def transport_of(processes: Any) -> Transport:
+            return processes if isinstance(processes, Transport) else ProcessGroupTransport(processes, device)
 
-        group = transport_of(self.ddp.process_group if self.ddp is not None and given is None else given)
+        group = transport_of(
+            self.ddp.process_group if self.ddp is not None and replicas is None else replicas
+        )
         if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
             raise ConfigError(
                 "replicas is not the group of the DDP model; leave it out, or build both with the same one"
@@ -103,7 +105,9 @@ class AveragedModel:
         inner = None if subgroup is None else transport_of(subgroup)
         # Other transports do not say who is at their ends.
         if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
-            members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
+            members, others = (
+                set(dist.get_process_group_ranks(transport.group)) for transport in (group, inner)
+            )
             if others - members:
                 raise ConfigError(
                     f"processes {sorted(others - members)} of the subgroup are not in the process group; "
@@ -132,7 +136,7 @@ class AveragedModel:
     def holding_average(self) -> Iterator[None]:
         """Let the model hold the last averages while this is open. What it held comes back afterwards."""
         lasts = self.fragments.lasts
-        own = [each.value.clone() for each, _ in lasts]
+        values = [tensor.value.clone() for tensor, _ in lasts]
         self.shows_average = True
         try:
             for fragment in self.fragments:
@@ -141,8 +145,8 @@ class AveragedModel:
         finally:
             # Parameters gathered for an evaluation are of the average, and would be used again.
             self.replica.show_shards()
-            for (each, _), value in zip(lasts, own, strict=True):
-                each.value.copy_(value)
+            for (tensor, _), value in zip(lasts, values, strict=True):
+                tensor.value.copy_(value)
             self.shows_average = False
 
     def check_own(self, call: str) -> None:
@@ -153,12 +157,12 @@ class AveragedModel:
 
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Take note of what is averaged from now on."""
-        self.entered = {each.name: each.identity for each in averaged}
+        self.entered = {tensor.name: tensor.identity for tensor in averaged}
 
     def check_unchanged(self) -> None:
         """Refuse to go on with other tensors than on entry."""
         # A message is flat: with other tensors its parts would be taken for those of their neighbours.
-        now = {each.name: each.identity for each in self.tensors()}
+        now = {tensor.name: tensor.identity for tensor in self.tensors()}
         changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
         if changed:
             raise StepError(
@@ -167,16 +171,16 @@ class AveragedModel:
             )
 
 
-def _check_values(found: Iterable[Averaged]) -> None:
-    for each in found:
-        if each.value.dtype not in DTYPES:
+def _check_values(averaged: Iterable[Averaged]) -> None:
+    for item in averaged:
+        if item.value.dtype not in DTYPES:
             raise GradientError(
-                f"{each.name} is trained in {each.value.dtype}, which has no mean, expected 16 bits or more; "
+                f"{item.name} is trained in {item.value.dtype}, which has no mean, expected 16 bits or more; "
                 "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
             )
-        if each.tensor.is_meta:
+        if item.tensor.is_meta:
             raise AttachError(
-                f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
+                f"{item.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
                 "initialise or load it, then average the model"
             )
 
@@ -201,9 +205,9 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
 def replica_of(
     module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
 ) -> Replica:
-    """Return what is known of this process's replica of a model."""
+    """Describe this process's replica of a model."""
     # Their types take seconds to import, so they are known by what they have.
-    has_parts = any(hasattr(each, "to_local") for each in module.parameters())
+    has_parts = any(hasattr(parameter, "to_local") for parameter in module.parameters())
     if not hasattr(replicas, "get_group") and not ((replicas is not None and has_parts) or is_fsdp2(module)):
         return Replica(replicas)
     if has_subgroup:
@@ -230,7 +234,7 @@ def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) 
 
 
 def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of something as a part of it, sharded as a parameter is."""
+    """Return `held`, this process's part of a tensor, sharded as a parameter is."""
     if not hasattr(parameter, "to_local"):
         return held
     # That takes seconds to import; with a sharded model it is done.
@@ -240,7 +244,7 @@ def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
 
 def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
     """Refuse the optimizer of a different model."""
-    if not held_by(optimizer) & {id(each) for each in parameters}:
+    if not held_by(optimizer) & {id(parameter) for parameter in parameters}:
         raise ConfigError(
             "the optimizer holds none of the model's trainable parameters; build it from this model: "
             "optimizer = torch.optim.SGD(model.parameters(), …)"
@@ -261,7 +265,7 @@ def checked_optimizers(
             raise ConfigError(
                 f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
             )
-        check_trains(optimizer, (each.tensor for each in averaged))
+        check_trains(optimizer, (parameter.tensor for parameter in averaged))
         # Fewer than the model's are fine: an optimizer that is not passed may train the others.
         foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
         if foreign:

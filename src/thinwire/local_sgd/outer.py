@@ -107,7 +107,7 @@ def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, 
 
 
 def described_outer(outer: torch.optim.Optimizer | None) -> str:
-    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    """Return an outer optimizer's kind and plain settings as text, for processes to compare."""
     if outer is None:
         return "none"
     # Functions and tensors may print differently on every process.
@@ -134,10 +134,10 @@ def saved_outer(outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica) ->
         lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
         outer.state_dict(),
     )
-    for name, parameter, kept, key in _tensors(outer, lasts, state):
-        # What has the parameter's shape is sharded as it is; step counts are not.
-        if kept[key].shape == parameter.shape:
-            kept[key] = replica.whole({name: kept[key]})[name]
+    for name, parameter, values, key in _tensors(outer, lasts, state):
+        # A tensor of the parameter's shape is sharded as it is; step counts are not.
+        if values[key].shape == parameter.shape:
+            values[key] = replica.whole({name: values[key]})[name]
     return state
 
 
@@ -145,12 +145,12 @@ def load_outer(
     outer: torch.optim.Optimizer, lasts: Lasts, replica: Replica, state: Mapping[str, Any]
 ) -> None:
     """Let an outer optimizer go on from what `saved_outer` has returned."""
-    own = copy.deepcopy(dict(state))
-    for name, parameter, kept, key in _tensors(outer, lasts, own):
-        if kept[key].shape == replica.shape_of(name, parameter):
-            kept[key] = replica.own({name: kept[key]})[name]
+    copied = copy.deepcopy(dict(state))
+    for name, parameter, values, key in _tensors(outer, lasts, copied):
+        if values[key].shape == replica.shape_of(name, parameter):
+            values[key] = replica.own({name: values[key]})[name]
     try:
-        outer.load_state_dict(own)
+        outer.load_state_dict(copied)
         # It takes the settings of most other kinds, and would fail in the first step without its own.
         missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
     except KeyError as error:
@@ -169,11 +169,11 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
     """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
     # An optimizer knows no names: a state has the parameters' places in its groups, one after the other.
-    names = {id(last): each.name for each, last in lasts}
+    names = {id(last): tensor.name for tensor, last in lasts}
     parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
-    for place, kept in state["state"].items():
+    for place, values in state["state"].items():
         if place >= len(parameters):
             continue  # of a different optimizer: this one refuses it when it is loaded
-        for key, value in kept.items():
+        for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                yield names[id(parameters[place])], parameters[place], kept, key
+                yield names[id(parameters[place])], parameters[place], values, key

@@ -88,13 +88,13 @@ class PendingAverage(Generic[Part]):
         together = self._engine.settings.together if self._engine.places is None else None
         if not committed or not are_finite(self.changes, together):
             # Memory is written before it is known what comes of it in the model's type.
-            kept = committed and self._engine.memory_bytes() > 0
+            residual_moved = committed and self._engine.memory_bytes() > 0
             raise StepError(
                 f"the mean {self._what} is not finite though that of each process is: it has left the range "
                 "of the type it travels in, on all alike. "
                 + (
                     "No model has moved, but the residual has: load a checkpoint"
-                    if kept
+                    if residual_moved
                     else "Nothing was averaged"
                 )
                 + "; average more often, or in a different type"
@@ -125,5 +125,5 @@ def have_moved(changes: Changes, together: Transport | None) -> bool:
         if not specs[0].is_statistic
     ]
     # One shard may hold nothing but statistics; it is asked as well.
-    still = ~torch.stack([each.to(moved[0].device) for each in moved]).any() if moved else torch.tensor(True)
+    still = ~torch.stack([flag.to(moved[0].device) for flag in moved]).any() if moved else torch.tensor(True)
     return not (still if together is None else true_for_all(still, together, "whether all shards are still"))

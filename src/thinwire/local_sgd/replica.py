@@ -1,4 +1,4 @@
-"""What a process holds of its replica of the model: all of it, or (of a sharded model) a shard."""
+"""A process's part of its replica of the model: all of it, or (of a sharded model) a shard."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Replica:
         """
         if self.saves_parts or self.shards is None:
             return dict(held)
-        return {name: self._gathered(name, each, self.shards) for name, each in held.items()}
+        return {name: self._gathered(name, part, self.shards) for name, part in held.items()}
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
         place, shards = self.inside.rank, self.inside.size
         return {
-            name: self.pieces[name].cut(place, shards)(each).clone() if name in self.pieces else each
-            for name, each in whole.items()
+            name: self.pieces[name].cut(place, shards)(tensor).clone() if name in self.pieces else tensor
+            for name, tensor in whole.items()
         }
 
     def _gathered(self, name: str, held: torch.Tensor, shards: Transport) -> torch.Tensor:
@@ -62,10 +62,10 @@ class Replica:
         if piece is not None and piece.dim is not None:
             parts = [piece.cut(shard, shards.size)(whole) for shard in range(shards.size)]
         # The first shard is the longest; the last ones may be empty, and take part.
-        own = held.new_zeros(parts[0].numel(), device=shards.control_device)
-        own[: held.numel()] = held.reshape(-1)
-        rows = own.new_empty(shards.size, len(own))
-        shards.all_gather(rows, own, f"state_dict(), {name}").wait()
+        padded = held.new_zeros(parts[0].numel(), device=shards.control_device)
+        padded[: held.numel()] = held.reshape(-1)
+        rows = padded.new_empty(shards.size, len(padded))
+        shards.all_gather(rows, padded, f"state_dict(), {name}").wait()
         for part, row in zip(parts, rows, strict=False):
             part.copy_(row[: part.numel()].view(part.shape))
         return whole

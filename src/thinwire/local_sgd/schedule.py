@@ -117,7 +117,7 @@ class Schedule:
         num_fragments = self.streaming.fragments
         place = turn % num_fragments
         if self.every_seconds is None:
-            first, second = (-(-each * self.every_steps // num_fragments) for each in (place, place + 1))
+            first, second = (-(-count * self.every_steps // num_fragments) for count in (place, place + 1))
             return steps >= second - first
         # At the step that ends next to the time: who is slow is waited for by half of its step.
         return seconds + seconds / steps / 2 >= self.every_seconds / num_fragments

@@ -16,8 +16,8 @@ from thinwire.sync.settings import OnNonfinite
 
 def _written(settings: Any) -> str:
     """Return how settings are written in code, without what has its default."""
-    values = [(each, getattr(settings, each.name)) for each in fields(settings)]
-    texts = [f"{each.name}={value!r}" for each, value in values if value != each.default]
+    values = [(field, getattr(settings, field.name)) for field in fields(settings)]
+    texts = [f"{field.name}={value!r}" for field, value in values if value != field.default]
     return f"{type(settings).__name__}({', '.join(texts)})"
 
 

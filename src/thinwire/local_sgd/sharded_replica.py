@@ -33,7 +33,7 @@ def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | Dev
 
 def _in_shards(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
     sharded = ShardedModel(module)
-    own = sharded.mesh_of_shards()
+    mesh = sharded.mesh_of_shards()
     if sharded.is_replicated:
         raise AttachError(
             "replicate averages this model's gradients in every step; pass the plain module instead, "
@@ -47,7 +47,7 @@ def _in_shards(module: nn.Module, replicas: dist.ProcessGroup | Transport | Devi
         "its gradients are averaged over the replicas in every step, so averaging models as well would "
         "change nothing; leave out one of the two",
     )
-    inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
+    inside = ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
     return Replica(
         replicas,
         inside,
@@ -99,13 +99,15 @@ def _holds_all(module: nn.Module) -> bool:
     """Return whether fully_shard holds all that is a DTensor: experts may lie beside it."""
     reshard(module)
     held = {id(parameter) for _, parameter in ShardedModel(module).parameters}
-    return all(id(each) in held for each in module.parameters() if hasattr(each, "device_mesh"))
+    return all(
+        id(parameter) in held for parameter in module.parameters() if hasattr(parameter, "device_mesh")
+    )
 
 
 def _meshes_of(module: nn.Module) -> list[DeviceMesh]:
     """Return the meshes over which parameters of a module are laid out, each once."""
-    found = [each.device_mesh for each in module.parameters() if hasattr(each, "device_mesh")]
-    return list({str(mesh.mesh.tolist()): mesh for mesh in found}.values())
+    meshes = [parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh")]
+    return list({str(mesh.mesh.tolist()): mesh for mesh in meshes}.values())
 
 
 def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
@@ -116,8 +118,8 @@ def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
         ranks = replicas.mesh.flatten().tolist()
     else:
         ranks = dist.get_process_group_ranks(replicas) if isinstance(replicas, dist.ProcessGroup) else []
-    own = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    return len(own.intersection(ranks)) == 1
+    inside = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    return len(inside.intersection(ranks)) == 1
 
 
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
@@ -138,7 +140,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
     places = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
     widest = max(places, key=len)
-    if not all(set(widest).issuperset(each) for each in places):
+    if not all(set(widest).issuperset(ranks) for ranks in places):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
             f"parameters lie on unlike meshes, {shown}, so it is not known which processes hold the replica; "

@@ -52,7 +52,7 @@ def packed_state(
 ) -> dict[str, Any]:
     """Return the state, as copies on the CPU. Collective."""
     fragments, outer, replica = model.fragments, model.outer, model.replica
-    lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
+    lasts = dict(chain.from_iterable(fragment.named(fragment.last).items() for fragment in fragments))
     in_flight = [item for pending_average in pending_averages for item in pending_average.changes.items()]
     # Several of these values are collective: in one order on all processes, of the shards of a replica too.
     state = {
@@ -60,7 +60,7 @@ def packed_state(
         "step": step,
         "sent_after": tuple(fragment.sent_after for fragment in fragments),
         "in_flight": tuple(
-            (fragments.index(each), replica.whole(each.named(means))) for each, means in in_flight
+            (fragments.index(fragment), replica.whole(fragment.named(means))) for fragment, means in in_flight
         ),
         "last_average": replica.whole(lasts),
         "sync": sync.state_dict(),
@@ -72,7 +72,7 @@ def packed_state(
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
-    """Return what members that come and go resume from; of a fixed group's state, as if it were theirs."""
+    """Return the part of a state that elastic members use; of a fixed group's state, as if it were theirs."""
     if loaded.members is not None:
         return loaded.members
     # Members that load the same state are of one lineage.
@@ -158,7 +158,7 @@ def _check_members(members: object) -> None:
         whole_number(key, members[key], minimum=0, error=StateError)
     for key, kind in ("residual_of", str), ("optimizers", Mapping):
         listed = members[key]
-        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
+        if not isinstance(listed, list | tuple) or not all(isinstance(item, kind) for item in listed):
             raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
 
 
@@ -174,7 +174,7 @@ def _check_pending_averages(
     num_saved = len(state["sent_after"])
     if not num_saved:
         raise StateError("sent_after must hold a number for each fragment, got none")
-    # What has landed is of one division of the model, and can't be applied to the parts of a different one.
+    # A landed mean is of one division of the model, and can't be applied to the parts of a different one.
     if state["in_flight"] and num_saved != len(shapes):
         raise StateError(
             f"the state was saved while one of {num_saved} fragments was in flight, and here are "

@@ -115,14 +115,14 @@ class Steps(Member):
         """Return the gradients by bucket, flat; zeros for missing ones."""
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
-        for each, part in self._parts(flats):
-            part.zero_() if each.tensor.grad is None else part.copy_(held_of(each.tensor.grad))
+        for parameter, part in self._parts(flats):
+            part.zero_() if parameter.tensor.grad is None else part.copy_(held_of(parameter.tensor.grad))
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
         """Yield each parameter with its part of what is flat, in the parameter's type."""
-        for each, part in self._buckets.parts(flats):
-            yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
+        for parameter, part in self._buckets.parts(flats):
+            yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
     # The members' view.
 
@@ -131,7 +131,7 @@ class Steps(Member):
         return Part(0.0 if turns_ahead else self._work, bool(all_finite(*flats)), flats)
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return {each.name: each.value for each in self._buckets}
+        return {parameter.name: parameter.value for parameter in self._buckets}
 
     def _start_from(self, loaded: LoadedState) -> None:
         super()._start_from(loaded)
@@ -159,8 +159,8 @@ class Steps(Member):
                     "and no step was taken; give the work that they are of, or leave the step out on all"
                 )
             return
-        for each, mean in self._parts(pending_average.changes[self._buckets]):
-            each.tensor.grad = as_sharded(each.tensor, mean)
+        for parameter, mean in self._parts(pending_average.changes[self._buckets]):
+            parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Here, for a member that joins, or learns late that a step was committed, takes it as well.
         for optimizer in self._optimizers:
             optimizer.step()
