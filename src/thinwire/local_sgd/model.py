@@ -51,7 +51,7 @@ class AveragedModel:
     loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
 
     def tensors(self) -> list[Averaged]:
-        """Return the averaged tensors, as they are now: trainable parameters, saved floating buffers if asked.
+        """Return the averaged tensors as they are now: trainable parameters, saved floating buffers if asked.
 
         Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
         weights that stay; buffers that the module does not save (masks, position tables) are constants.
