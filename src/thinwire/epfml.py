@@ -1,4 +1,4 @@
-"""What stands behind `thinwire.powersgd`: epfml's names, apart from `thinwire.algorithms.PowerSGD`."""
+"""The code behind `thinwire.powersgd`: epfml's names, apart from `thinwire.algorithms.PowerSGD`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Config(NamedTuple):
 
 
 class Options(TypedDict, total=False):
-    """What aggregators over all of a model's parameters take by name."""
+    """Options that aggregators over all of a model's parameters take by name."""
 
     process_group: dist.ProcessGroup | None
     grad_scaler: GradScaler | None
@@ -115,7 +115,7 @@ class _Synchronised(Aggregator):
         held = torch.empty_like(error)
         adapter.in_layout(index, held).copy_(gradient)
         residual = error - held / scale
-        # What the gradient's type can't hold of it stays here.
+        # The part that the gradient's type can't hold stays here.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
             adapter.engine.put_error(adapter.name_of(index), residual)
 
@@ -159,11 +159,11 @@ class AllReduce(_Synchronised):
 
     def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
         """Return an adapter; a new one for other tensors than before, since nothing is remembered."""
-        given = [tensor for tensor in tensors if tensor is not None]
-        if len(given) < len(tensors):
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
-        if self._adapter is None or _kinds(self._adapter.parameters) != _kinds(given):
-            self._adapter = GradientListAdapter(given, algorithms.AllReduce(), **self._options)
+        if self._adapter is None or _kinds(self._adapter.parameters) != _kinds(present):
+            self._adapter = GradientListAdapter(present, algorithms.AllReduce(), **self._options)
         return self._adapter
 
 
@@ -229,11 +229,11 @@ class AlgorithmAggregator(GradientListAdapter, _Synchronised):
         return self.sync.plan
 
     def stats(self) -> Stats:
-        """Return what has been done so far; see `thinwire.Stats`."""
+        """Return the statistics so far; see `thinwire.Stats`."""
         return self.sync.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        """Return the memory, the same on every process. Collective; see `GradientSync.state_dict`."""
         return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -19,7 +19,7 @@ SHARD_MARK = " @ shard "
 
 
 class ParameterSpec(NamedTuple):
-    """What an algorithm needs to know of a parameter: everything but its values.
+    """The facts that an algorithm needs of a parameter: everything but its values.
 
     Attributes:
         name: The parameter's name in the model, the key of all state about it.

@@ -103,13 +103,15 @@ def auto(
         raise ConfigError(f"log must be a function that takes a text, such as print, or None, got {log!r}")
     # `attach` refuses what is no model.
     if isinstance(trainer, torch.optim.Optimizer) and isinstance(model, torch.nn.Module):
-        check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
+        check_trains(trainer, (parameter for parameter in model.parameters() if parameter.requires_grad))
     sync = attach(model, AllReduce(), **settings)
     engine = engine_of(sync)
     training = Training.of(model, name, engine.between.size, total_steps)
     notes = [*optimizer_notes(optimizer), *training.notes()]
     # An accelerator's messages travel while the host has gone on.
-    sees_waiting = all(each.device.type == "cpu" for each in model.parameters() if each.requires_grad)
+    sees_waiting = all(
+        parameter.device.type == "cpu" for parameter in model.parameters() if parameter.requires_grad
+    )
 
     def clock() -> Reading:
         return time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan
@@ -164,7 +166,9 @@ class Auto:
         self._engine, self._rules, self._notes = engine_of(sync), rules, notes
         self._log, self._clock = log, clock
         variants, self._losses = priced(), expected_losses(training)
-        self._rough = {code: self._losses[code] for code, each in variants.items() if not each.keeps_16_bits}
+        self._rough = {
+            code: self._losses[code] for code, variant in variants.items() if not variant.keeps_16_bits
+        }
         within = [code for code, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
         # Only the 16-bit type that no gradient is too large for; then what loses least.
         names = [EXACT, BASELINE, *sorted(within, key=lambda code: self._losses[code].order)]
@@ -184,7 +188,7 @@ class Auto:
             self._engine.observers.append(self._after_step)
 
     def __str__(self) -> str:
-        """Return what was chosen and why, in lines."""
+        """Return the choice and the reason for it, in lines."""
         if self.chosen is None or self.is_choosing:
             return "no choice yet" if self.is_choosing else "off: exact averaging"
         chosen, least_gain = self.chosen, self._rules.least_gain
@@ -196,11 +200,11 @@ class Auto:
         elif len(self.trials) == 2:
             why = none_within(self._rough, self._rules.budget_loss)
         lines = [f"{chosen.name}: a step takes {chosen}.", why]
-        local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
+        local = nearest({variant.name: self._losses[variant.name] for variant in LOCAL_VARIANTS})
         if local is not None and chosen.waited_seconds > least_gain * chosen.step_seconds:
             waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"
             lines.append(f"{waits}; averaging models less often waits less: {local} is for you to choose.")
-        tried = ", ".join(f"{each.name} {each}" for each in self.trials)
+        tried = ", ".join(f"{trial.name} {trial}" for trial in self.trials)
         return "\n".join([*lines, *self._notes, f"Tried: {tried}."])
 
     # A generator, so that trials and looks read from top to bottom: each `yield` is a step of the run.
@@ -222,13 +226,13 @@ class Auto:
 
     def _can_win_nothing(self) -> bool:
         """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay."""
-        fastest = min(self.trials[:2], key=lambda each: each.step_seconds)
+        fastest = min(self.trials[:2], key=lambda trial: trial.step_seconds)
         # A message of no bytes at all would save no more than that; NaN is not less than anything.
         return fastest.waited_seconds <= self._rules.least_gain * fastest.step_seconds
 
     def _until_changed(self, chosen: Trial, every_steps: int) -> Course:
         """Go on with what was chosen until it no longer is; return a trial of then and one of now."""
-        careful = [each for each in self.trials if not each.is_lossy][-1]
+        careful = [trial for trial in self.trials if not trial.is_lossy][-1]
         while True:
             now = yield from self._tried(chosen.name, every_steps)
             before, seen = chosen, now

@@ -82,7 +82,7 @@ class Replicated:
 
 @dataclass
 class Timed:
-    """What was timed of a way of averaging: steps, or averagings of the whole model; and what it keeps."""
+    """Timings of a way of averaging, of steps or of averagings of the whole model; and what it keeps."""
 
     timelines: list[Timeline] = field(default_factory=list)
     memory_bytes: int = 0
@@ -126,9 +126,9 @@ class Bench:
             if local is None
         ]
         turns += [partial(self._local_turn, timed, *alike) for alike, timed in self.averagings.items()]
-        start, num_rounds, told, done = time.perf_counter(), MIN_ROUNDS, "", 0
+        start, num_rounds, pace, done = time.perf_counter(), MIN_ROUNDS, "", 0
         while done < num_rounds:
-            progress(f"round {done + 1} of {num_rounds}, some steps with every algorithm{told}")
+            progress(f"round {done + 1} of {num_rounds}, some steps with every algorithm{pace}")
             for turn in turns:
                 turn()
             turns.reverse()
@@ -139,16 +139,16 @@ class Bench:
                 (round_seconds,) = mean_over_processes([own_seconds], transport)
                 # The budget bends if steps are long: fewer would tell nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
-                told = f", {round_seconds:.1f} s each"
+                pace = f", {round_seconds:.1f} s each"
 
     def predictions(self, network: Network) -> list[Prediction]:
-        """Return what each way of averaging would take, as this process has measured it."""
+        """Return a prediction for each way of averaging, as this process has measured it."""
         members, shards = self.training.members, self.subject.shards
-        alone = slowest_of([each.seconds for each in self.alone.timelines], members)
-        found = []
+        alone = slowest_of([timeline.seconds for timeline in self.alone.timelines], members)
+        predictions = []
         for name, local, timed in self.ways:
             if local is None:
-                steps = [each.step_seconds(network) for each in timed.timelines]
+                steps = [timeline.step_seconds(network) for timeline in timed.timelines]
                 seconds, every_steps = slowest_of(steps, members), 1
             else:
                 seconds = local_seconds(local, timed, network, alone)
@@ -171,21 +171,21 @@ class Bench:
                 published=published_gap(name, self.training),
                 rounds=(1 if local is None else local.streaming.fragments) * last.rounds / every_steps,
             )
-            found.append(prediction)
-        return found
+            predictions.append(prediction)
+        return predictions
 
     def _turn(self, timed: Timed, algorithm: Algorithm | None) -> None:
         """Time some steps with an algorithm, or without averaging."""
         model = self.subject.model
         with self.subject.turn_of(algorithm) as engine:
-            found = self._timelines(model.zero_grad, lambda: self.one_step(model))
+            timelines = self._timelines(model.zero_grad, lambda: self.one_step(model))
             if engine is not None:
                 timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
         # Hooks are called in a backward pass only.
-        if algorithm is not None and not all(each.sent for each in found):
+        if algorithm is not None and not all(timeline.sent for timeline in timelines):
             needs = "a backward pass on the model that it is given, through all of its parameters"
             raise ConfigError(f"one_step(model) must run {needs}")
-        timed.timelines += found
+        timed.timelines += timelines
         # Without gradients, so that what inner optimizers take is no time at all.
         model.zero_grad(set_to_none=True)
 
@@ -202,45 +202,47 @@ class Bench:
             )
 
     def _timelines(self, prepare: Callable[[], None], step: Callable[[], object]) -> list[Timeline]:
-        found = []
+        timelines = []
         for _ in range(UNTIMED_STEPS + TIMED_STEPS):
             prepare()
             self.stopwatch.start()
             step()
-            found.append(self.stopwatch.timeline())
-        return found[UNTIMED_STEPS:]
+            timelines.append(self.stopwatch.timeline())
+        return timelines[UNTIMED_STEPS:]
 
     def _adapter_of(self, kind: type[LocalSGD], **settings: Any) -> tuple[LocalSGD, torch.optim.Optimizer]:
         """Return an adapter that averages the model over the stopwatch, and the optimizer that it follows."""
         module = self.subject.module
-        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.0)
+        optimizer = torch.optim.SGD(
+            [parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.0
+        )
         return kind(module, optimizer, replicas=self.stopwatch.transport, **settings), optimizer
 
 
 def _kept_bytes(adapter: LocalSGD) -> int:
-    """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
+    """Return the bytes kept between steps: last averages, outer optimizer's state, algorithm's memory."""
 
     def held(tensor: torch.Tensor) -> torch.Tensor:
-        """Return what this process holds: its shard of a sharded tensor."""
+        """Return the part that this process holds: its shard of a sharded tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     kept_bytes = engine_of(adapter).memory_bytes()
     for state in () if adapter.outer is None else adapter.outer.state.values():
-        kept_bytes += sum(held(each).nbytes for each in state.values() if isinstance(each, torch.Tensor))
+        kept_bytes += sum(held(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
-    averaged = (each for each in adapter.module.parameters() if each.requires_grad)
-    return kept_bytes + sum(held(each).numel() * max(4, each.itemsize) for each in averaged)
+    averaged = (parameter for parameter in adapter.module.parameters() if parameter.requires_grad)
+    return kept_bytes + sum(held(parameter).numel() * max(4, parameter.itemsize) for parameter in averaged)
 
 
 def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Quartiles) -> Quartiles:
     """Return median and quartiles of a step, given those of one without averaging."""
     fragments, step_seconds = local.streaming.fragments, alone[0]
-    arithmetic_seconds = median(each.seconds for each in timed.timelines)
+    arithmetic_seconds = median(timeline.seconds for timeline in timed.timelines)
     # Each fragment has its own messages: with fewer bytes in each, but as many of them.
     waited_seconds = fragments * median(
-        each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
-        - each.seconds
-        for each in timed.timelines
+        timeline.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
+        - timeline.seconds
+        for timeline in timed.timelines
     )
     # A fragment's messages travel while its delay is computed. The link carries one after the other, so
     # what all fragments hide is no more than the steps between two averagings.
@@ -250,7 +252,9 @@ def local_seconds(local: LocalVariant, timed: Timed, network: Network, alone: Qu
     # Between two averagings no one waits: their mean varies much less than a step does.
     # With the quartiles of single steps, all ways would tie on a machine with other work.
     narrower = math.sqrt(local.every_steps / fragments)
-    middle, low, high = (step_seconds + (each - step_seconds) / narrower + extra_seconds for each in alone)
+    middle, low, high = (
+        step_seconds + (quartile - step_seconds) / narrower + extra_seconds for quartile in alone
+    )
     return middle, low, high
 
 

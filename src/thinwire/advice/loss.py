@@ -1,4 +1,4 @@
-"""What a way of averaging costs in loss: measured gaps to exact averaging, from `loss_gaps.json`."""
+"""The loss that a way of averaging costs: measured gaps to exact averaging, from `loss_gaps.json`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LossGap:
 
     @property
     def training(self) -> str:
-        """What was trained when it was measured, and which file or paper tells it."""
+        """The training in which it was measured, and the file or paper that tells it."""
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured once" if self.is_single else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
@@ -92,8 +92,8 @@ class Training:
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
         """Return that of a model."""
-        numel = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        kinds = {type(each) for each in model.modules()}
+        numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        kinds = {type(module) for module in model.modules()}
         is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
         has_convolutions = any(issubclass(kind, _ConvNd) for kind in kinds)
         return cls(optimizer, members, numel, steps, is_recurrent, has_convolutions)
@@ -117,7 +117,7 @@ class Training:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """What is known of a gap to the loss of exact averaging.
+    """A gap to the loss of exact averaging, as far as it is known.
 
     Attributes:
         kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured;
@@ -152,7 +152,7 @@ class ExpectedLoss:
 
     @property
     def in_words(self) -> str:
-        """What may be lost, in a sentence."""
+        """The possible loss, in a sentence."""
         if self.kind == "exact":
             return "It loses nothing: it is exact averaging."
         if self.kind == "shorter":
@@ -196,7 +196,7 @@ def loss_gaps() -> tuple[LossGap, ...]:
 
 def known_optimizers() -> list[str]:
     """Return the optimizers that this project has measured with."""
-    return sorted({each.optimizer for each in loss_gaps() if not each.is_published})
+    return sorted({gap.optimizer for gap in loss_gaps() if not gap.is_published})
 
 
 def optimizer_name(optimizer: object) -> str:
@@ -205,13 +205,13 @@ def optimizer_name(optimizer: object) -> str:
     if isinstance(optimizer, torch.optim.Optimizer):
         # A subclass of SGD counts as SGD.
         names = [kind.__name__ for kind in type(optimizer).__mro__]
-        return next((each for each in names if each in known_optimizers()), names[0])
-    given = optimizer.strip() if isinstance(optimizer, str) else ""
-    if not 0 < len(given) <= MAX_NAME_LENGTH:
+        return next((name for name in names if name in known_optimizers()), names[0])
+    text = optimizer.strip() if isinstance(optimizer, str) else ""
+    if not 0 < len(text) <= MAX_NAME_LENGTH:
         such = 'a torch optimizer, or the name of one such as "AdamW"'
         raise ConfigError(f"optimizer must be {such}, got {optimizer!r:.200}")
-    plain = given.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
-    return next((each for each in known_optimizers() if each.lower() == plain), given)
+    plain = text.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
+    return next((name for name in known_optimizers() if name.lower() == plain), text)
 
 
 def optimizer_notes(optimizer: object) -> list[str]:
@@ -219,14 +219,14 @@ def optimizer_notes(optimizer: object) -> list[str]:
     known = ", ".join(known_optimizers())
     if optimizer is None:
         return [f"Loss gaps are the largest of {known}; name your optimizer for its own."]
-    name, given, notes = optimizer_name(optimizer), unwrapped_optimizer(optimizer), []
+    name, unwrapped, notes = optimizer_name(optimizer), unwrapped_optimizer(optimizer), []
     not_measured = "No loss gap was measured with"
     if name not in known_optimizers():
         return [f"{not_measured} {name}, only with {known}: the largest of them counts."]
-    if isinstance(given, torch.optim.Optimizer):
-        if (own := type(given).__name__) != name:
-            notes.append(f"{not_measured} {own}: those of {name}, from which it derives, count.")
-        if name == "SGD" and not any(group.get("momentum") for group in given.param_groups):
+    if isinstance(unwrapped, torch.optim.Optimizer):
+        if (class_name := type(unwrapped).__name__) != name:
+            notes.append(f"{not_measured} {class_name}: those of {name}, from which it derives, count.")
+        if name == "SGD" and not any(group.get("momentum") for group in unwrapped.param_groups):
             notes.append(f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none.")
     return notes
 
@@ -241,18 +241,18 @@ def unwrapped_optimizer(optimizer: object) -> object:
 def expected_loss(
     name: str, training: Training, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
-    """Return what is known of a way of averaging: measured here, else between others, else published."""
+    """Return the loss known of a way of averaging: measured here, else between others, else published."""
     # The project's own come first: how they were made is known, and none was chosen to look well.
-    own = _own_gaps(name, training)
-    if own and _is_as_short(own[0], training):
-        return ExpectedLoss("measured", own[0].percent, own[0].low_percent, own[0].high_percent, own)
+    gaps = _own_gaps(name, training)
+    if gaps and _is_as_short(gaps[0], training):
+        return ExpectedLoss("measured", gaps[0].percent, gaps[0].low_percent, gaps[0].high_percent, gaps)
     less = next(iter(_own_gaps(loses_more_than, training)), None)
     more = next(iter(_own_gaps(loses_less_than, training)), None)
     if less is not None and more is not None and _is_as_short(more, training):
         # The larger one counts, so that what is within a budget is so for sure.
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
-    if own:
-        return ExpectedLoss("shorter", gaps=own)
+    if gaps:
+        return ExpectedLoss("shorter", gaps=gaps)
     published = published_gap(name, training)
     if published is not None:
         return ExpectedLoss("published", published.percent, gaps=(published,))
@@ -262,24 +262,24 @@ def expected_loss(
 
 
 def published_gap(name: str, training: Training) -> LossGap | None:
-    """Return what others have measured, nearest in members and then in the model's size; None if nothing."""
-    rows = [each for each in loss_gaps() if each.name == name and each.is_published]
+    """Return the published gap nearest in members and then in the model's size; None if there is none."""
+    rows = [gap for gap in loss_gaps() if gap.name == name and gap.is_published]
     return _worst_of_optimizers(rows, training)
 
 
 def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
-    """Return what the project has measured: first what counts, then what is told beside it."""
-    # What others measured has other baselines, and never mixes with the project's own.
-    rows = [each for each in loss_gaps() if each.name == name and not each.is_published]
-    found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
-    if found is None:
+    """Return the gaps that the project has measured: first the one that counts, then any told beside it."""
+    # Gaps that others measured have other baselines, and never mix with the project's own.
+    rows = [gap for gap in loss_gaps() if gap.name == name and not gap.is_published]
+    several = _worst_of_optimizers([gap for gap in rows if not gap.is_single], training)
+    if several is None:
         return ()
     # A single seed is no proof that there is no harm. It counts if it is nearer, and above the interval.
-    single = _worst_of_optimizers([each for each in rows if each.is_single], training)
-    if single is None or _apart(single, training) > _apart(found, training):
-        return (found,)
-    assert found.high_percent is not None
-    return (single, found) if single.percent - NOISE_PERCENT > found.high_percent else (found, single)
+    single = _worst_of_optimizers([gap for gap in rows if gap.is_single], training)
+    if single is None or _apart(single, training) > _apart(several, training):
+        return (several,)
+    assert several.high_percent is not None
+    return (single, several) if single.percent - NOISE_PERCENT > several.high_percent else (several, single)
 
 
 def _is_as_short(gap: LossGap, training: Training) -> bool:
@@ -298,17 +298,17 @@ def _apart(gap: LossGap, training: Training) -> float:
 def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
     """Return the row nearest to a training; for an unknown optimizer, the largest of each optimizer's."""
     nearest: dict[str, LossGap] = {}
-    for optimizer in dict.fromkeys(each.optimizer for each in rows):
+    for optimizer in dict.fromkeys(gap.optimizer for gap in rows):
         # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
-        found = [each for each in rows if each.optimizer == optimizer]
-        found = [each for each in found if each.is_recurrent == training.is_recurrent] or found
-        shortest = min(each.steps or 0 for each in found)
+        candidates = [gap for gap in rows if gap.optimizer == optimizer]
+        candidates = [gap for gap in candidates if gap.is_recurrent == training.is_recurrent] or candidates
+        shortest = min(gap.steps or 0 for gap in candidates)
         # Longer runs lose less, and promise nothing for a shorter one.
         most_steps = max(shortest, training.steps or 0)
-        short = [each for each in found if (each.steps or 0) <= most_steps]
+        short = [gap for gap in candidates if (gap.steps or 0) <= most_steps]
         nearest[optimizer] = min(short, key=lambda gap: (_apart(gap, training), -gap.seeds))
     if training.optimizer in known_optimizers():
-        # What a different optimizer lost would tell nothing, even if this one was not measured.
+        # The loss with a different optimizer would tell nothing, even if this one was not measured.
         return nearest.get(training.optimizer)
     # For an optimizer that no one has measured with, the worst is the honest guess.
     return max(nearest.values(), key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)

@@ -127,17 +127,17 @@ def advise(
     forecast = Forecast(bench, link, transport)
     ranked = forecast.ranked()
     # Only the 16-bit type that no gradient is too large for: both send the same.
-    advisable = [each for each in ranked if each.name != OVERFLOWING]
+    advisable = [prediction for prediction in ranked if prediction.name != OVERFLOWING]
     compute_seconds, low_seconds, high_seconds = forecast.compute_seconds()
     rules = least_gain, budget_loss, compute_seconds
     best = choose(advisable, *rules)
     return Advice(
         predictions=tuple(ranked),
-        baseline=next(each for each in ranked if each.name == bench.baseline),
+        baseline=next(prediction for prediction in ranked if prediction.name == bench.baseline),
         best=best,
         tied=tuple(contenders(advisable, *rules)),
         break_even_bits_per_second=forecast.break_even(
-            {each.name for each in advisable if each.is_within(budget_loss)}, least_gain
+            {prediction.name for prediction in advisable if prediction.is_within(budget_loss)}, least_gain
         ),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
@@ -158,7 +158,7 @@ def advise(
 
 @dataclass(frozen=True)
 class Link:
-    """What joins `members`, processes or machines, that average with each other."""
+    """The link between `members`, processes or machines that average with each other."""
 
     probe: Probe
     members: int
@@ -168,7 +168,7 @@ class Link:
     def transfer(
         self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
     ) -> Transfer:
-        """Return what a collective takes that all processes of a machine make at once.
+        """Return the time of a collective that all processes of a machine make at once.
 
         Args:
             collective: What carries the message.
@@ -213,38 +213,38 @@ class Link:
         return ring_share(self.processes) * gradient_bytes / rate if rate else 0.0
 
     def wire_bytes(self, collective: Collective, handed_bytes: int) -> float:
-        """Return what such a collective puts on the link, in bytes that take as long as an averaging's."""
+        """Return a collective's bytes on the link, counted as bytes that take as long as an averaging's."""
         sent = wire_bytes(collective, self.shards * handed_bytes, self.members)
         # The probe's is of all processes, most of whose all-to-all leaves machines.
         return sent if self.processes > 1 else self.probe.wire_factor(collective) * sent
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
-    """Return what is trained here, and its device: a copy of the module, but a sharded model itself."""
-    # What is compiled can't be copied, and a wrapper's copy would average: take the module inside.
+    """Return the module to train here, and its device: a copy of it, but a sharded model itself."""
+    # A compiled module can't be copied, and a wrapper's copy would average: take the module inside.
     ddp = ddp_inside(model)
-    given = uncompiled(model) if ddp is None else ddp.module
-    if not isinstance(given, nn.Module):
+    module = uncompiled(model) if ddp is None else ddp.module
+    if not isinstance(module, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
-    if is_sharded(given) and not is_fsdp2(given):
+    if is_sharded(module) and not is_fsdp2(module):
         raise ConfigError(
             "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat shards span several "
             "parameters; shard it with fully_shard, or pass the plain module if it fits on each device"
         )
-    if not any(each.requires_grad for each in given.parameters()):
+    if not any(parameter.requires_grad for parameter in module.parameters()):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
-    device, *others = {parameter.device for parameter in given.parameters()}
+    device, *others = {parameter.device for parameter in module.parameters()}
     if others:
         places = " and ".join(sorted(map(str, (device, *others))))
         raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
-    if is_fsdp2(given):
-        return given, device
+    if is_fsdp2(module):
+        return module, device
     # A copy: neither gradients nor hooks are left behind.
-    return copy.deepcopy(given), device
+    return copy.deepcopy(module), device
 
 
 def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None) -> Link:
-    """Return what joins the replicas, probed now if there is no probe, which is collective."""
+    """Return the link between the replicas, probed now if there is no probe, which is collective."""
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     if is_fsdp2(module):
@@ -268,40 +268,44 @@ def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup
 
 @dataclass(frozen=True)
 class Forecast:
-    """What the steps that were timed here would take on a network: the mean of what all processes predict."""
+    """Predicts the steps that were timed here for a network: the mean of what all processes predict."""
 
     bench: Bench
     link: Link
     transport: Transport
 
     def on(self, network: Network) -> list[Prediction]:
-        """Return what each way of averaging takes: the same on all processes, so that all choose alike."""
-        own = self.bench.predictions(network)
+        """Return the prediction for each way of averaging: the same on all processes, so all choose alike."""
+        predictions = self.bench.predictions(network)
         parameters = self.bench.subject.module.parameters()
         inside_seconds = self.link.inside_seconds(
-            sum(each.nbytes for each in parameters if each.requires_grad)
+            sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         )
         # All in one message: there are a hundred numbers, and tens of networks to ask about.
-        flat = [getattr(each, name) + inside_seconds for each in own for name in TIMES]
+        flat = [getattr(prediction, name) + inside_seconds for prediction in predictions for name in TIMES]
         means = iter(mean_over_processes(flat, self.transport))
-        times = [dict[str, Any]((name, next(means)) for name in TIMES) for _ in own]
-        return [replace(each, **seconds) for each, seconds in zip(own, times, strict=True)]
+        times = [dict[str, Any]((name, next(means)) for name in TIMES) for _ in predictions]
+        return [
+            replace(prediction, **seconds) for prediction, seconds in zip(predictions, times, strict=True)
+        ]
 
     def ranked(self) -> list[Prediction]:
-        """Return what each takes on the link that was probed, and at other round trips; the fastest first."""
+        """Return the predictions for the probed link, and for other round trips; the fastest first."""
         link = self.link
-        ranked = sorted(self.on(link.transfer), key=lambda each: each.step_seconds)
+        ranked = sorted(self.on(link.transfer), key=lambda prediction: prediction.step_seconds)
         at = {ms: self.on(partial(link.transfer, round_trip_seconds=ms / 1e3)) for ms in link.round_trips}
         seconds_at = {
-            found[0].name: {ms: each.step_seconds for ms, each in zip(at, found, strict=True)}
-            for found in zip(*at.values(), strict=True)
+            predictions[0].name: {
+                ms: prediction.step_seconds for ms, prediction in zip(at, predictions, strict=True)
+            }
+            for predictions in zip(*at.values(), strict=True)
         }
-        return [replace(each, seconds_at=seconds_at.get(each.name, {})) for each in ranked]
+        return [replace(prediction, seconds_at=seconds_at.get(prediction.name, {})) for prediction in ranked]
 
     def compute_seconds(self) -> tuple[float, float, float]:
         """Return how long steps take without averaging, and their quartiles."""
         alone, num_processes = self.bench.alone.timelines, self.link.members * self.link.processes
-        seconds = [each.seconds for each in alone]
+        seconds = [timeline.seconds for timeline in alone]
         # Without averaging, too, the slowest process sets the pace. The spread is that of each.
         typical, spread = slowest_of(seconds, num_processes)[0], slowest_of(seconds, 1)[1:]
         compute, low, high = mean_over_processes([typical, *spread], self.transport)
@@ -329,34 +333,38 @@ class Forecast:
             busy_seconds = 8 * link.wire_bytes(collective, handed_bytes) / bits_per_second
             return Transfer(busy_seconds, link.probe.latency_seconds)
 
-        found = self.on(network)
-        compressed = [each for each in found if each.compresses]
-        fastest = [each for each in compressed if each.name in accepted] or compressed
-        baseline = next(each.step_seconds for each in found if each.name == self.bench.baseline)
-        return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
+        predictions = self.on(network)
+        compressed = [prediction for prediction in predictions if prediction.compresses]
+        fastest = [prediction for prediction in compressed if prediction.name in accepted] or compressed
+        baseline = next(
+            prediction.step_seconds for prediction in predictions if prediction.name == self.bench.baseline
+        )
+        return (1 - least_gain) * baseline - min(prediction.step_seconds for prediction in fastest)
 
 
 def processor_seconds() -> tuple[float, float, float]:
     """Return the time of this process, and of all processors: busy, and all of it; NaN if no one tells."""
-    own = time.process_time()
+    own_seconds = time.process_time()
     try:
         first_line, _, _ = PROC_STAT.read_text(encoding="ascii").partition("\n")
     except OSError:  # Linux alone has it
-        return own, math.nan, math.nan
+        return own_seconds, math.nan, math.nan
     # Time that a host of virtual machines gave to others is theirs; that of guests is in `user` already.
     user, nice, system, idle, waiting, *others = map(int, first_line.split()[1:9])
     busy, ticks = user + nice + system + sum(others), os.sysconf("SC_CLK_TCK")
-    return own, busy / ticks, (busy + idle + waiting) / ticks
+    return own_seconds, busy / ticks, (busy + idle + waiting) / ticks
 
 
 def others_share(host: str, spent: Sequence[float], transport: Transport) -> float | None:
     """Return the largest share of a machine's processors that other programs took; None if not known."""
-    told = gather_bytes(json.dumps([host, *spent]).encode(), transport, "advise: what else the machines did")
+    messages = gather_bytes(
+        json.dumps([host, *spent]).encode(), transport, "advise: what else the machines did"
+    )
     machines: dict[str, list[Sequence[float]]] = {}
-    for machine, *numbers in map(json.loads, told):
+    for machine, *numbers in map(json.loads, messages):
         machines.setdefault(machine, []).append(numbers)
     shares = [
-        max(0.0, of_all[0][1] - sum(own for own, *_ in of_all)) / of_all[0][2]
+        max(0.0, of_all[0][1] - sum(own_seconds for own_seconds, *_ in of_all)) / of_all[0][2]
         for of_all in machines.values()
         if of_all[0][2] > 0  # NaN fails this, too
     ]

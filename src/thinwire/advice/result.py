@@ -1,4 +1,4 @@
-"""What is predicted, and what follows: the one rule that `thinwire.advise` and `thinwire.auto` choose by."""
+"""Predictions, and the one rule by which `thinwire.advise` and `thinwire.auto` choose among them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SLOWDOWN = 1.1  # of what ties with the fastest
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one way of averaging would cost.
+    """The predicted cost of one way of averaging.
 
     Attributes:
         name: As it is written in code.
@@ -118,7 +118,7 @@ class Advice:
 
     @property
     def headline(self) -> tuple[str, str, str]:
-        """What to do, how long a step takes then, and what it may lose, in a sentence each."""
+        """The action to take, how long a step takes then, and what it may lose, in a sentence each."""
         do = "leave DDP as it is" if self.adds_nothing else self.best.code.splitlines()[-1]
         plain, ms = self.plain, 1e3 * self.best.step_seconds
         name = "DDP as it is" if plain.loss.kind == "exact" else plain.name
@@ -131,13 +131,20 @@ class Advice:
 
     @property
     def plain(self) -> Prediction:
-        """What a user has without Thinwire: DDP as it is, or of a sharded model native HSDP."""
-        plain = (each for each in self.predictions if each.loss.kind == "exact" and self.shards is None)
+        """The way without Thinwire: DDP as it is, or native HSDP for a sharded model."""
+        plain = (
+            prediction
+            for prediction in self.predictions
+            if prediction.loss.kind == "exact" and self.shards is None
+        )
         return next(plain, self.baseline)
 
     def __str__(self) -> str:
         """Return the headline, the predicted steps, fastest first, and notes."""
-        rows = [(each.label, f"{1e3 * each.step_seconds:.1f}", each.loss.short) for each in self.predictions]
+        rows = [
+            (prediction.label, f"{1e3 * prediction.step_seconds:.1f}", prediction.loss.short)
+            for prediction in self.predictions
+        ]
         rows.insert(0, (COMPUTING, f"{1e3 * self.compute_seconds:.1f}", ""))
         table = [("predicted, fastest first", "ms a step", "loss, %"), *rows]
         width = max(len(name) for name, *_ in table)
@@ -164,18 +171,18 @@ class Advice:
 
     @property
     def compressed_bytes(self) -> float:
-        """What a process hands over per step with the smallest compressed messages."""
-        return min(each.message_bytes for each in self.predictions if each.compresses)
+        """Bytes that a process hands over per step with the smallest compressed messages."""
+        return min(prediction.message_bytes for prediction in self.predictions if prediction.compresses)
 
     @property
     def frontier(self) -> tuple[Prediction, ...]:
         """Time against loss, fastest first: what loses less than all that are faster, if it is known."""
-        known = [each for each in self.predictions if each.loss.percent is not None]
-        found: list[Prediction] = []
-        for each in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):
-            if not found or each.loss.order < found[-1].loss.order:
-                found.append(each)
-        return tuple(found)
+        known = [prediction for prediction in self.predictions if prediction.loss.percent is not None]
+        frontier: list[Prediction] = []
+        for prediction in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):
+            if not frontier or prediction.loss.order < frontier[-1].loss.order:
+                frontier.append(prediction)
+        return tuple(frontier)
 
     def is_within_budget(self, prediction: Prediction) -> bool:
         """Return whether a way of averaging is exact or 16 bits, or its expected gap is no larger."""
@@ -184,12 +191,12 @@ class Advice:
     def ties_of(self, prediction: Prediction) -> list[Prediction]:
         """Return the others that neither time nor loss tells apart from it."""
         return [
-            each
-            for each in self.predictions
-            if each is not prediction
-            and each.low_seconds <= prediction.high_seconds
-            and prediction.low_seconds <= each.high_seconds
-            and each.loss.is_tied_with(prediction.loss)
+            other
+            for other in self.predictions
+            if other is not prediction
+            and other.low_seconds <= prediction.high_seconds
+            and prediction.low_seconds <= other.high_seconds
+            and other.loss.is_tied_with(prediction.loss)
         ]
 
 
@@ -204,7 +211,7 @@ def checked_budget(budget_loss: object) -> float:
 
 
 def checked_gain(least_gain: object) -> float:
-    """Return what an approximation must win, as a share of a step."""
+    """Return the least that an approximation must win, as a share of a step."""
     gain = number("least_gain", least_gain, minimum=0)
     if gain >= 1:
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
@@ -217,13 +224,17 @@ def choose(
     budget_loss: float = math.inf,
     compute_seconds: float = 0.0,
 ) -> AnyPrediction:
-    """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
+    """Choose a way of averaging by the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
-    Of the contenders it is what loses least; of equal losses what sends the most, that is, the most bits.
+    Of the contenders, take the one that loses least; of equal losses the one that sends the most bits.
     """
     return min(
         contenders(found, least_gain, budget_loss, compute_seconds),
-        key=lambda each: (each.is_lossy and each.loss.order, each.loss.kind != "exact", -each.message_bytes),
+        key=lambda prediction: (
+            prediction.is_lossy and prediction.loss.order,
+            prediction.loss.kind != "exact",
+            -prediction.message_bytes,
+        ),
     )
 
 
@@ -239,22 +250,27 @@ def contenders(
     for sure: quartiles do not overlap. Where no averaging at all would win no more than that over exact
     averaging, what seems faster is chance.
     """
-    exact = [each for each in found if each.loss.kind == "exact"]
+    exact = [prediction for prediction in found if prediction.loss.kind == "exact"]
     if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
         return exact
-    careful = tied([each for each in found if not each.is_lossy], least_gain)
-    rough = [each for each in worth(found, least_gain) if each.is_within(budget_loss)]
+    careful = tied([prediction for prediction in found if not prediction.is_lossy], least_gain)
+    rough = [prediction for prediction in worth(found, least_gain) if prediction.is_within(budget_loss)]
     return tied(rough, least_gain) if rough else careful
 
 
 def worth(found: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
-    """Return what is rougher than 16 bits and wins more than `least_gain` over those and exact averaging."""
-    careful = min((each for each in found if not each.is_lossy), key=lambda each: each.step_seconds)
+    """Return the rougher ways that win more than `least_gain` over 16 bits and exact averaging."""
+    careful = min(
+        (prediction for prediction in found if not prediction.is_lossy),
+        key=lambda prediction: prediction.step_seconds,
+    )
     max_seconds = (1 - least_gain) * careful.step_seconds
     return [
-        each
-        for each in found
-        if each.is_lossy and each.step_seconds < max_seconds and each.high_seconds < careful.low_seconds
+        prediction
+        for prediction in found
+        if prediction.is_lossy
+        and prediction.step_seconds < max_seconds
+        and prediction.high_seconds < careful.low_seconds
     ]
 
 
@@ -263,15 +279,15 @@ def tied(found: Sequence[AnyPrediction], least_gain: float) -> list[AnyPredictio
 
     None of them takes more than a tenth longer.
     """
-    ranked = sorted(found, key=lambda each: each.step_seconds)
+    ranked = sorted(found, key=lambda prediction: prediction.step_seconds)
     fastest = ranked[0]
     return [
-        each
-        for each in ranked
-        if fastest.step_seconds >= (1 - least_gain) * each.step_seconds
+        prediction
+        for prediction in ranked
+        if fastest.step_seconds >= (1 - least_gain) * prediction.step_seconds
         # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
         or (
-            each.low_seconds <= fastest.high_seconds
-            and each.step_seconds <= MAX_SLOWDOWN * fastest.step_seconds
+            prediction.low_seconds <= fastest.high_seconds
+            and prediction.step_seconds <= MAX_SLOWDOWN * fastest.step_seconds
         )
     ]

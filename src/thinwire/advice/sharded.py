@@ -34,7 +34,7 @@ class Sharded:
         self.model = self.module = model
         self.shards: int | None = self._group.size
         self._adapter: FSDPAdapter | None = None
-        for parameter in (each.parameter for each in self._pieces if each.parameter.requires_grad):
+        for parameter in (piece.parameter for piece in self._pieces if piece.parameter.requires_grad):
             hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             entered.callback(hook.remove)
 
@@ -57,7 +57,7 @@ class Sharded:
 
 
 def shards_of(model: nn.Module) -> Transport:
-    """Return what joins the processes of a replica."""
+    """Return the transport between the processes of a replica."""
     sharded = ShardedModel(model)
     mesh = sharded.mesh_of_shards()
     if sharded.is_replicated:
@@ -76,24 +76,24 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
         raise ConfigError(f"a sharded model does not tell where its other replicas are: {do} to probe now")
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # One shard alone: several at once would share the link, each at different moments.
-    own = measure_network(group).to_json() if shards.rank == 0 else ""
-    first, *_ = gather_bytes(own.encode(), shards, "advise: the probe")
+    text = measure_network(group).to_json() if shards.rank == 0 else ""
+    first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())
 
 
 @contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
     """Leave parameters, buffers and gradients as they are now."""
-    tensors = [local_of(each) for each in (*model.parameters(), *model.buffers())]
-    held = [each.clone() for each in tensors]
-    gradients = [(each, each.grad) for each in model.parameters()]
-    for each, _ in gradients:
-        each.grad = None
+    tensors = [local_of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    held = [tensor.clone() for tensor in tensors]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
     try:
         yield
     finally:
         reshard(model)
         for tensor, before in zip(tensors, held, strict=True):
             tensor.copy_(before)
-        for each, gradient in gradients:
-            each.grad = gradient
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

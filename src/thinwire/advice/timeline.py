@@ -22,11 +22,11 @@ class Transfer(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """What it takes on a link that carries nothing else."""
+        """The time it takes on a link that carries nothing else."""
         return self.busy_seconds + self.late_seconds
 
 
-# What a collective takes, by the bytes that each process hands over.
+# Maps a collective to its time, by the bytes that each process hands over.
 Network = Callable[[Collective, int], Transfer]
 
 
@@ -47,11 +47,13 @@ class Timeline(NamedTuple):
 
     def message_bytes(self, members: int) -> int:
         """Return the bytes of its messages, counted as of an all-reduce."""
-        return sum(message_bytes_of(each.collective, each.handed_bytes, members) for each in self.sent)
+        return sum(
+            message_bytes_of(message.collective, message.handed_bytes, members) for message in self.sent
+        )
 
     def wire_bytes(self, members: int) -> int:
         """Return the bytes that leave, and reach, each of this many members."""
-        return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
+        return sum(wire_bytes(message.collective, message.handed_bytes, members) for message in self.sent)
 
     def step_seconds(self, network: Network) -> float:
         """Return how long it would have taken on a network, which carries one message after the other."""
@@ -70,18 +72,18 @@ class Timeline(NamedTuple):
     @property
     def rounds(self) -> int:
         """The longest chain of messages of which each was sent after the one before had been waited for."""
-        found, rounds = 0, list[int]()
+        longest, rounds = 0, list[int]()
         for _, is_wait, index in self._in_order():
             if is_wait:
-                found = max(found, rounds[index])
+                longest = max(longest, rounds[index])
             else:
-                rounds.append(found + 1)
-        return found
+                rounds.append(longest + 1)
+        return longest
 
     def _in_order(self) -> list[tuple[float, bool, int]]:
         """Return when which message was sent, and when it was waited for: at equal times first sent."""
-        sends = [(each.at_seconds, False, index) for index, each in enumerate(self.sent)]
-        waits = [(each.waited_seconds, True, index) for index, each in enumerate(self.sent)]
+        sends = [(message.at_seconds, False, index) for index, message in enumerate(self.sent)]
+        waits = [(message.waited_seconds, True, index) for index, message in enumerate(self.sent)]
         return sorted(sends + waits)
 
 

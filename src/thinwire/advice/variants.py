@@ -1,4 +1,4 @@
-"""What is priced: algorithms for gradients, and ways to average models now and then; and the code of each."""
+"""The priced algorithms for gradients and ways to average models now and then; and the code of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, o
 
 def priced() -> dict[str, Variant]:
     """Return the algorithms that are priced, as they are written in code."""
-    return {variant.code: variant for each in registry.REGISTRY for variant in each.priced}
+    return {variant.code: variant for registered in registry.REGISTRY for variant in registered.priced}
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class LocalVariant:
         return f"with thinwire.{self.adapter.__name__}(model, optimizer, {self._settings('thinwire.')}):"
 
     def _settings(self, prefix: str = "") -> str:
-        given = {"every_steps": self.every_steps, **self.options}
+        settings = {"every_steps": self.every_steps, **self.options}
         return ", ".join(
             f"{name}={prefix if isinstance(value, Algorithm | Nesterov | Streaming) else ''}{value}"
-            for name, value in given.items()
+            for name, value in settings.items()
         )
 
 
@@ -84,12 +84,14 @@ def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
         asked = replace(training, steps=None) if variant.keeps_16_bits else training
         bounds = variant.loses_more_than, variant.loses_less_than
         losses[code] = expected_loss(str(variant.algorithm), asked, *bounds)
-    losses |= {each.name: expected_loss(each.name, training, each.loses_more_than) for each in LOCAL_VARIANTS}
+    losses |= {
+        local.name: expected_loss(local.name, training, local.loses_more_than) for local in LOCAL_VARIANTS
+    }
     return losses | {EXACT: EXACT_LOSS, NATIVE: losses[BASELINE]}
 
 
 def code_of(name: str, local: LocalVariant | None, *, is_sharded: bool) -> str:
-    """Return what to write for a prediction."""
+    """Return the code to write for a prediction."""
     if name == NATIVE:
         return NATIVE_LINES
     model = "model" if is_sharded else "ddp_model"

@@ -30,7 +30,7 @@ def verdict(advice: Advice) -> list[str]:
     lines = [] if best.is_lossy else [_why_not(advice)]
     if len(advice.tied) > 1:
         # A name has its own commas: LocalSGD(every_steps=10, algorithm=Quantize(bits=4)).
-        names = "; ".join(each.name for each in advice.tied)
+        names = "; ".join(prediction.name for prediction in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
         lines.append(f"These take about the same time, as far as can be told: {names}.")
         least = "is expected to lose the least; of equal gaps the most bits win"
@@ -55,9 +55,13 @@ def _slower(advice: Advice) -> Iterator[str]:
     """Yield what loses less than what is advised, and is too slow for it; of several the fastest."""
     best, fastest = advice.best, advice.tied[0]
     others = worth(advice.predictions, advice.least_gain) if best.is_lossy else []
-    less = [each for each in others if each not in advice.tied and each.loss.order < best.loss.order]
+    less = [
+        prediction
+        for prediction in others
+        if prediction not in advice.tied and prediction.loss.order < best.loss.order
+    ]
     if less:
-        first = min(less, key=lambda each: each.step_seconds)
+        first = min(less, key=lambda prediction: prediction.step_seconds)
         longer = f"{first.step_seconds / fastest.step_seconds - 1:.0%} longer than {fastest.name}"
         yield (
             f"{first.name} is expected to lose less ({first.loss.short} %), and takes {longer}: up to "
@@ -66,14 +70,14 @@ def _slower(advice: Advice) -> Iterator[str]:
 
 
 def losses_of(prediction: Prediction) -> str:
-    """Return what is known of a way's loss, with where it is from."""
+    """Return the known loss of a way of averaging, and where it is from, in words."""
     loss, gaps = prediction.loss, prediction.loss.gaps
     named = [f"{gap.name}: {gap}" for gap in gaps]
     sentences = {
         "exact": ["none: it is exact averaging"],
         "between": [f"between {' and '.join(named)}"],
-        "above": [f"more than {each}" for each in named],
-        "shorter": [f"not known of so short a run; {each}" for each in gaps],
+        "above": [f"more than {text}" for text in named],
+        "shorter": [f"not known of so short a run; {gap}" for gap in gaps],
         "unknown": ["not known"],
     }.get(loss.kind, list(map(str, gaps)))
     # Beside the project's own: of larger models, at other batches, by others.
@@ -83,7 +87,7 @@ def losses_of(prediction: Prediction) -> str:
 
 
 def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
-    """Return what loses least, by what is known, and its gap; None if nothing is."""
+    """Return the way that is known to lose least, and its gap; None if no gap is known."""
     known = {name: loss for name, loss in losses.items() if loss.percent is not None}
     name = min(known, key=lambda name: known[name].order, default=None)
     return None if name is None else f"{name} ({known[name].short} % loss)"
@@ -91,33 +95,33 @@ def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
 
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and what is nearest to it."""
-    found = nearest(losses)
+    best = nearest(losses)
     is_short = any(loss.kind == "shorter" for loss in losses.values())
     none = "none was measured in so short a run" if is_short else "no gap is known"
-    told = none if found is None else f"the nearest is {found}"
-    return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
+    detail = none if best is None else f"the nearest is {best}"
+    return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {detail}."
 
 
 def sources(advice: Advice) -> list[str]:
     """Return a line for each training that losses are known from, with the gaps that it tells."""
     by_training: dict[str, list[str]] = {}
-    for each in advice.predictions:
-        for gap in (*each.loss.gaps, *([] if each.published is None else [each.published])):
-            told = by_training.setdefault(gap.training, [])
-            if (words := f"{gap.name} {signed(gap.percent)} %") not in told:
-                told.append(words)
-    return [f"{training}: {'; '.join(told)}" for training, told in by_training.items()]
+    for prediction in advice.predictions:
+        for gap in (*prediction.loss.gaps, *([] if prediction.published is None else [prediction.published])):
+            texts = by_training.setdefault(gap.training, [])
+            if (words := f"{gap.name} {signed(gap.percent)} %") not in texts:
+                texts.append(words)
+    return [f"{training}: {'; '.join(texts)}" for training, texts in by_training.items()]
 
 
 def _why_not(advice: Advice) -> str:
     """Return why nothing rougher than 16 bits is advised."""
     best, least_bytes, bytes_16 = advice.best, advice.compressed_bytes, advice.baseline.message_bytes
     if least_bytes >= bytes_16:
-        told = f"compressed messages of this model are {least_bytes:,.0f} bytes per step"
-        return f"Nothing to win by compressing: {told}, 16 bits {bytes_16:,.0f}."
+        detail = f"compressed messages of this model are {least_bytes:,.0f} bytes per step"
+        return f"Nothing to win by compressing: {detail}, 16 bits {bytes_16:,.0f}."
     if advice.nothing_to_win:
-        told = f"a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}"
-        return f"Nothing more to win: {told}, {1e3 * advice.compute_seconds:.1f} ms without any averaging."
+        detail = f"a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}"
+        return f"Nothing more to win: {detail}, {1e3 * advice.compute_seconds:.1f} ms without any averaging."
     gain = f"wins more than {advice.least_gain:.0%} over {best.name} for sure"
     return f"Nothing rougher than that: no approximation {gain}."
 
@@ -128,13 +132,15 @@ def _about_losses(advice: Advice) -> Iterator[str]:
         return
     if advice.best.is_lossy:
         yield f"Its loss gap: {losses_of(advice.best)}."
-    elif not any(each.is_lossy and advice.is_within_budget(each) for each in advice.predictions):
-        lossy = {each.name: each.loss for each in advice.predictions if each.is_lossy}
+    elif not any(
+        prediction.is_lossy and advice.is_within_budget(prediction) for prediction in advice.predictions
+    ):
+        lossy = {prediction.name: prediction.loss for prediction in advice.predictions if prediction.is_lossy}
         yield none_within(lossy, advice.budget_loss)
     # Worth a word only if it is faster for sure, and by as much as counts.
     max_seconds = (1 - advice.least_gain) * advice.best.low_seconds
-    beyond = (each for each in advice.predictions if not advice.is_within_budget(each))
-    fastest = next((each for each in beyond if each.high_seconds < max_seconds), None)
+    beyond = (prediction for prediction in advice.predictions if not advice.is_within_budget(prediction))
+    fastest = next((prediction for prediction in beyond if prediction.high_seconds < max_seconds), None)
     if fastest is not None:
         share = fastest.step_seconds / advice.baseline.step_seconds
         yield (
@@ -153,15 +159,15 @@ def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
 
 def disturbance(others: float | None, low_seconds: float, high_seconds: float) -> Iterator[str]:
     """Yield what other programs, and steps that vary, make less certain, in at most one sentence."""
-    found = []
+    causes = []
     if others is not None and others > MIN_SHARE:
-        found.append(f"other programs took {others:.0%} of the machine's processors")
+        causes.append(f"other programs took {others:.0%} of the machine's processors")
     if high_seconds > (1 + MIN_SPREAD) * low_seconds:
-        found.append(
+        causes.append(
             f"half of the steps without averaging took {1e3 * low_seconds:.1f} to {1e3 * high_seconds:.1f} ms"
         )
-    if found:
-        yield f"While it measured, {', and '.join(found)}: on a quiet machine predictions are surer."
+    if causes:
+        yield f"While it measured, {', and '.join(causes)}: on a quiet machine predictions are surer."
 
 
 def notes_on(

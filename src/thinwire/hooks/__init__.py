@@ -105,7 +105,7 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
     for whole, small in IN_16_BITS[wire_dtype]:
         if hook is whole:
             return small
-    if any(hook is each for each in SMALL):
+    if any(hook is small_hook for small_hook in SMALL):
         return hook
     raise ConfigError(
         f"expected one of thinwire.hooks, got {hook!r}; the messages of a foreign hook can't be reached from "

@@ -195,5 +195,5 @@ def _processes_per_machine() -> int | None:
     # torch assumes one process for each accelerator, too.
     if torch.cuda.is_available():
         return torch.cuda.device_count()
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdecimal() else None
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else None

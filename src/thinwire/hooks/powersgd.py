@@ -53,7 +53,7 @@ INSTEAD = {
 
 
 class StepOptions(TypedDict, total=False):
-    """What `thinwire.attach` takes, and torch's state does not."""
+    """Options that `thinwire.attach` takes, and torch's state does not."""
 
     grad_scaler: GradScaler | Callable[[], float] | None
     host_check: HostCheck
@@ -121,7 +121,7 @@ class PowerSGDState:
         self._adapter: DDPAdapter | None = None
         self._used_with = ""
         self.process_group = process_group
-        given = {
+        settings = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powerSGD_iter,
             "min_compression_rate": min_compression_rate,
@@ -130,8 +130,8 @@ class PowerSGDState:
             "random_seed": random_seed,
         }
         # Kept by the algorithm's names; torch's names are properties.
-        self._settings = translated(given)
-        self._typed = {ELSEWHERE.get(name, name): name for name in given}
+        self._settings = translated(settings)
+        self._typed = {ELSEWHERE.get(name, name): name for name in settings}
         self._unused: dict[str, Any] = {
             "orthogonalization_epsilon": number(
                 "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
@@ -284,7 +284,7 @@ class PowerSGDState:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: before its first use it may be sent to the processes that will use it."""
+        """Return the attributes to pickle: an unused state may be sent to the processes that will use it."""
         if self._adapter is not None:
             raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
         return self.__dict__
@@ -296,7 +296,7 @@ class PowerSGDState:
 
     @property
     def sync(self) -> GradientSync:
-        """What averages, from the first step on; `sync.use(…)` switches the algorithm for the next one.
+        """The handle that averages, from the first step on; `sync.use(…)` switches the next step's algorithm.
 
         Raises:
             AttachError: There was no step yet.
@@ -307,11 +307,11 @@ class PowerSGDState:
         )
 
     def stats(self) -> Stats:
-        """Return what has been done so far; see `thinwire.Stats`."""
+        """Return the statistics so far; see `thinwire.Stats`."""
         return Stats() if self._adapter is None else self._adapter.sync.stats()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        """Return the memory, the same on every process. Collective; see `GradientSync.state_dict`."""
         if self._adapter is not None:
             return self._adapter.sync.state_dict()
         if self._loaded is not None:

@@ -26,7 +26,7 @@ MAX_CODE = 255  # of 8 bits
 
 
 class MachinesState:
-    """What `allreduce_hook` and the 16-bit hooks take in place of a group if machines have several GPUs.
+    """Stands for a group in `allreduce_hook` and the 16-bit hooks if machines have several GPUs.
 
     What leaves a machine then leaves it once: `ddp_model.register_comm_hook(MachinesState(),
     bf16_compress_hook)` does what `thinwire.attach(ddp_model, Cast("bf16"))` does.
@@ -46,7 +46,7 @@ class MachinesState:
 
     @property
     def sync(self) -> GradientSync:
-        """What averages, from the first step on.
+        """The handle that averages, from the first step on.
 
         Raises:
             AttachError: There was no step yet.
@@ -148,7 +148,7 @@ def checked_state(kind: type[State], state: object) -> State:
 
 
 def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
-    """Return what averages in a 16-bit type, or in the gradients' own."""
+    """Return the algorithm that averages in a 16-bit type, or in the gradients' own."""
     return AllReduce() if wire_dtype is None else Cast(wire_dtype)
 
 
@@ -188,8 +188,8 @@ def _in_8_bits(
         )
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device)
-    each = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
-    _agree(f"8 bits, a scale for {each}", transport, bucket.parameters())
+    scaled = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
+    _agree(f"8 bits, a scale for {scaled}", transport, bucket.parameters())
     divide_by_contributors(bucket.parameters(), flat)
     message = _codes(flat, scaled_elements or flat.numel())
 
@@ -227,7 +227,7 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 
 
 def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
-    """Return what `_codes` was given, rounded: fp32, shape (numel,)."""
+    """Return the gradients that `_codes` was given, rounded: fp32, shape (numel,)."""
     count = -(-numel // scaled_elements)
     # Copy: the codes of the process before may end at an address that fp32 can't have.
     scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
@@ -245,7 +245,7 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
     """Refuse, when a bucket is new to a hook, that processes use different hooks or buckets."""
     if not parameters:
         return
-    sizes = tuple(each.numel() for each in parameters)
+    sizes = tuple(parameter.numel() for parameter in parameters)
     # The group itself: one that is made later may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
     if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:

@@ -82,7 +82,7 @@ def probe(
     timings = list(meter.timings(5 / 8 * budget_seconds))
     wire_factors = meter.wire_factors(timings, budget_seconds / 8)
     pairs = meter.pairs(timings, budget_seconds / 4, all_pairs)
-    # As `attach` finds them; what the launcher does not tell follows from the pairs.
+    # These are the machines that `attach` finds; what the launcher does not tell follows from the pairs.
     machines = ranks_by_machine(transport)
     return Probe(
         world_size=transport.size,
@@ -117,10 +117,10 @@ def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
             messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
             gather_numbers([0.0], transport, "a probe")
             start = time.perf_counter()
-            for work in [transport.mean(each, "a probe") for each in messages]:
+            for work in [transport.mean(message, "a probe") for message in messages]:
                 work.wait()
             took = gather_numbers([time.perf_counter() - start], transport, "a probe")
-            seconds[count].append(fmean(each for (each,) in took))
+            seconds[count].append(fmean(own_seconds for (own_seconds,) in took))
     sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(found.world_size)
     # The first finds out how fast connections are.
     return {count: sent_bits / median(of_count[1:]) for count, of_count in seconds.items()}
@@ -136,7 +136,7 @@ class _Meter:
         """Time one message size after the other, as long as the time lasts."""
         end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
-            # Of each size alike, but the largest ones are what tells the rate of a link of long round trips.
+            # Sizes share the time alike, but the largest ones tell the rate of a link of long round trips.
             sizes_left = len(MESSAGE_BYTES) - index + KEPT_FOR_LARGE
             share_seconds = (end - time.perf_counter()) / sizes_left
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
@@ -146,7 +146,7 @@ class _Meter:
             start = time.perf_counter()
             self.once(message)
             each_seconds = self.agreed(time.perf_counter() - start)
-            # As a mean over all: with different numbers of repetitions they would wait forever.
+            # The mean over all decides: with different numbers of repetitions they would wait forever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(each_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
@@ -173,19 +173,19 @@ class _Meter:
 
     def wire_factors(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
         """Return how much longer other collectives take than averagings with as many bytes on the wire."""
-        # As many of each; if what is sent goes before what is received, it takes twice as long.
+        # Each is timed as often; one that sends before it receives takes twice as long.
         num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
         late_seconds = LATE_SECONDS + timings[0].median_seconds
-        # As many bytes leave a process as with an averaging's ring.
+        # A process sends as many bytes as with an averaging's ring.
         message = torch.zeros(2 * message_bytes, dtype=torch.uint8, device=self.device)
-        own = message[: 2 * message_bytes // self.transport.size].clone()
-        gathered = message[: own.numel() * self.transport.size].clone()
+        contribution = message[: 2 * message_bytes // self.transport.size].clone()
+        gathered = message[: contribution.numel() * self.transport.size].clone()
         exchanged = torch.zeros_like(gathered)
         averaged = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
         starts: dict[Collective, Callable[[], Work]] = {
             "all_reduce": lambda: self.transport.mean(averaged, "a probe"),
-            "all_gather": lambda: self.transport.all_gather(gathered, own, "a probe"),
+            "all_gather": lambda: self.transport.all_gather(gathered, contribution, "a probe"),
             "all_to_all": lambda: self.transport.all_to_all(exchanged, gathered, "a probe"),
         }
         seconds = {}
@@ -211,7 +211,7 @@ class _Meter:
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
         """Return the largest message, of those timed, of which an averaging takes less than so long."""
         # Nothing larger than was timed: if noise hides the rate, it would seem to take no longer.
-        sizes = [each.message_bytes for each in timings[1:] if each.median_seconds < seconds]
+        sizes = [timing.message_bytes for timing in timings[1:] if timing.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def pairs(self, timings: list[Timing], budget_seconds: float, all_pairs: bool | None) -> list[PairTiming]:
@@ -221,20 +221,20 @@ class _Meter:
             all_pairs = self.transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
         ranks = range(self.transport.size)
         chosen = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
-        # What an averaging of all manages in that time, one message of a pair does as well.
+        # One message of a pair manages in that time as much as an averaging of all.
         seconds_of_each = budget_seconds / len(chosen) / (2 * (PAIR_REPETITIONS + 1))
         message_bytes = self.largest_within(timings, min(PAIR_SECONDS, seconds_of_each))
         message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
-        found = []
+        pair_timings = []
         for pair in chosen:
             self.progress(f"processes {pair[0]} and {pair[1]}, {message_bytes:,} bytes")
             seconds = [0.0]
             # The others wait below: two pairs at a time would share links.
             if self.transport.rank in pair:
                 pings = [self.transport.ping_seconds(*pair, message) for _ in range(PAIR_REPETITIONS + 1)]
-                # What else the computers do can only add to it, and would hide who is near whom.
-                seconds = [min(each or 0.0 for each in pings[1:])]
-            # As the first of the pair saw it; all must hold the same.
+                # Other work of the computers can only add to it, and would hide who is near whom.
+                seconds = [min(ping or 0.0 for ping in pings[1:])]
+            # All take the time that the first of the pair saw: they must hold the same.
             ((of_first,), *_) = gather_numbers(seconds, self.transport, "a probe")[pair[0] :]
-            found.append(PairTiming(pair, message_bytes, of_first))
-        return found
+            pair_timings.append(PairTiming(pair, message_bytes, of_first))
+        return pair_timings

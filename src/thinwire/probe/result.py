@@ -1,4 +1,4 @@
-"""What a probe has found of a network, and what follows from it."""
+"""The measurements of a network by a probe, and the figures that follow from them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PairTiming:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured. `save` and `load` keep it as JSON.
+    """The measurements of a probe. `save` and `load` keep them as JSON.
 
     Attributes:
         world_size: Processes that took part.
@@ -118,7 +118,7 @@ class Probe:
 
     @property
     def doubt(self) -> str:
-        """What makes it doubtful, in words; "" if nothing does."""
+        """The reason to doubt it, in words; "" if there is none."""
         worst = max(self.timings, key=lambda timing: timing.relative_spread, default=None)
         if worst is None or worst.relative_spread < DOUBTFUL_SPREAD:
             return ""
@@ -129,7 +129,7 @@ class Probe:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What each process's link carries, by `rate_from`, sent as on a ring; None if not known."""
+        """The rate of each process's link, by `rate_from`, sent as on a ring; None if not known."""
         if self.rate_from is None:
             return None
         # From the difference of two large messages: what each costs whatever its size falls out.
@@ -138,7 +138,7 @@ class Probe:
         return sent / (large.median_seconds - small.median_seconds)
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
-        """Return what a link carries inside of `nodes`, or between them; None if it is not known."""
+        """Return the rate of a link inside of `nodes`, or between them; None if it is not known."""
         node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         rates = [
             pair.message_bytes / pair.seconds
@@ -204,8 +204,8 @@ class Probe:
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
-            told = f"{path} can't be read: {error.strerror}; expected a file that {writes} has written"
-            raise ConfigError(told) from error
+            message = f"{path} can't be read: {error.strerror}; expected a file that {writes} has written"
+            raise ConfigError(message) from error
         except ValueError as error:
             raise ConfigError(f"{path} is not what {writes} writes ({error}); measure again") from error
 
