@@ -62,10 +62,10 @@ def average_local(
             for sent in in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel):
                 zero = torch.zeros((), dtype=dtype, device=device)
                 flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in sent])
-                transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {batch[-1].name}").wait()
+                transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {sent[-1].name}").wait()
                 # Move it off the device, which may have no room for a second residual of the whole model.
-                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in batch])
-                means += zip(batch, parts, strict=True)
+                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in sent])
+                means += zip(sent, parts, strict=True)
         # Only when all have come: if one fails, memory is as it was.
         for spec, mean in means:
             if spec.name in tensors:
