@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 Description: TypeAlias = Mapping[str, str]
-"""What a member says of itself, by subject."""
+"""A member's description of itself, by subject."""
 
 ALGORITHM = "algorithm"
 CALL = "call"  # the subject of what a member is about to do; if that differs, all else may
@@ -64,7 +64,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     if len(digests) == 1:
         return
     # All have the same digests before them, so all come here or none does.
-    everyone = [json.loads(each) for each in gather_bytes(data, transport, where)]
+    everyone = [json.loads(encoded) for encoded in gather_bytes(data, transport, where)]
     check_same(everyone, purpose)
 
 

@@ -1,4 +1,4 @@
-"""What is made of collectives outside steps: copies of one member's tensors, and stacks of all."""
+"""Functions made of collectives, outside steps: they copy one member's tensors, and stack those of all."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
         source = int(offered)
         if source < 0:
             raise CommunicationError("no process of the group offers its tensors to the others")
-        for some in in_messages(copied, COPIED_BYTES, lambda tensor: tensor.nbytes):
+        for batch in in_messages(copied, COPIED_BYTES, lambda tensor: tensor.nbytes):
             # Many in one message: a model has hundreds of tensors, and each would cost a latency.
-            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in some])
+            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in batch])
             transport.broadcast(flat, source, "copying tensors").wait()
-            parts = flat.split_with_sizes([tensor.nbytes for tensor in some])
-            for tensor, part in zip(some, parts, strict=True):
+            parts = flat.split_with_sizes([tensor.nbytes for tensor in batch])
+            for tensor, part in zip(batch, parts, strict=True):
                 # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Yield items in order, as many at a time as are within a limit; one that is larger by itself."""
-    some: list[Item] = []
+    batch: list[Item] = []
     total = 0
     for item in items:
         total += size(item)
-        if some and total > limit:
-            yield some
-            some, total = [], size(item)
-        some.append(item)
-    if some:
-        yield some
+        if batch and total > limit:
+            yield batch
+            batch, total = [], size(item)
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
@@ -79,7 +79,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
 
 
 def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
-    """Return what all members have brought, by rank. Collective; two messages and host synchronisations."""
+    """Return the bytes of all members, by rank. Collective; two messages and host synchronisations."""
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
     # Pad to one length on all members; never empty, since `frombuffer` refuses that.
     padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)

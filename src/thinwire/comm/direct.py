@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 class Post:
-    """What one member of a group sends to, and has asked of, each of the others."""
+    """Messages that one member of a group sends to, and has asked of, each of the others."""
 
     def __init__(self, rank: int, size: int, ahead: int = 0) -> None:
         self.rank, self.size = rank, size
@@ -64,18 +64,18 @@ class Post:
         while len(self._asked[kind]) <= self._ahead:
             self._asked[kind].append(self._ask(group, kind))
         tag = TAGS[kind] + next(self._sending[kind]) % NUM_TAGS
-        rests = [received[each][self._head_bytes :] for each in self._others]
+        rests = [received[other][self._head_bytes :] for other in self._others]
         works = [
-            group.recv([rest], each, tag + NUM_TAGS)
-            for each, rest in zip(self._others, rests, strict=True)
+            group.recv([rest], other, tag + NUM_TAGS)
+            for other, rest in zip(self._others, rests, strict=True)
             if len(rest)
         ]
-        for each in self._others:
-            length = torch.tensor([len(sent[each])]).view(torch.uint8)
-            head, rest = sent[each][: self._head_bytes], sent[each][self._head_bytes :]
-            works.append(group.send([torch.cat([length, head])], each, tag))
-            works += [group.send([rest], each, tag + NUM_TAGS)] if len(rest) else []
-        rows = [received[each] for each in self._others]
+        for other in self._others:
+            length = torch.tensor([len(sent[other])]).view(torch.uint8)
+            head, rest = sent[other][: self._head_bytes], sent[other][self._head_bytes :]
+            works.append(group.send([torch.cat([length, head])], other, tag))
+            works += [group.send([rest], other, tag + NUM_TAGS)] if len(rest) else []
+        rows = [received[other] for other in self._others]
         exchange = Direct(self._asked[kind].popleft(), rows, works, finish, self._under_way.discard)
         self._under_way.add(exchange)
         return exchange
@@ -85,12 +85,13 @@ class Post:
         tag = TAGS[kind] + next(self._asking[kind]) % NUM_TAGS
         rooms = [torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8) for _ in self._others]
         return [
-            Asked(room, group.recv([room], each, tag)) for each, room in zip(self._others, rooms, strict=True)
+            Asked(room, group.recv([room], other, tag))
+            for other, room in zip(self._others, rooms, strict=True)
         ]
 
     @cached_property
     def later(self) -> SimpleQueue[Callable[[], None] | None]:
-        """What a thread calls, one after the other: the second messages of sums, in the order of the sums."""
+        """The queue of a thread's calls: the second messages of sums, in the order of the sums."""
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=_call_all, args=(calls,), daemon=True, name="thinwire sums").start()
         weakref.finalize(self, calls.put, None)
@@ -112,7 +113,7 @@ class Sum:
     def __init__(self, post: Post, group: Any, tensor: torch.Tensor, operation: Operation) -> None:
         parts = tensor.view(-1).tensor_split(post.size)
         own = parts[post.rank]
-        rows = [own if each is own else torch.empty_like(own) for each in parts]
+        rows = [own if part is own else torch.empty_like(own) for part in parts]
         received, sent = list(map(as_bytes, rows)), list(map(as_bytes, parts))
         begun = post.exchange(group, "all_reduce", received, sent, combining(rows, operation, own))
         self._second: Future[Direct] = Future()
@@ -131,7 +132,7 @@ class Sum:
 
 
 def combining(rows: Sequence[torch.Tensor], operation: Operation, into: torch.Tensor) -> Callable[[], object]:
-    """Return what writes the sum or the maximum of rows: in one order, for the same bits on all members."""
+    """Return a function that writes the sum or maximum of rows, in one order: of the same bits on all."""
     function = torch.maximum if operation == "max" else torch.add
     # 16-bit types round once, and not after each member.
     wide = torch.promote_types(into.dtype, torch.float32) if into.is_floating_point() else into.dtype
@@ -160,13 +161,13 @@ class Direct:
     def wait(self) -> None:
         # Taken out first: waiting for one of Gloo's again would never end.
         heads, self._heads, works, self._works = self._heads, (), self._works, ()
-        for each, row in zip(heads, self._rows, strict=False):
-            each.work.wait()
-            length = int(each.room[:LENGTH_BYTES].view(torch.int64))
+        for asked, row in zip(heads, self._rows, strict=False):
+            asked.work.wait()
+            length = int(asked.room[:LENGTH_BYTES].view(torch.int64))
             if length != len(row):
-                # As what a backend raises: who waits for it knows what the message was.
+                # Raise the type that a backend does: who waits for it knows what the message was.
                 raise RuntimeError(f"expected a message of {len(row)} bytes, got {length}")
-            head = each.room[LENGTH_BYTES:][:length]
+            head = asked.room[LENGTH_BYTES:][:length]
             row[: len(head)].copy_(head)
         for work in works:
             work.wait()

@@ -26,11 +26,11 @@ def why_by_itself(transport: ProcessGroupTransport) -> str:
         return ""
     name = socket.gethostname()
     own = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
-    # As long as the digest that `agree` gathers: see `_found` of the machines.
+    # The numbers are as long as the digest that `agree` gathers: see `_found` of the machines.
     everyone = gather_numbers([MAGIC, 0, 0, own], transport, PURPOSE)
     if any(said[0] != MAGIC for said in everyone):
         description = json.dumps({CALL: "attach()"}).encode()
-        check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
+        check_same([json.loads(data) for data in gather_bytes(description, transport, PURPOSE)], PURPOSE)
     rows: dict[float, list[int]] = {}
     for rank, (*_, host) in zip(dist.get_process_group_ranks(transport.group), everyone, strict=True):
         rows.setdefault(host, []).append(rank)
@@ -38,7 +38,7 @@ def why_by_itself(transport: ProcessGroupTransport) -> str:
     # Machines of different sizes could not share their messages.
     if len(rows) == 1 or len(sizes) > 1 or sizes == {1}:
         return ""
-    # Not taken for granted: machines that were cloned have one host name.
+    # This is not taken for granted: machines that were cloned have one host name.
     shown = ", ".join(map(str, list(rows.values())[:8])) + (", …" if len(rows) > 8 else "")
     return (
         f"processes {rows[own][:8]} have one host name, {name}, and each sends by itself: no LOCAL_WORLD_SIZE"

@@ -77,7 +77,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
 
 
 class Awaited(Protocol):
-    """What a member waits for while the others run."""
+    """An event that a member waits for while the others run."""
 
     @property
     def is_complete(self) -> bool:
@@ -276,7 +276,7 @@ class _InProcessWork:
         if message.collective == "all_gather":
             torch.stack(brought, out=output)
         elif message.collective == "all_to_all":
-            torch.stack([each[self.rank] for each in brought], out=output)
+            torch.stack([rows[self.rank] for rows in brought], out=output)
         elif message.collective == "broadcast":
             output.copy_(brought[message.source])
         else:

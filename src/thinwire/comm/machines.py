@@ -32,7 +32,7 @@ Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
 """Which processes share a machine: True to find it out, False to treat each as a separate machine; or the
 global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
 
-# Of launchers that start all processes of a job: how many there are; then how many on this machine, which of
+# Variables of launchers that start a whole job: how many processes; then how many on this machine, which of
 # these this one is, and the number of the machine, if they tell.
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", ""),  # Open MPI
@@ -99,11 +99,11 @@ def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
 ) -> tuple[Machines | None, str]:
-    """Return what `machines_of` does, if each process has a subgroup of its machine. Collective."""
+    """Return the same as `machines_of`, if each process has a subgroup of its machine. Collective."""
     ranks = dist.get_process_group_ranks(transport.group)
     own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
     said = gather_bytes(own, transport, "which processes are a subgroup")
-    rows = sorted({tuple(json.loads(each)) for each in said})
+    rows = sorted({tuple(json.loads(data)) for data in said})
     if sorted(rank for row in rows for rank in row) != sorted(ranks):
         raise ConfigError(
             f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "
@@ -153,14 +153,14 @@ def _new_groups(
         if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
             yield dist.new_subgroups_by_enumeration(lists, timeout, backend)[0]  # type: ignore[no-untyped-call]
         else:
-            own = next(each for each in lists if dist.get_rank() in each)
+            own = next(ranks for ranks in lists if dist.get_rank() in ranks)
             yield cast(
                 dist.ProcessGroup, dist.new_group(own, timeout, backend, use_local_synchronization=True)
             )
 
 
 class _Place(NamedTuple):
-    """What the launcher has told a process of its place; -1 if it has not."""
+    """The place of a process, as the launcher has told it; -1 if it has not."""
 
     local: int  # processes on this machine
     number: int  # of this process among them
@@ -169,7 +169,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def here(cls, told: Mapping[str, str]) -> _Place:
-        """Return what torchrun has told, or a launcher of all of the job's processes in its own variables."""
+        """Read the place from torchrun's variables, or those of a launcher of all of the job's processes."""
         world, local, number, machine = str(dist.get_world_size()), -1, -1, -1
         for size, *names in LAUNCHERS:
             # If a launcher's processes have started others, it knows nothing of these.
@@ -195,12 +195,12 @@ def _whole_number(told: Mapping[str, str], name: str) -> int:
 
 def _on_machine(told: str, machine: int) -> int:
     """Return the processes of a machine: a number, or as SLURM has it for all of them, such as 4(x2),3."""
-    each = [
+    counts = [
         int(count)
         for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", told)
         for _ in range(int(times or 1))
     ]
-    return each[machine] if 0 <= machine < len(each) else each[0]
+    return counts[machine] if 0 <= machine < len(counts) else counts[0]
 
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
@@ -216,7 +216,7 @@ def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[
     everyone = gather_numbers([MAGIC, both, place.machine, place.host], transport, PURPOSE)
     if any(said[0] != MAGIC for said in everyone):
         description = json.dumps({CALL: "attach()"}).encode()
-        check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
+        check_same([json.loads(data) for data in gather_bytes(description, transport, PURPOSE)], PURPOSE)
     said = dict[int, _Place]()
     for rank, numbers in zip(ranks, everyone, strict=True):
         _, both, machine, host = map(int, numbers)

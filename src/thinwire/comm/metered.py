@@ -45,7 +45,7 @@ def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
         >>> [wire_bytes(kind, 300, 3) for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")]
         [400, 600, 200, 300]
     """
-    # As rings send: an all-reduce is a scatter of sums and a gather, each of (members − 1) / members.
+    # Rings send so: an all-reduce is a scatter of sums and a gather, each of (members − 1) / members.
     others = members - 1
     return {
         "all_reduce": 2 * handed_bytes * others // members,
@@ -75,7 +75,7 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
 
 @dataclass
 class Traffic:
-    """What went through a transport, and perhaps through others that count in the same place.
+    """Counts of what went through a transport, and perhaps through others that count in the same place.
 
     Attributes:
         messages: All collectives.

@@ -45,7 +45,7 @@ WHY_IN_A_CHANGING_GROUP = (
 MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
 MAX_DIRECT_SUM_OF_TWO_BYTES, MAX_DIRECT_SUM_BYTES = 1 << 22, 1 << 19
-# What all others are sent whole, so that a sum takes one message: 5 ms at 100 Mbit/s.
+# A sum up to this size is sent whole to all others, so that it takes one message: 5 ms at 100 Mbit/s.
 MAX_GATHERED_SUM_BYTES = 1 << 16
 # Groups that were made of a group's processes. Torch ends none by itself, and a handle still uses its groups
 # when it is detached: so they are made once, and belong to the group as well.
@@ -85,7 +85,7 @@ class GroupTransport(Transport):
             return self._started(
                 f"{message.purpose}: {what}", partial(self._reduced, tensor, message.operation)
             )
-        # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
+        # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
         sent, received = as_bytes(tensor), as_bytes(message.output)
         start: Callable[[], Works]
         if message.collective == "all_gather":
@@ -106,7 +106,7 @@ class GroupTransport(Transport):
         return self._started(purpose, lambda: [self.group.recv([as_bytes(tensor)], source, 0)])
 
     def _started(self, where: str, start: Callable[[], Works]) -> ProcessGroupWork:
-        """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
+        """Return the started work, always asynchronous: a caller waits where it needs the result."""
         with named_failure(where, self.why):
             return ProcessGroupWork(start(), where, self.why)
 
@@ -150,7 +150,7 @@ class GroupTransport(Transport):
             tensor.div_(self.size)  # before the sum, as above
         if way == "in parts":
             return [Sum(self._post, self.group, tensor, operation)]
-        rows = [tensor if each == self.rank else torch.empty_like(tensor) for each in range(self.size)]
+        rows = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
         sent, finish = [as_bytes(tensor)] * self.size, combining(rows, operation, tensor)
         return self._direct("all_reduce", list(map(as_bytes, rows)), sent, finish)
 
@@ -218,7 +218,7 @@ class ProcessGroupTransport(GroupTransport):
     def _backends(self) -> dict[str, str]:
         """The backend's name for each kind of device; "nccl" for all of torch's that are NCCL."""
         # `dist.get_backend` has no name for several, nor for torch's own choice.
-        pairs = [each.split(":") for each in dist.get_backend_config(self.group).split(",")]
+        pairs = [pair.split(":") for pair in dist.get_backend_config(self.group).split(",")]
         # From torch 2.14 on there are nccl2, nccl-legacy and nccl-lazy.
         return {kind: "nccl" if name.startswith("nccl") else name for kind, name, *_ in pairs}
 
@@ -257,7 +257,7 @@ class ProcessGroupTransport(GroupTransport):
             scatter = partial(dist.reduce_scatter_tensor, own, flat, dist.ReduceOp.AVG, self.group)
             return self._started(where, lambda: [cast(dist.Work, scatter(async_op=True))])
         received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
-        # As bytes, which Gloo exchanges of every type.
+        # Send bytes, which Gloo exchanges of every type.
         to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
         work = self._started(where, lambda: [self._exchange_parts(to, sent, to_come, to_go)])
         return _MeanOfRows(work, received, own)
@@ -300,8 +300,8 @@ class ProcessGroupWork(NamedTuple):
     def wait(self) -> None:
         """Block until the result is there: the host, or on CUDA only the current stream."""
         with named_failure(self.where, self.why):
-            for each in self.works:
-                each.wait()
+            for work in self.works:
+                work.wait()
 
 
 def way_over_gloo(collective: Collective, handed_bytes: float, members: int) -> Way:
@@ -331,13 +331,13 @@ def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
     """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
     assert isinstance(work, ProcessGroupWork)
-    futures = [cast(dist.Work, each).get_future() for each in work.works]
+    futures = [cast(dist.Work, torch_work).get_future() for torch_work in work.works]
 
     def finished(_: Future[object]) -> Result:
         # Torch calls back for a failure, too; it is `value` that raises it.
         with named_failure(work.where):
-            for each in futures:
-                each.value()
+            for future in futures:
+                future.value()
         return result()
 
     ended: Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)

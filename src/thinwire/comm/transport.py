@@ -1,4 +1,4 @@
-"""What a transport is: the collectives of one group, as one of its members sees them."""
+"""Transport: the collectives of one group, as one of its members sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for saved states of every kind: a version, a checksum, tensors that store what they say."""
+"""Checks of saved states of every kind: a version, a checksum, tensors that store what they say."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_kind(state: object, version: int, keys: Set[str], made_by: str) -> Non
 
 
 def shown_kind(value: object) -> str:
-    """Return what was got, in a few words."""
+    """Return the kind of a value, in a few words."""
     if isinstance(value, Mapping):
         return f"a mapping with keys {sorted(map(str, value))[:8]}"
     if isinstance(value, torch.Tensor):
@@ -143,7 +143,7 @@ def _plain(value: object, tensors: list[torch.Tensor]) -> object:
         _plain(list(value), [])
         return [[str(key), _plain(value[key], tensors)] for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):
-        return [_plain(each, tensors) for each in value]
+        return [_plain(item, tensors) for item in value]
     for kind in (bool, int, float, str):
         # Use the plain type's repr: NumPy's float64 is a float too, but prints differently.
         if isinstance(value, kind):

@@ -68,7 +68,7 @@ class Engine(Lanes):
         # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
-        # Of models that are averaged every few steps: puts the steps in between into the counts.
+        # Puts the steps in between into the counts, for models that are averaged every few steps.
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._has_warned = False
         self._num_dry = 0  # contexts that are open
@@ -137,9 +137,9 @@ class Engine(Lanes):
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
-                given = list(buckets)
-                lanes = self.open_all({specs: flat.device for specs, flat in given}, is_agreed=is_agreed)
-                for specs, flat in given:
+                ready = list(buckets)
+                lanes = self.open_all({specs: flat.device for specs, flat in ready}, is_agreed=is_agreed)
+                for specs, flat in ready:
                     step.start(lanes[specs], flat)
         # An interrupt, too: lanes left in flight would refuse every later step.
         except BaseException:
@@ -277,16 +277,19 @@ class Engine(Lanes):
         """Return relative errors and error norms by route, as of the last step; read back at once."""
         if self._kept_errors is not None:
             return self._kept_errors
-        diagnoses = [each for plan in self.plans if (each := plan.diagnose(self.memory)) is not None]
+        diagnoses = [
+            diagnosis for plan in self.plans if (diagnosis := plan.diagnose(self.memory)) is not None
+        ]
         if not diagnoses:
             return {}, {}
         # All in one tensor: each number read by itself would make the host wait for the device.
         device = diagnoses[0].error_norms.device
-        numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
+        numbers = [
+            torch.stack([diagnosis.relative_errors, diagnosis.error_norms]).to(device)
+            for diagnosis in diagnoses
+        ]
         labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
-        relative, norms = (
-            dict(zip(labels, each, strict=True)) for each in torch.cat(numbers, dim=1).tolist()
-        )
+        relative, norms = (dict(zip(labels, row, strict=True)) for row in torch.cat(numbers, dim=1).tolist())
         return relative, norms
 
     def memory_bytes(self) -> int:
@@ -397,7 +400,7 @@ class Engine(Lanes):
             else:
                 # The processes of a machine are added up: what all of them have loaded is saved by one.
                 is_saved_here = self.unclaimed_of == "process" or places.inside.rank == 0
-                unclaimed = {slot.name: each for slot, each in self.unclaimed.items() if is_saved_here}
+                unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items() if is_saved_here}
                 own = self._packed(self.memory, {})
                 own = places.whole_state(own, self.known_specs, unclaimed, of_all=False)
                 common = self._packed(Memory(self.memory.step), {})  # they remember different parts
@@ -452,9 +455,11 @@ class Engine(Lanes):
         """
         loaded = fitting(loaded, self.known_specs if self.all_known else None)
         slots = {slot: dict(tensors) for slot, tensors in loaded.slots.items()}
-        self.memory = Memory(loaded.step, {s: each for s, each in slots.items() if not s.is_elementwise})
+        self.memory = Memory(
+            loaded.step, {s: tensors for s, tensors in slots.items() if not s.is_elementwise}
+        )
         # Into memory when lanes are opened: its order there, and the device, are not known before.
-        self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
+        self.unclaimed = {s: tensors for s, tensors in slots.items() if s.is_elementwise}
         self.unclaimed_of = "all"
         if self.places is not None:
             self.places.forget()
@@ -476,7 +481,7 @@ class Engine(Lanes):
         strict: bool = True,
         specs: Mapping[str, ParameterSpec] | None = None,
     ) -> LoadedState:
-        """Return what `load_state_dict` would load, and change nothing."""
+        """Return the state that `load_state_dict` would load, and change nothing."""
         self.check_between_steps("load_state_dict()")
         if specs is None and self.all_known:
             specs = self.known_specs

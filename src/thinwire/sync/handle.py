@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync:
-    """What averages a model's gradients, as its user sees it: to look at, to switch, to save and to load.
+    """A user's handle of what averages a model's gradients: to look at, to switch, to save and to load.
 
     `thinwire.attach` makes one, and the other adapters have one as `sync`. Printing it gives some lines to
     read. It is what `torch.distributed.checkpoint` calls stateful.
@@ -60,7 +60,7 @@ class GradientSync:
 
     @torch.inference_mode(False)
     def stats(self) -> Stats:
-        """Return what has been done so far.
+        """Return the figures of the steps so far.
 
         Cost: one norm for each compressed parameter and one host synchronisation.
         """
@@ -82,7 +82,7 @@ class GradientSync:
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, the same on every process. Collective: call it on all processes.
+        """Return all that is remembered, the same on every process. Collective: call it on all processes.
 
         The error of the processes is replaced by its mean, here and in the result: every later step
         depends on the mean alone, so a run that goes on and one that resumes are the same, on any number
@@ -109,7 +109,7 @@ class GradientSync:
 
     @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
-        """Return what this process remembers, its own residual in it, without a message; for slow links.
+        """Return all that this process remembers, its own residual in it, without a message; for slow links.
 
         Call it on all processes after the same step, and let each save its own
         (`thinwire.checkpoint.save_local` does). On as many processes, laid out alike, each loads its own by
@@ -156,7 +156,7 @@ class GradientSync:
             self._engine.load_state_dict(state, strict=strict)
 
     def distributed_state(self) -> Stateful:
-        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
+        """Return a state for `torch.distributed.checkpoint` to save and load, beside model and optimizer.
 
         For an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
         and it is resharded as the parameters are. For other models it is this handle. To be used on all
@@ -240,7 +240,7 @@ class GradientSync:
 
 
 def not_copied(what: str) -> StateError:
-    """Return what to raise where pickle or `copy.deepcopy` is asked for something that sends messages."""
+    """Return the error to raise where pickle or `copy.deepcopy` is asked for what sends messages."""
     return StateError(
         f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
         "a new one for a different model, and keep it out of modules that are copied"
@@ -248,7 +248,7 @@ def not_copied(what: str) -> StateError:
 
 
 class Synced(Protocol):
-    """What has a `GradientSync`: an aggregator, a `LocalSGD`, an integration's strategy or handler."""
+    """An object with a `GradientSync`: an aggregator, a `LocalSGD`, an integration's strategy or handler."""
 
     @property
     def sync(self) -> GradientSync:
@@ -266,7 +266,7 @@ class Handle(Protocol):
         """Steps so far."""
 
     def stats(self) -> Stats:
-        """Return what has been done so far."""
+        """Return the figures of the steps so far."""
 
     def counts(self) -> Stats:
         """Return `stats()` without what must be computed. Cost: none."""
@@ -284,18 +284,18 @@ class Counting(Protocol):
     """A handle that counts more than steps and messages, such as members that come and go."""
 
     def numbers(self) -> Mapping[str, float]:
-        """Return what else it has counted so far, by name. Cost: none."""
+        """Return its other counts so far, by name. Cost: none."""
 
 
 def engine_of(target: GradientSync | Synced) -> Engine:
-    """Return what averages behind a handle; for what drives or watches it."""
+    """Return the engine that averages behind a handle; for what drives or watches it."""
     sync = target if isinstance(target, GradientSync) else target.sync
     # Kept private: the handle is the user's view, and adapters drive the engine.
     return sync._engine
 
 
 def handle_of(target: object) -> Handle | None:
-    """Return what counts the steps that the user of `target` knows; None if it makes none."""
+    """Return the counter of the steps that the user of `target` knows; None if it makes none."""
     if isinstance(target, GradientSync):
         return target._engine
     # A local SGD counts optimizer steps, of which its engine averages but some.

@@ -1,4 +1,4 @@
-"""What an engine plans and remembers, bucket by bucket."""
+"""Plans and memory of an engine, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Remembered(NamedTuple):
 
 
 class Lanes:
-    """What an `Engine` plans and remembers: a lane for each bucket, closed if what it is made of changes."""
+    """Plans and memory of an `Engine`: a lane for each bucket, closed if what it is made of changes."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Lanes:
         self.num_parts = max(1, len(parts))  # that are averaged in separate steps
         # Loaded and not in memory yet, by slot and parameter, in the parameter's shape.
         self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
-        # Of whom it is: of all as a mean, of each machine, or of each process, of which a machine has a sum.
+        # They belong to all as a mean, to each machine, or to each process, of which a machine has a sum.
         self.unclaimed_of: Literal["all", "machine", "process"] = "all"
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
@@ -159,7 +159,7 @@ class Lanes:
 
     def _recent_nonfinite(self) -> torch.Tensor:
         device = self._unseen[-1].device
-        return (~torch.stack([each.to(device) for each in self._unseen])).sum()
+        return (~torch.stack([is_healthy.to(device) for is_healthy in self._unseen])).sum()
 
     # Going back, as if the steps since then had not been made.
 
@@ -169,7 +169,7 @@ class Lanes:
         return Remembered(
             self.memory.copied(labels),
             {
-                slot: {n: each.clone() for n, each in tensors.items()}
+                slot: {label: tensor.clone() for label, tensor in tensors.items()}
                 for slot, tensors in self.unclaimed.items()
             },
             {} if self.places is None else self.places.held_of_all(),
@@ -217,7 +217,7 @@ class Lanes:
         return plan
 
     def _routes(self) -> list[Route]:
-        """Return what this process sends; on a machine of several, what all of them send."""
+        """Return the routes of this process; on a machine of several, those of all of its processes."""
         if self.places is None:
             return [route for plan in self.plans for route in plan.routes]
         places = self.places if self._buckets else self.places.preview()
@@ -272,7 +272,7 @@ class Lanes:
         labels = {label for plan in self._plans for label in plan.labels}
         here = {spec.name for plan in self._plans for spec in plan.specs}
         for slot, tensors in self.memory.slots.items():
-            # What is elementwise is a parameter's, whatever the algorithm: any one sends the residual.
+            # Anything elementwise is a parameter's, whatever the algorithm: any one sends the residual.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
                 if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
                     del tensors[label]
@@ -347,17 +347,17 @@ class Lanes:
             agree(self.transport, described, f"step {self.steps}")
 
     def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> dict[str, str]:
-        """Return what must be the same on every process before a call, by subject."""
+        """Return the facts that must be the same on every process before a call, by subject."""
         # The plan is not among it: it follows from the algorithm and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
             for name, value in asdict(self.algorithm).items():
                 if isinstance(value, tuple):  # of pairs: if some differ, only those are shown
-                    described |= {f"{name} of {key}": repr(each) for key, each in value}
+                    described |= {f"{name} of {key}": repr(setting) for key, setting in value}
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
-        kernels = {name for each in self._model_buckets() for name in self._planned(each).kernels(device)}
+        kernels = {name for bucket in self._model_buckets() for name in self._planned(bucket).kernels(device)}
         if kernels:
             described["kernels of"] = " and ".join(sorted(kernels))
         if has_progress:

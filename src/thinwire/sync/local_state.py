@@ -49,7 +49,7 @@ def is_local(state: object) -> bool:
 
 
 def checked_local(state: object) -> Mapping[str, Any]:
-    """Return what is to be checked further: the state of the process, within that which it has saved."""
+    """Return the part to be checked further: the state of the process, within that which it has saved."""
     check_readable(state)
     if not (isinstance(state, Mapping) and is_local(state)):
         raise StateError(f"expected a state made by local_state_dict(), got {shown_kind(state)}")
@@ -182,5 +182,5 @@ CUT: Expected = "a whole shape and one of its dimensions", _is_cut
 
 
 def of_shard(label: str, shard: int, num_shards: int) -> str:
-    """Return what a label is called in the state of a whole model, if it belongs to a shard alone."""
+    """Return the name of a label in the state of a whole model, if it belongs to a shard alone."""
     return f"{label}{SHARD_MARK}{shard} of {num_shards}"

@@ -64,9 +64,9 @@ class Division:
             if spec.name not in self._ranges:
                 unit = spec.numel if isinstance(self._indivisible, str) else self._indivisible
                 num_units = -(-spec.numel // unit) if unit else 0
-                each, left = divmod(num_units, len(self._loads))
+                share, left = divmod(num_units, len(self._loads))
                 more = sorted(range(len(self._loads)), key=self._loads.__getitem__)[:left]
-                self._give(spec, [unit * (each + (place in more)) for place in range(len(self._loads))])
+                self._give(spec, [unit * (share + (place in more)) for place in range(len(self._loads))])
         return [self._ranges[spec.name] for spec in specs]
 
     def _cut(self, specs: Specs) -> Iterator[Ranges]:
@@ -83,7 +83,7 @@ class Division:
 
     def _keep_together(self, specs: Specs) -> None:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
-        owners = {max(range(len(each)), key=lambda place: _length(each[place])) for each in known}
+        owners = {max(range(len(ranges)), key=lambda place: _length(ranges[place])) for ranges in known}
         bucket = hash(tuple(spec.name for spec in specs))
         # DDP has one bucket in its first step, and others from then on: not all may stay with its owner.
         if len(owners) > 1 or bucket not in self._buckets:
@@ -107,7 +107,7 @@ def _length(some: slice) -> int:
 
 
 def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
-    """Return what an algorithm needs to know of a part of a parameter; of all of it, its own spec."""
+    """Return the spec by which an algorithm knows a part of a parameter; of all of it, its own spec."""
     numel = _length(some)
     return spec if numel == spec.numel else spec._replace(shape=(numel,), stride=(1,), start=some.start)
 
@@ -120,17 +120,17 @@ class BucketParts:
         offsets = list(accumulate((spec.numel for spec in specs), initial=0))
         places = range(len(ranges[0]))
         # Elements of the bucket of each place.
-        self.lengths = [sum(_length(of_spec[each]) for of_spec in ranges) for each in places]
+        self.lengths = [sum(_length(of_spec[owner]) for of_spec in ranges) for owner in places]
         # Slices of the bucket, in the order of places.
         self._slices = _joined(
-            slice(offset + of_spec[each].start, offset + of_spec[each].stop)
-            for each in places
+            slice(offset + of_spec[owner].start, offset + of_spec[owner].stop)
+            for owner in places
             for offset, of_spec in zip(offsets, ranges, strict=False)
         )
 
     def specs_of(self, place: int) -> Specs:
         """Return a place's parts, in the order of the bucket."""
-        # What has no elements goes to the place with most elements, so that it has a route.
+        # A parameter without elements goes to the place with most elements, so that it has a route.
         busiest = self.lengths.index(max(self.lengths))
         return tuple(
             part_of(spec, ranges[place])
@@ -151,7 +151,7 @@ class BucketParts:
 
     def by_place(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a bucket in the order of places: itself, if it has that order."""
-        return flat if len(self._slices) < 2 else torch.cat([flat[some] for some in self._slices])
+        return flat if len(self._slices) < 2 else torch.cat([flat[part] for part in self._slices])
 
     def own(self, by_place: torch.Tensor) -> torch.Tensor:
         """Return this process's part, a view."""
@@ -161,17 +161,17 @@ class BucketParts:
         """Write what `by_place` has returned back to the bucket."""
         if by_place is not flat:
             parts = by_place.split_with_sizes(list(map(_length, self._slices)))
-            torch._foreach_copy_([flat[some] for some in self._slices], parts)
+            torch._foreach_copy_([flat[part] for part in self._slices], parts)
 
 
 def _joined(slices: Iterable[slice]) -> list[slice]:
     """Return slices that are not empty, with those joined that follow each other: fewer copies."""
     joined: list[slice] = []
-    for some in slices:
-        if joined and joined[-1].stop == some.start:
-            joined[-1] = slice(joined[-1].start, some.stop)
-        elif _length(some):
-            joined.append(some)
+    for part in slices:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        elif _length(part):
+            joined.append(part)
     return joined
 
 
@@ -237,7 +237,7 @@ class Places:
 
     def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
         """Let memory hold this process's part of a bucket. Collective inside, if it held different parts."""
-        ranges = {spec.name: each for spec, each in zip(parts.specs, parts.ranges, strict=True)}
+        ranges = {spec.name: of_spec for spec, of_spec in zip(parts.specs, parts.ranges, strict=True)}
         moved = {
             spec.name: spec
             for spec in parts.specs
@@ -264,7 +264,7 @@ class Places:
         # A process may remember something of a kind of which the others have nothing.
         everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
-        for kind, is_local, name in sorted({tuple(each) for said in everyone for each in json.loads(said)}):
+        for kind, is_local, name in sorted({tuple(entry) for said in everyone for entry in json.loads(said)}):
             tensors = memory[slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))]
             whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=on)
             if name in tensors:
@@ -302,5 +302,5 @@ class Places:
             whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
         for slot, of_slot in whole.items():
             named = sorted({**of_slot, **unclaimed.get(slot, {})}.items())
-            tensors[slot] = tuple((label, each.contiguous()) for label, each in named)
+            tensors[slot] = tuple((label, tensor.contiguous()) for label, tensor in named)
         return with_checksum({**own, **tensors})

@@ -36,7 +36,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _outside_inference() -> AbstractContextManager[Any]:
-    # What is made in inference mode could not be written to outside of it any more: residuals, say.
+    # Tensors made in inference mode could not be written to outside of it any more: residuals, say.
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -84,7 +84,7 @@ _set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
 
 
 def _own_precision(backend: str) -> str:
-    """Return what is set for a backend's products themselves, "none" if they follow a wider setting."""
+    """Return the setting of a backend's products themselves, "none" if they follow a wider setting."""
     # Torch tells only what is in effect, so the wider settings are put out of effect while it is asked.
     # Written back as the products' own, the setting in effect would stay when the user changes the wider one.
     with ExitStack() as restored:

@@ -85,14 +85,14 @@ def can_record(device: torch.device) -> bool:
 
 
 def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
-    """Return what makes the graphs of one step."""
+    """Return a function that makes the graphs of one step."""
     # Steps do not share memory: what one leaves for a different one must not be its scratch.
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return lambda: CudaGraph(pool, stream)
 
 
 class Section(NamedTuple):
-    """What is launched between messages."""
+    """A graph of the launches between messages."""
 
     graph: Graph
     waits: Sequence[int]  # numbers of the messages that must have come before
@@ -194,8 +194,8 @@ class Recorder(CollectiveScheduler):
 
     def _wait(self, rounds: Sequence[Round]) -> None:
         super()._wait(rounds)
-        for each in rounds:
-            self._waits += self._numbers.pop(each)
+        for round_ in rounds:
+            self._waits += self._numbers.pop(round_)
 
     def _send(self, later: Round) -> None:
         super()._send(later)
@@ -253,7 +253,7 @@ class Replay(CollectiveScheduler):
     def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
         requests.close()
         recorded = self._tape.buckets[self._num_started : self._num_started + 1]
-        if bucket is None or [each.specs for each in recorded] != [bucket.specs]:
+        if bucket is None or [earlier.specs for earlier in recorded] != [bucket.specs]:
             raise StepError(
                 f"{self._name}: the bucket of {name} came in a place that a different one had in the steps "
                 "before; set thinwire.sync.replay.enabled = False before training"
@@ -315,7 +315,7 @@ class Replays:
     def exchange(
         self, plans: Sequence[BucketPlan], memory: Memory, device: torch.device, wire: Transport, name: str
     ) -> CollectiveScheduler:
-        """Return what drives a step of buckets of these plans."""
+        """Return the scheduler that drives a step of buckets of these plans."""
         if plans is not self._plans:
             self._forget(plans)
             # Next to nothing is launched for what travels uncompressed.

@@ -119,11 +119,11 @@ class CollectiveScheduler:
         with shown("thinwire: wait for earlier buckets"):
             self._wait(earlier)
         with shown("thinwire: earlier buckets"):
-            tasks = [task for each in earlier for task in each.tasks]
+            tasks = [task for round_ in earlier for task in round_.tasks]
             purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
             with self._computing():
-                for each in earlier:
-                    each.answer()
+                for round_ in earlier:
+                    round_.answer()
                 del self._rounds[:end]
                 _compute_jointly(tasks)
                 later = Round(_waiting(tasks), self._transport.size, purpose)
@@ -145,8 +145,8 @@ class CollectiveScheduler:
         with shown(f"thinwire: round {self._number}"):
             with self._computing():
                 # All before anything is sent: so the next messages of all buckets travel as one.
-                for each in self._rounds:
-                    each.answer()
+                for round_ in self._rounds:
+                    round_.answer()
                 # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
                 self._rounds, self._previous = [], None
                 _compute_jointly(self.tasks)
@@ -157,7 +157,7 @@ class CollectiveScheduler:
 
     def _closed(self) -> list[Task]:
         """Add what closes the step to its tasks, and return it if that was not done before."""
-        means = [each.request.tensor.dtype for each in self.tasks if isinstance(each.request, Mean)]
+        means = [task.request.tensor.dtype for task in self.tasks if isinstance(task.request, Mean)]
         closing = [task for task in self._closing if task not in self.tasks]
         for task in closing if means else ():
             if isinstance(task.request, Mean):
@@ -171,8 +171,8 @@ class CollectiveScheduler:
         return nullcontext()
 
     def _wait(self, rounds: Sequence[Round]) -> None:
-        for each in rounds:
-            for work in each.works:
+        for round_ in rounds:
+            for work in round_.works:
                 work.wait()
 
     def _send(self, later: Round) -> None:
@@ -198,7 +198,7 @@ class CollectiveScheduler:
         if len(answers) == 1:
             return answers[0]
         # One question for all buckets: a question for each would make the host wait for the device.
-        return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
+        return torch.stack([answer.to(answers[0].device, non_blocking=True) for answer in answers]).all()
 
     def commit_early(self) -> None:
         """Let those pass that stand at a commit behind which no memory is written.
@@ -209,7 +209,7 @@ class CollectiveScheduler:
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let some tasks pass their commits and write memory."""
-        # What closes the step reads the buckets' means, and those are there when all is computed together.
+        # The closing tasks read the buckets' means, and those are there when all is computed together.
         for is_closing in (False, True):
             some = [task for task in tasks if (task in self._closing) is is_closing]
             for task in some:
@@ -229,8 +229,8 @@ class CollectiveScheduler:
 
         Until then the backend may write to the messages, which may lie in the gradients themselves.
         """
-        for each in self._rounds:
-            for work in each.works:
+        for round_ in self._rounds:
+            for work in round_.works:
                 with suppress(CommunicationError):
                     work.wait()
         self._rounds = []
@@ -298,7 +298,7 @@ class Round:
                 asked.append((kind, number, place, request))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
-        for _, of_kind in groupby(sorted(asked, key=lambda each: each[:3]), key=lambda each: each[0]):
+        for _, of_kind in groupby(sorted(asked, key=lambda entry: entry[:3]), key=lambda entry: entry[0]):
             alike = list(of_kind)
             tensors = [request.tensor for *_, request in alike]
             owners = [(number, place) for _, number, place, _ in alike]
@@ -307,8 +307,8 @@ class Round:
     def send(self, transport: Transport) -> None:
         """Start its messages."""
         # One by one: if a later one is refused, the earlier ones are known to be under way.
-        for each in self.packed:
-            self.works.append(transport.start(each.message))
+        for packed in self.packed:
+            self.works.append(transport.start(packed.message))
 
     def answer(self) -> None:
         """Hand its tasks what has come."""

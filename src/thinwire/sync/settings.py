@@ -131,14 +131,14 @@ class Settings:
         on_nonfinite: OnNonfinite = "nan",
         typed: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Return what a user has chosen, by the three arguments that all adapters take; see `attach`."""
+        """Return the settings of a user, by the three arguments that all adapters take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         scale = loss_scale_of(grad_scaler)
         is_skipped, typed = _is_enabled(grad_scaler), typed or {}
         return cls(scale, is_skipped, host_check=host_check, on_nonfinite=on_nonfinite, typed=typed)
 
     def described(self) -> Mapping[str, str]:
-        """Return what must be the same on all processes, by subject."""
+        """Return the settings that must be the same on all processes, by subject."""
         # `together` joins others than those that are compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",

@@ -59,13 +59,13 @@ def average_local(
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
         held = [spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]
         for dtype, of_one_type in groupby(held, lambda spec: spec.memory_dtype):
-            for some in in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel):
+            for sent in in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel):
                 zero = torch.zeros((), dtype=dtype, device=device)
-                flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in some])
-                transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
+                flat = torch.cat([tensors.get(spec.name, zero.expand(spec.numel)) for spec in sent])
+                transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {sent[-1].name}").wait()
                 # Move it off the device, which may have no room for a second residual of the whole model.
-                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in some])
-                means += zip(some, parts, strict=True)
+                parts = flat.to("cpu").split_with_sizes([spec.numel for spec in sent])
+                means += zip(sent, parts, strict=True)
         # Only when all have come: if one fails, memory is as it was.
         for spec, mean in means:
             if spec.name in tensors:
@@ -97,7 +97,7 @@ def combine(
     said = gather_bytes(json.dumps(own).encode(), transport, f"{purpose}, who has loaded what")
     slots, combined = {slot.name: slot for slot in loaded}, list[tuple[Slot, str, torch.Tensor]]()
     for kind, is_local, name, dtype, *shape in sorted(
-        {tuple(one) for each in said for one in json.loads(each)}
+        {tuple(entry) for listed in said for entry in json.loads(listed)}
     ):
         slot = slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))
         tensor = loaded.get(slot, {}).get(name, torch.zeros(()).expand(shape))
@@ -144,7 +144,7 @@ def packed_state(
             spec = specs[label]
             strided = tensor.as_strided(spec.shape, spec.stride, tensor.storage_offset())
             kept[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        # What was loaded for buckets that have not come yet is still to be sent.
+        # A tensor loaded for a bucket that has not come yet is still to be sent.
         kept |= {name: tensor.clone() for name, tensor in unclaimed.get(slot, {}).items()}
         state[slot.name] = tuple(sorted(kept.items()))
     return with_checksum(state)
@@ -161,7 +161,7 @@ def tensors_of_all(
     ]
     data = json.dumps(described).encode()
     device = transport.control_device
-    # What each has, and in which order, is known to all before. One broadcast a member, however many tensors:
+    # All know before what each has, and in which order. One broadcast a member, however many tensors:
     # a round trip each would take minutes on a slow link.
     for member, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
         theirs = [
@@ -212,17 +212,17 @@ def checked_state(
     for slot, of_slot in tensors.items():
         check_finite(slot.name, of_slot)
         # Copies, for the user may go on with what was passed; at least of 32 bits, as memory is.
-        for name, each in of_slot.items():
-            wide = torch.promote_types(each.dtype, torch.float32)
-            of_slot[name] = each.detach().to("cpu", wide, copy=True)
+        for name, tensor in of_slot.items():
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            of_slot[name] = tensor.detach().to("cpu", wide, copy=True)
     return loaded
 
 
 def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
-    """Return what the tensors of a state are of."""
+    """Return the slots that the tensors of a state are of."""
     slots = []
     for name, (is_local, is_elementwise) in pairs_of(state, "slots", *FLAGS).items():
-        # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
+        # The state says so itself: it may be of an algorithm that is not in use here, and is carried along.
         slot = Slot(name, is_local=is_local, is_elementwise=is_elementwise)
         slots.append(known.get(name, slot))
         if slots[-1] != slot:
@@ -233,7 +233,7 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(each) is kind for each in value)
+    return isinstance(value, list | tuple) and all(type(item) is kind for item in value)
 
 
 # For each key of a state: what errors call its value, and a test of it.
@@ -288,7 +288,7 @@ def check_model(
     """Refuse the state of a different model."""
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
-    # What was saved before any bucket had come lists none, and is of every model.
+    # A state saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
         differs = [f"this one does not train {_some(unknown)}"] if unknown else []
@@ -324,7 +324,7 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec] | None) -> L
         return SHARD_MARK not in label and (specs is None or specs.keys() >= names_in(label))
 
     slots = {
-        slot: {label: each for label, each in tensors.items() if fits(label)}
+        slot: {label: tensor for label, tensor in tensors.items() if fits(label)}
         for slot, tensors in loaded.slots.items()
     }
     return loaded._replace(slots=slots)

@@ -1,4 +1,4 @@
-"""What a `GradientSync` has done, in figures."""
+"""Figures of a `GradientSync`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.plan import compression_ratio
 
 @dataclass(frozen=True)
 class Stats:
-    """What a `GradientSync` has done so far, on this process. Printing it gives some lines to read.
+    """Figures of a `GradientSync` so far, on this process. Printing them gives some lines to read.
 
     Attributes:
         steps: Optimizer steps, those that were not finite included.

@@ -32,7 +32,7 @@ class _Divided(NamedTuple):
 
 
 class Step:
-    """What is in flight. `Engine.begin` makes one; several may be open side by side, over different lanes."""
+    """A step in flight. `Engine.begin` makes one; several may be open side by side, over different lanes."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Step:
         self._held: list[Bucket] = []
         self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
-        # Of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
+        # Flags of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
         self._used: dict[Specs, torch.Tensor] = {}
         self.unused: set[str] = set()  # parameters that no process used, once finished
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
@@ -91,7 +91,7 @@ class Step:
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
-        if specs in [*(each.specs for each in self._lanes), *(each.specs for each in self._held)]:
+        if specs in [*(started.specs for started in self._lanes), *(held.specs for held in self._held)]:
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
@@ -143,11 +143,11 @@ class Step:
 
     def _send_reduced(self, end: int) -> None:
         """Send what this process averages of the first buckets, once it is the mean of the machine."""
-        for each in self._divided[self._num_reduced : end]:
+        for divided in self._divided[self._num_reduced : end]:
             with self._engine.traffic.waiting():
-                each.work.wait()
+                divided.work.wait()
             self._num_reduced += 1
-            self._send_part(each.lane, each.parts.own(each.by_place))
+            self._send_part(divided.lane, divided.parts.own(divided.by_place))
 
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
@@ -159,7 +159,7 @@ class Step:
             self._scheduler.advance_earlier()
 
     def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return what the loss is multiplied by in this step, shape (); None if it is not.
+        """Return the number that the loss is multiplied by in this step, shape (); None if it is not.
 
         One tensor for all buckets on a device: only what has the same scale shares launches.
         """
@@ -177,7 +177,7 @@ class Step:
         """Find the parameters that no one used, in one round; their residuals stay as they were."""
         names = [spec.name for specs in self._used for spec in specs]
         flags = list(self._used.values())
-        used = torch.cat([each.to(flags[0].device) for each in flags])
+        used = torch.cat([flag.to(flags[0].device) for flag in flags])
         places, memory = self._engine.places, self._engine.memory
         if places is not None:
             places.inside.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
@@ -247,7 +247,7 @@ class Step:
         with self._at_work(are_ready=False):
             try:
                 while is_under_way:
-                    # What comes back is written while the last messages travel: an accelerator does that
+                    # Answers are written while the last messages travel: an accelerator does that
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
@@ -362,13 +362,13 @@ class Step:
     def _gather_inside(self, places: Places) -> None:
         """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
         gathers = []
-        for each in self._divided:
-            purpose = f"{self._name}, the means of the bucket of {each.lane.specs[0].name}"
-            gathers.append(places.inside.gather_parts(each.by_place, each.parts.lengths, purpose))
-        for each, work in zip(self._divided, gathers, strict=True):
+        for divided in self._divided:
+            purpose = f"{self._name}, the means of the bucket of {divided.lane.specs[0].name}"
+            gathers.append(places.inside.gather_parts(divided.by_place, divided.parts.lengths, purpose))
+        for divided, work in zip(self._divided, gathers, strict=True):
             with self._engine.traffic.waiting():
                 work.wait()
-            each.parts.write(each.flat, each.by_place)
+            divided.parts.write(divided.flat, divided.by_place)
 
     def abandon(self) -> None:
         """End a step that can't be finished. Memory is as it was before it."""
@@ -385,9 +385,9 @@ class Step:
 
     def drain(self) -> None:
         """Wait for the messages that were under way when the step was abandoned."""
-        for each in self._divided:
+        for divided in self._divided:
             with suppress(CommunicationError):
-                each.work.wait()
+                divided.work.wait()
         self._scheduler.drain()
 
     def _check_open(self) -> None:
@@ -408,5 +408,5 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
         # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     # A used gradient mostly shows at once.
-    used = [bool(each[:GLANCE].any() or each.any()) for each in bucket.gradients]
+    used = [bool(gradient[:GLANCE].any() or gradient.any()) for gradient in bucket.gradients]
     return torch.tensor(used, dtype=torch.float32)

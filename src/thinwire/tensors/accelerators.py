@@ -1,4 +1,4 @@
-"""What differs on accelerators: each operation is a launch, which costs the host microseconds."""
+"""Functions for accelerators, on which each operation is a launch, which costs the host microseconds."""
 
 from __future__ import annotations
 

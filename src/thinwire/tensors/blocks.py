@@ -48,7 +48,7 @@ class Blocks:
     @cached_property
     def share(self) -> int:
         """Blocks that each member averages, those included that only fill up."""
-        # As many for each: the rows of an all-to-all have one length. It is not filled up to a multiple of 16
+        # All have as many: the rows of an all-to-all have one length. It is not filled up to a multiple of 16
         # bytes, without which NCCL copies single bytes, of which each thread then has 32 in flight: that is
         # faster than the networks that few bits are for. Small buckets would send more, and who averages a
         # block, on which residuals depend, would change.
@@ -184,4 +184,4 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
         if shorter:
             runs[shorter].append(Run(parameter, first + count * length, 1))
         first += spec.numel
-    return tuple(Chunks(each, kept_of(each, density), tuple(found)) for each, found in runs.items())
+    return tuple(Chunks(size, kept_of(size, density), tuple(of_size)) for size, of_size in runs.items())

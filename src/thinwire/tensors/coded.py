@@ -59,7 +59,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return what was packed: codes of shape (…, count), uint8 up to 8 bits and int32 above."""
+    """Return the codes that were packed: shape (…, count), uint8 up to 8 bits and int32 above."""
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(count, bits):
         raise ConfigError(
@@ -76,7 +76,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
-    # As `pack`, backwards: halves are pulled apart, then quarters, then single codes.
+    # Undo `pack`, backwards: halves are pulled apart, then quarters, then single codes.
     words = packed.new_zeros(*packed.shape[:-1], groups, GROUP)
     words[..., :bits] = packed.reshape(*packed.shape[:-1], groups, bits)
     apart = words.flatten(-2).view(torch.int64)
@@ -101,23 +101,23 @@ Statistic: TypeAlias = Literal["largest", "least squares", "mean magnitude"]
 
 @dataclass(frozen=True)
 class Codebook:
-    """What codes of some bits stand for."""
+    """The levels that codes of some bits stand for."""
 
     bits: int
     levels: tuple[float, ...]  # ascending and symmetric; a code is the place of one
-    # Of a block: its scale. "largest" is over the last level, so nothing is cut off. "least squares" fits the
+    # The scale of a block. "largest" is over the last level, so nothing is cut off. "least squares" fits the
     # levels of codes that were found by the root mean square.
     statistic: Statistic
     is_linear: bool = False  # whether levels are whole numbers, one apart
     # If not 0, the level at k from the middle is k · (`cubic` + k²): it is found exactly without a table.
     cubic: int = 0
-    # What the largest element is taken for at least and at most, in root mean squares, when codes are found.
+    # The largest element is taken for these at least and at most, in root mean squares, when codes are found.
     reach: tuple[float, float] = (1.0, 1.0)
 
 
 def _symmetric(*magnitudes: float) -> tuple[float, ...]:
     """Return levels of both signs; zero, if given, once."""
-    return (*[-each for each in reversed(magnitudes) if each], *magnitudes)
+    return (*[-magnitude for magnitude in reversed(magnitudes) if magnitude], *magnitudes)
 
 
 # Relative squared error of one member's gradients in blocks of 64 (byte GPT with AdamW, mean of early, mid
@@ -187,13 +187,13 @@ class Coded:
         if missing:
             codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])])
             scales = torch.cat([scales, scales.new_zeros(missing)])
-        # As bytes of one message: two would cost a latency more.
+        # Make one message of bytes: two would cost a latency more.
         parts = [scales.view(torch.uint8).view(rows, -1), codes.view(rows, -1)]
         return cls(torch.cat(parts, dim=1), share)
 
     @classmethod
     def arrived(cls, message: torch.Tensor, share: int) -> Coded:
-        """Return what was received: a copy only if it does not begin at a whole number of bf16."""
+        """Return the message as received: a copy only if it does not begin at a whole number of bf16."""
         is_even = message.storage_offset() % SCALE_BYTES == 0 and message.stride(0) % SCALE_BYTES == 0
         return cls(message if is_even else message.contiguous(), share)
 

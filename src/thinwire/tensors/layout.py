@@ -12,28 +12,28 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors one after the other, flat: a view if they lie so already, else a copy."""
     start, sizes = tensors[0].storage_offset(), [tensor.numel() for tensor in tensors]
     starts = list(accumulate(sizes[:-1], initial=start))
-    is_one = len({each.untyped_storage()._cdata for each in tensors}) == 1
-    is_dense = all(each.is_contiguous() for each in tensors)
-    if is_one and is_dense and [each.storage_offset() for each in tensors] == starts:
+    is_one = len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+    is_dense = all(tensor.is_contiguous() for tensor in tensors)
+    if is_one and is_dense and [tensor.storage_offset() for tensor in tensors] == starts:
         return tensors[0].as_strided((sum(sizes),), (1,))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""
-    # As the gradients of a model's equal layers lie in a bucket, between those of other parameters.
+    # The gradients of a model's equal layers lie so in a bucket, between those of other parameters.
     first = tensors[0]
-    offsets = [each.storage_offset() for each in tensors]
+    offsets = [tensor.storage_offset() for tensor in tensors]
     step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
     is_even = step > 0 and offsets == [offsets[0] + step * place for place in range(len(tensors))]
-    is_one = len({each.untyped_storage().data_ptr() for each in tensors}) == 1
-    if not (is_even and is_one and all(each.is_contiguous() for each in tensors)):
+    is_one = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    if not (is_even and is_one and all(tensor.is_contiguous() for tensor in tensors)):
         return None
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
 def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, which shares its memory."""
+    """Return this process's part of a tensor, which shares its memory."""
     detached = tensor.detach()
     # A DTensor is not told by its type: that takes seconds to import.
     return detached.to_local() if hasattr(detached, "to_local") else detached
@@ -53,7 +53,7 @@ def shape_of_shard(shape: Sequence[int], dim: int | None, shard: int, num_shards
 
 
 def _rows_of_shard(size: int, shard: int, num_shards: int) -> tuple[int, int]:
-    # As DTensor cuts: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
+    # DTensor cuts so: into parts of equally many rows, rounded up; the last ones are smaller, or empty.
     rows = -(-size // num_shards)
     start = min(shard * rows, size)
     return start, min(rows, size - start)

@@ -64,12 +64,12 @@ class Drawing:
     def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[Draws]:
         """Return the draws of each one who rounds, in one step."""
         digests = bytearray()
-        for each in who:
-            common = blake2b(f"{self.seed} {step} {each} ".encode(), digest_size=KEY_BYTES)
+        for rounder in who:
+            common = blake2b(f"{self.seed} {step} {rounder} ".encode(), digest_size=KEY_BYTES)
             for name in self._names:
                 (of_name := common.copy()).update(name)
                 digests += of_name.digest()
-        # As one copy: each costs the host of an accelerator as much as several launches.
+        # Make one copy: each costs the host of an accelerator as much as several launches.
         keys = sent_to(device, torch.frombuffer(digests, dtype=torch.int32))
         bases, owners = self._places_on(device)
         count = len(self.specs)
