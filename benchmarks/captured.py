@@ -171,7 +171,7 @@ class Training:
         self._gradients = self._values.new_zeros(self.run.members, len(self._values))
         # The optimizer reads it: the mean, clipped.
         self._gradient = self._values.grad = torch.zeros_like(self._values)
-        self._scheduler = Lockstep(self._algorithm, self._buckets, self.run.members)
+        self._exchange = Lockstep(self._algorithm, self._buckets, self.run.members)
 
     def _make_tables(self) -> None:
         """Put what steps differ in on the device: windows, rates, and the number of the step."""
@@ -211,7 +211,7 @@ class Training:
 
     def _step(self) -> None:
         self._losses.index_copy_(0, self._now, self._backward().view(1))
-        self._scheduler.average(self._gradients)
+        self._exchange.average(self._gradients)
         mean = self._gradients[0]
         shrink = (MAX_GRADIENT_NORM / (mean.norm() + 1e-6)).clamp_(max=1.0)
         torch.mul(mean, shrink, out=self._gradient)
@@ -233,7 +233,7 @@ class Training:
         assert simulation.step(rows), "a mean was not finite"
         if self._stream is not None:
             torch.cuda.default_stream().synchronize()
-        self._scheduler.average(self._gradients)
+        self._exchange.average(self._gradients)
         assert torch.equal(self._gradients, torch.stack([torch.cat(row) for row in rows])), "not an engine's"
         stats = simulation.syncs[0].stats()
         self._bytes_a_step, self._times_fewer = stats.message_bytes, stats.compression_ratio / 2
@@ -334,7 +334,7 @@ class Training:
         self._now.fill_(self.run.steps - 1)
         self._backward()
         true = self._gradients.mean(0)
-        self._scheduler.average(self._gradients)
+        self._exchange.average(self._gradients)
         sizes = [sum(spec.numel for spec in bucket) for bucket in self._buckets]
         pairs = zip(
             KINDS,

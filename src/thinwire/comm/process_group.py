@@ -91,7 +91,7 @@ class GroupTransport(Transport):
         if message.collective == "all_gather":
             what, start = f"the gather of {what}", partial(self._gather, received.view(self.size, -1), sent)
         elif message.collective == "all_to_all":
-            what, start = f"the exchange of {what}", partial(self._scheduler, received, sent)
+            what, start = f"the exchange of {what}", partial(self._exchange, received, sent)
         else:
             what = f"the copy of {what} from process {message.source} of the group"
             start = partial(self._copy, sent, message.source)
@@ -160,7 +160,7 @@ class GroupTransport(Transport):
         rows[self.rank].copy_(own)
         return self._direct("all_gather", list(rows), [own] * self.size)
 
-    def _scheduler(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
+    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
         if self._way("all_to_all", sent) == "backend":
             return [self._exchange_parts(received, sent, [], [])]
         into, rows = received.view(self.size, -1), sent.view(self.size, -1)
