@@ -123,5 +123,5 @@ def attach(
         return sync
     if replicas is not None and ddp_inside(model) is not None:
         raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
-    # What is neither is refused there, with what was expected.
+    # `attach_ddp` refuses any other model, and says what it expects.
     return attach_ddp(model, algorithm, settings, machines)

@@ -1,4 +1,4 @@
-"""What adapters share: an engine that knows machines, the count of contributors, who averages a model."""
+"""Parts that adapters share: engines that know machines, the count of contributors, averaged models."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
     """Divide gradients of `parameters` by the contributors, while this is open."""
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
-    before = [(each, _scales.get(each)) for each in parameters]
-    _scales.update((each, scale) for each, _ in before)
+    before = [(parameter, _scales.get(parameter)) for parameter in parameters]
+    _scales.update((parameter, scale) for parameter, _ in before)
     try:
         yield
     finally:
@@ -91,7 +91,7 @@ class Shadow(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in a step of the others. Collective."""
-        # Or the adapter would tell the join context, from within the context's own end, that it has input.
+        # Otherwise the adapter would tell the join context, from within its own end, that it has input.
         leave_join(self._adapter)
         self._step()
 
@@ -131,7 +131,7 @@ def refuse_averaged_twice(
     for module, other in list(_averaged.values()):
         # Over fewer processes, such as those of a machine, both are of use.
         mine, theirs = _members_of(transport), _members_of(other)
-        if theirs and theirs <= mine and any(id(each) in given for each in module.parameters()):
+        if theirs and theirs <= mine and any(id(parameter) in given for parameter in module.parameters()):
             raise error(
                 f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
                 "averages the model itself over the same processes; leave out one of the two: train the "

@@ -87,7 +87,9 @@ def adapter_of(
     """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
-    specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
+    specs = [
+        ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
+    ]
     settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
@@ -309,7 +311,7 @@ class DDPAdapter:
 
 
 class _StaticGraph:
-    """What DDP does not say of a static graph: which bucket is the first pass's last, which are frozen."""
+    """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
@@ -347,7 +349,7 @@ class _Parameters:
         key = tuple(map(id, parameters))
         if key not in self._specs:
             # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-            for parameter in (each for each in reversed(parameters) if id(each) not in self._names):
+            for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
                 if self.are_all_known:
                     words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
                     raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
@@ -360,8 +362,10 @@ class _Parameters:
         """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
         # DDP makes buckets of what is trained when it is built. What is frozen later stays in them.
         if self._outside is None:
-            inside = {each for key in self._specs for each in key}
-            self._outside = [known for each, known in self._names.items() if each not in inside]
+            inside = {parameter_id for key in self._specs for parameter_id in key}
+            self._outside = [
+                known for parameter_id, known in self._names.items() if parameter_id not in inside
+            ]
         for parameter, name in self._outside:
             if parameter.requires_grad:
                 raise unaveraged(name)
@@ -381,7 +385,7 @@ class Switch:
 
     @property
     def engine(self) -> Engine | None:
-        """What averages the gradients of each step, if `attach` has put it there."""
+        """The engine that averages the gradients of each step, if `attach` has put it there."""
         adapter = self.adapter_now() if self.taken_by == ATTACHED else None
         return None if adapter is None else adapter.engine
 

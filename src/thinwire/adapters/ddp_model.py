@@ -1,4 +1,4 @@
-"""What has to be known of DDP's models and buckets to hang a hook on them."""
+"""Functions to inspect DDP's models and buckets, and to hang a hook on them."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import gc
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.checks import shown
 from thinwire.errors import AttachError, GradientError, StateError, StepError
 
-# What torch puts around a module shows in the names of its parameters.
+# Torch's wrappers of a module show in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 # Base classes of what FSDP2 and FSDP1 have sharded, by name: their modules take seconds to import.
@@ -29,7 +29,7 @@ PYTHON_REDUCER = (
     "set it to True or False before the DDP model is built"
 )
 
-# As DDP's reducer calls the types of parameters.
+# The names that DDP's reducer has for the types of parameters.
 REDUCERS_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -87,7 +87,7 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
     kind = type(model).__name__
     if len(found) > 1:
         raise AttachError(f"the {kind} holds {len(found)} DDP models, expected one; give them one by one")
-    inside = {id(parameter) for each in found for parameter in each.parameters()}
+    inside = {id(parameter) for module in found for parameter in module.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
     if found and outside:
         raise AttachError(
@@ -98,7 +98,7 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
 
 
 def uncompiled(model: object) -> object:
-    """Return what `torch.compile` was given, if this is the result."""
+    """Return the model that `torch.compile` was given, if this is its result; otherwise the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -120,7 +120,7 @@ def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel 
 
 def _ddp_models() -> list[DistributedDataParallel]:
     # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
-    return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    return [candidate for candidate in gc.get_objects() if DistributedDataParallel in type(candidate).__mro__]
 
 
 # Models that can't be attached.
@@ -144,7 +144,7 @@ def _is_one_of(module: torch.nn.Module, *kinds: str) -> bool:
     return any(kind.__name__ in kinds for kind in type(module).__mro__)
 
 
-# What to do with objects of frameworks, by package and base class: importing them takes seconds.
+# Advice for objects of frameworks, by package and base class: importing them takes seconds.
 WAYS_IN = {
     ("transformers", "Trainer"): "call thinwire.integrations.transformers.attach(trainer, algorithm)",
     ("lightning", "Trainer"): LIGHTNING,
@@ -157,13 +157,13 @@ WAYS_IN = {
 
 
 def way_in(given: object) -> str:
-    """Return what to do with a framework's object in place of giving it to Thinwire; "" if it is none."""
+    """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
     return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
 
 
 def wrong_model(given: object) -> str:
-    """Return what to say to someone who gave something other than a DDP model."""
+    """Return the message for an object that is not a DDP model."""
     if way := way_in(given):
         return f"expected a DistributedDataParallel model, got {type(given).__name__}; {way}"
     if not isinstance(given, torch.nn.Module):
@@ -244,7 +244,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
 
 def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
     """Return the name of the model's communication hook, "" if it has none, and whether it is Thinwire's."""
-    # What DDP logs is the hook in use: its list lacks those built in, and has those that a copy has lost.
+    # DDP logs the hook in use: its list lacks those built in, and has those that a copy has lost.
     data = {} if model.logger is None else model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     name = data.get("comm_hook", "")
     for hook, state in reversed(model.__dict__.get("_comm_hooks", [])):
@@ -283,8 +283,8 @@ class _Guard:
         # One of each type and device: a conversion of the whole model changes some, and DDP itself finds out
         # if only a part of the model takes no part.
         trained = () if its is None else (p for p in its._module_parameters if p.requires_grad)
-        some = {(each.dtype, each.device): each for each in trained}
-        self._nodes = [(each, accumulator_of(each)) for each in some.values()]
+        by_kind = {(parameter.dtype, parameter.device): parameter for parameter in trained}
+        self._nodes = [(parameter, accumulator_of(parameter)) for parameter in by_kind.values()]
         self._learn(() if its is None else its.module.modules())
 
     def _learn(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -340,7 +340,7 @@ class _Guard:
                     "neither DDP nor Thinwire sees their gradients; shard and attach the plain module"
                 )
         for parameter, name in names_of(model.module, model.parameters_to_ignore).items():
-            # What `torch.func.functional_call` puts in a parameter's place may be computed from it.
+            # A tensor that `torch.func.functional_call` puts in a parameter's place may be computed from it.
             if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._known:
                 raise unaveraged(name)
         self._learn(model.module.modules())
@@ -359,7 +359,7 @@ def _refuse_to_train_copy(model: DistributedDataParallel) -> None:
 
 
 def unaveraged(name: str) -> StepError:
-    """Return what to raise for a parameter that is trained and not averaged."""
+    """Return the error for a parameter that is trained and not averaged."""
     return StepError(
         f"{name} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
         "when the DDP model was built; unfreeze or add it first, then build a new DDP model"
@@ -367,7 +367,7 @@ def unaveraged(name: str) -> StepError:
 
 
 def not_pickled() -> StateError:
-    """Return what to raise if a DDP model is pickled whole."""
+    """Return the error for a DDP model that is pickled whole."""
     return StateError(
         "a DDP model whose gradients Thinwire averages can't be pickled whole; save "
         "model.module.state_dict(), and the state_dict() of what attach returned, or of the LocalSGD"

@@ -1,4 +1,4 @@
-"""Which parameters a DDP model's backward passes have used: with `find_unused_parameters` DDP counts, too."""
+"""The parameters that a DDP model's backward passes use: with `find_unused_parameters` DDP counts, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Used:
         self._ids: set[int] = set()
         # Hooks of the pass under way, or of passes before this was made, may have gone by unseen.
         self._is_complete = False
-        self._handles = [self._noted(each) for each in parameters if can_have_gradient(each)]
+        self._handles = [self._noted(parameter) for parameter in parameters if can_have_gradient(parameter)]
 
     def _noted(self, parameter: torch.nn.Parameter) -> RemovableHandle:
         # No reference to `self`: the reducer holds the node, and with it the hook, out of sight of Python's
@@ -42,7 +42,7 @@ class Used:
         """Return which of a bucket's parameters were used; None if that is not known yet."""
         if not is_pass:  # a process without input shadows the others
             return [False] * len(parameters)
-        return [id(each) in self._ids for each in parameters] if self._is_complete else None
+        return [id(parameter) in self._ids for parameter in parameters] if self._is_complete else None
 
     def forget(self) -> None:
         """Begin anew, after a step."""

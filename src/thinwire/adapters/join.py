@@ -72,7 +72,7 @@ def join(
     # A DDP model or a LocalSGD has one; an aggregator knows none.
     module = getattr(joinable, "module", None)
     modules = module.modules() if isinstance(module, torch.nn.Module) else ()
-    if shadows and any(isinstance(each, torch.nn.SyncBatchNorm) for each in modules):
+    if shadows and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in modules):
         raise ConfigError(
             "the model has SyncBatchNorm, whose collectives a process without input can't take part in; use "
             "join(…, throw_on_early_termination=True) or BatchNorm"
@@ -94,7 +94,7 @@ def join(
         if refusal is not None:
             refusal.remove()
         leave_join(joinable)
-        # Or it would divide by the last number of contributors forever.
+        # Otherwise it would divide by the last number of contributors forever.
         if model is not None:
             model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
@@ -128,7 +128,7 @@ class _Counter(Joinable):
             self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
+        """Return a hook that shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
         return JoinHook()
 
     @property

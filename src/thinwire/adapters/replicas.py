@@ -15,7 +15,7 @@ from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.tensors.layout import held_of
 
-# As wide as the numbers of a tensor, to read their bits as whole numbers.
+# Types as wide as the numbers of a tensor, to read their bits as whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Widened to 64 bits, and with as many factors, some parameters are as much memory as 128 MiB.

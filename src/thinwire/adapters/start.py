@@ -1,4 +1,4 @@
-"""What is said once when an adapter starts: what is on, and what would go wrong without a word."""
+"""Messages for the start of an adapter: what is on, and what would go wrong without a word."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
         sends = f": a {sender} sends {sent:.3g} MB a step, where bf16 sends {in_bf16:.3g}"
     logger.info("%s over %s%s", what, where, sends if in_bf16 else "")
     if not averages and engine.algorithm.remembers:
-        # By identity: what is told once must keep no model alive.
-        _look_after_first_step(engine, {id(each) for each in parameters})
+        # Take identities: a message that comes once must keep no model alive.
+        _look_after_first_step(engine, {id(parameter) for parameter in parameters})
 
 
 def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
@@ -70,17 +70,17 @@ def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
 
 
 def misfits(engine: Engine, owned: set[int]) -> list[str]:
-    """Return what does not go with an algorithm that remembers, of all that there is in this process."""
+    """Return warnings about objects in this process that do not go with an algorithm that remembers."""
     # Types are compared, since `isinstance` asks objects, and some do something then.
     kinds = (GradScaler, torch.optim.Optimizer)
-    found: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    found: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
     told, algorithm = [], engine.algorithm
     if engine.settings.loss_scale is None and any(map(_scales_now, found)):
         told.append(
             f"a GradScaler scales a loss, and {algorithm} was not given it: what it remembers is wrong after "
             "each change of the scale; pass grad_scaler=scaler, unless it is a different model's"
         )
-    adam = next((type(each).__name__ for each in found if _is_adam_of(each, owned)), "")
+    adam = next((type(candidate).__name__ for candidate in found if _is_adam_of(candidate, owned)), "")
     if adam and isinstance(algorithm, PowerSGD | BatchedPowerSGD):
         told.append(
             f"{type(algorithm).__name__} with {adam} costs loss (3.6 % after 300 steps of a small GPT); "
@@ -102,4 +102,4 @@ def _is_adam_of(found: Any, owned: set[int]) -> bool:
     if not any("Adam" in kind.__name__ for kind in type(found).__mro__):
         return False
     groups = getattr(found, "param_groups", ())
-    return any(id(each) in owned for group in groups for each in group["params"])
+    return any(id(parameter) in owned for group in groups for parameter in group["params"])

@@ -33,7 +33,7 @@ class GradientListAdapter(Joinable):
     which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
     """
 
-    # As of `Settings`.
+    # `Settings` describes it.
     _typed: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -75,7 +75,7 @@ class GradientListAdapter(Joinable):
         """
         self._check(gradients)
         refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
-        # As one: all gradients are there from the beginning, so all of it is time that the caller waits.
+        # It counts as one wait: all gradients are there from the beginning, and the caller waits throughout.
         with self.engine.clock.inside(self.engine.traffic):
             return self._average(gradients)
 
@@ -83,7 +83,7 @@ class GradientListAdapter(Joinable):
         # Before all other collectives of the step: a process that shadows it comes in with this one.
         scale = members_over_contributors(self)
         self.engine.agree(self.parameters[0].device)
-        # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
+        # A gradient that is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
         means: list[torch.Tensor | None] = [None] * len(gradients)
         # In the order of the parameters, so in the same one on every process.
         indices_of, buckets = defaultdict[tuple[torch.device, torch.dtype], list[int]](list), []
@@ -108,7 +108,7 @@ class GradientListAdapter(Joinable):
         return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
 
     def name_of(self, index: int) -> str:
-        """Return what a parameter is called in saved state."""
+        """Return the name of a parameter in saved state."""
         return self._specs[index].name
 
     def _check(self, gradients: Gradients) -> None:
@@ -189,7 +189,7 @@ def _checked(parameters: object) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
         raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
     given = list(parameters)
-    wrong = [each for each in given if not isinstance(each, torch.Tensor)]
+    wrong = [parameter for parameter in given if not isinstance(parameter, torch.Tensor)]
     if wrong or not given:
         got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
         raise ConfigError(f"expected the model's parameters, got {got}")

@@ -86,7 +86,7 @@ class Slot:
 
 @dataclass
 class Memory:
-    """What an algorithm keeps between steps.
+    """The tensors that an algorithm keeps between steps.
 
     Attributes:
         step: Committed steps so far; those that were not finite do not count.
@@ -151,7 +151,7 @@ class Memory:
             # A key is the host's, so here it waits for the device.
             if dropped and not is_healthy:
                 tensors.update({label: old[label] for label in dropped})
-            for label in (each for each in labels if each in tensors and each not in dropped):
+            for label in (key for key in labels if key in tensors and key not in dropped):
                 new, was = tensors[label], old.get(label)
                 # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
                 kept = torch.zeros_like(new) if was is None or was.shape != new.shape else was
@@ -200,16 +200,16 @@ class BucketPlan(ABC):
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What memory may call something of this bucket."""
+        """The labels that memory may have for tensors of this bucket."""
         names = [spec.name for spec in self.specs]
         return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
-        """Return whose kernels compute what all members must compute alike; none if all give the same."""
+        """Return the names of kernels that all members must have in common; none if all give the same."""
         return set()
 
     def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Return what the next exchange launches depends on, beside shapes; None if it is never the same.
+        """Return a key of what the next exchange launches, beside shapes; None if it is never the same.
 
         On accelerators the engine records what exchanges of the same variant launch, and launches it again.
         An exchange that is recorded never waits for the device, copies nothing from the host, and keeps no
@@ -263,7 +263,9 @@ class Algorithm(ABC):
         try:
             taken.bind_partial(None, *args, **settings)
         except TypeError as error:
-            defaults = {name: each.default for name, each in taken.parameters.items() if name != "self"}
+            defaults = {
+                name: parameter.default for name, parameter in taken.parameters.items() if name != "self"
+            }
             raise ConfigError(_respelt(cls, defaults, args, settings)) from error
         return super().__new__(cls)
 
@@ -284,7 +286,7 @@ class Algorithm(ABC):
 
     @property
     def indivisible(self) -> Indivisible:
-        """What must be averaged as one; the processes of a machine divide the rest of the work.
+        """The unit that must be averaged as one; the processes of a machine divide the rest of the work.
 
         A bucket, unless an algorithm says that what becomes of a parameter does not depend on its neighbours.
         """

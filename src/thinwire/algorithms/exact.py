@@ -104,7 +104,7 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
-    """Return what a 16-bit type is called here, given by that name or as torch calls it."""
+    """Return the short name of a 16-bit type, given by that name or by one of torch's."""
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
     return _SHORT_NAMES[given]

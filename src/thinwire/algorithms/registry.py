@@ -57,7 +57,7 @@ class Registered:
 
     @property
     def priced(self) -> tuple[Variant, ...]:
-        """What `thinwire.advise` prices."""
+        """The variants that `thinwire.advise` prices."""
         return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
@@ -161,7 +161,7 @@ REGISTRY: tuple[Registered, ...] = (
 
 # Whichever algorithm saved it, a state's slots are known by name.
 SLOTS: Mapping[str, Slot] = MappingProxyType(
-    {slot.name: slot for each in REGISTRY for slot in each.kind.slots}
+    {slot.name: slot for entry in REGISTRY for slot in entry.kind.slots}
 )
 
 # How algorithms are called elsewhere, in letters and digits, with what a number behind it sets.
@@ -208,8 +208,8 @@ def _meant_by(name: str) -> str:
         return ""
     code, setting = CALLED[found[0]]
     if digits and setting:
-        kind = next(each.kind for each in REGISTRY if each.kind.__name__ == code.partition("(")[0])
-        # What it does not take is left at what it takes.
+        kind = next(entry.kind for entry in REGISTRY if entry.kind.__name__ == code.partition("(")[0])
+        # A number that it does not take changes nothing.
         with suppress(ConfigError):
             code = str(kind(**{setting: int(digits[0])}))
     return code

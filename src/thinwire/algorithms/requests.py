@@ -1,4 +1,4 @@
-"""What an algorithm asks of its group, and the commit before it writes memory."""
+"""The requests of an algorithm to its group, and the commit before it writes memory."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class TopK(Algorithm):
 
 
 class Entries(NamedTuple):
-    """What all members have sent of a bucket."""
+    """The entries of a bucket that all members have sent."""
 
     places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
     values: torch.Tensor  # (members, entries)
@@ -172,7 +172,7 @@ class TopKPlan(BucketPlan):
             return
         scale = bucket.loss_scale
         wanted = bucket.flat.to(self.specs[0].memory_dtype)  # the bucket itself, if it is of this type
-        # What is wanted becomes the residual, so it is in its units: of the unscaled loss.
+        # The wanted values become the residual, so they are in its units: of the unscaled loss.
         if scale is not None:
             wanted.div_(scale)
         parts, errors = parts_with_residual(bucket, memory, wanted)
@@ -218,14 +218,16 @@ class TopKPlan(BucketPlan):
         bits = self.config.bits
         # Chunks of one length at a time.
         found = [largest(wanted, chunks) for chunks in self.message.parts]
-        positions, values = (torch.cat([each.view(-1) for each in side]) for side in zip(*found, strict=True))
+        positions, values = (
+            torch.cat([tensor.view(-1) for tensor in side]) for side in zip(*found, strict=True)
+        )
         if bits == 16:
             return self.message.packed(positions, values, on_the_wire(values), chunk)
         scales = on_the_wire(torch.cat([end_levels(rows, bits) for _, rows in found]))
         return self.message.packed(positions, codes_of(values, chunk, scales, bits), scales, chunk)
 
     def _entries(self, gathered: torch.Tensor, chunk: torch.Tensor, dtype: torch.dtype) -> Entries:
-        """Return what all members have sent."""
+        """Return the entries that all members have sent."""
         places, codes, scales = self.message.unpacked(gathered, chunk)
         if self.config.bits == 16:
             return Entries(places, scales.to(dtype), scales)
@@ -271,7 +273,7 @@ class TopKPlan(BucketPlan):
             return None
         dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
         remaining = torch.stack([memory[ERROR][name].to(dtype).norm() for name in names])
-        # What few bits round up may leave more than there was.
+        # Rounding up to few bits may leave more than there was.
         reduced = torch.stack([memory[REDUCTION][name].sum() for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)
@@ -280,7 +282,7 @@ class TopKPlan(BucketPlan):
 def _joined(
     names: Sequence[str], kept: Mapping[str, torch.Tensor], sizes: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return what is kept as one tensor, with zeros for what is not: mostly it lies so already."""
+    """Return kept tensors as one, with zeros for missing ones: mostly they lie so already."""
     parts = [kept.get(name) for name in names]
     # A different bucket may have left it in a different shape.
     fit = [part is not None and len(part) == size for part, size in zip(parts, sizes, strict=True)]
@@ -320,7 +322,7 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
     # If all that is sent of a chunk has one magnitude there is no step, and any code stands for it.
     divisor = step.where(step > 0, 1).index_select(0, chunk)
     codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
-    # What is not finite has no code, and needs none: the levels of its chunk show it.
+    # A value that is not finite has no code, and needs none: the levels of its chunk show it.
     codes.round_().clamp_(0, highest_code).nan_to_num_(0)
     return codes.to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
 
@@ -328,7 +330,7 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
 def values_of(
     codes: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what codes stand for."""
+    """Return the values that codes stand for."""
     lowest, step, highest_code = _steps(ends, bits, dtype)
     magnitudes = step.index_select(1, chunk).mul_(codes & highest_code).add_(lowest.index_select(1, chunk))
     return torch.where(codes > highest_code, -magnitudes, magnitudes)

@@ -80,12 +80,12 @@ class Message:
         """Return for each parameter its entries, and its bytes, counted as of an all-reduce."""
         entries, bits = [0] * num_parameters, [0] * num_parameters
         for chunks in self.parts:
-            each = (
+            chunk_bits = (
                 chunks.kept * (self.low_bits + self.bits) + self._marks_of(chunks) + 32 * bool(self.code_bits)
             )
             for run in chunks.runs:
                 entries[run.parameter] += run.num_chunks * chunks.kept
-                bits[run.parameter] += run.num_chunks * each
+                bits[run.parameter] += run.num_chunks * chunk_bits
         # Streams are of the whole bucket, so shares are rounded: by where they end, so that they add up.
         ends = [end * num_members // 16 for end in accumulate(bits, initial=0)]
         ends[-1] = self.num_bytes * num_members // 2
@@ -108,14 +108,14 @@ class Message:
                         marks += self._marks_of(chunks)
                         entries += chunks.kept
             table = torch.tensor(columns, dtype=torch.int64).T
-            # As they lie in the bucket: parameter by parameter.
+            # Number them as they lie in the bucket: parameter by parameter.
             numbers = table[0].argsort().argsort()
-            each = [(chunks.length, chunks.kept, self._marks_of(chunks)) for chunks in self.parts]
+            sizes = [(chunks.length, chunks.kept, self._marks_of(chunks)) for chunks in self.parts]
             self._layouts[device] = EntryLayout(
                 torch.cat([table, numbers.unsqueeze(0)]).to(device),
                 self.num_chunks,
                 self.num_entries,
-                tuple(map(max, zip(*each, strict=True))),
+                tuple(map(max, zip(*sizes, strict=True))),
                 self.low_bits,
                 self.code_bits,
                 self.stream_bytes,

@@ -1,4 +1,4 @@
-"""What a backend computes, as tables of functions: low-rank arithmetic, codes of few bits, few entries."""
+"""Tables of the functions of a backend: low-rank arithmetic, codes of few bits, few entries."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Kernels:
 
 
 class Averaging(NamedTuple):
-    """What members have sent of some blocks, whose mean is to be coded again."""
+    """Messages of members with some blocks, whose mean is to be coded again."""
 
     received: Coded  # a row of each member
     blocks: Blocks  # of the bucket
@@ -125,7 +125,7 @@ class CodeKernels:
 
 
 class SentEntries(NamedTuple):
-    """What all members have sent of a bucket."""
+    """The entries of a bucket that all members have sent."""
 
     places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
     values: torch.Tensor  # of the entries, to be added
@@ -150,7 +150,7 @@ class EntryLayout(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a member wants to send of a bucket."""
+    """The values of a bucket that a member wants to send."""
 
     flat: torch.Tensor  # gradients
     error: torch.Tensor  # its residuals in fp32, as long
@@ -159,7 +159,7 @@ class Wanted(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """What becomes of a bucket."""
+    """The end of a step for a bucket: its mean, and its residuals."""
 
     wanted: Wanted  # the mean is written to its gradients, and to its residuals what was not sent
     rank: int  # this member's

@@ -21,7 +21,7 @@ def alike(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[
 
 
 def in_order(groups: Sequence[Sequence[int]], results: Sequence[Sequence[Result]]) -> list[Result]:
-    """Return what was computed of groups of items, in the order of the items."""
+    """Return the results for groups of items, in the order of the items."""
     placed: dict[int, Result] = {}
     for group, of_group in zip(groups, results, strict=True):
         placed.update(zip(group, of_group, strict=True))
@@ -33,7 +33,7 @@ def batched(
     kind: Callable[[Item], Hashable],
     compute: Callable[[list[Item]], Sequence[Result]],
 ) -> list[Result]:
-    """Return what is computed of all items, those of one kind in one call, in the order of the items."""
+    """Compute results for all items, those of one kind in one call; return them in the items' order."""
     groups = alike(items, kind)
     return in_order(groups, [compute([items[index] for index in group]) for group in groups])
 

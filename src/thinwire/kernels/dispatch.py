@@ -1,4 +1,4 @@
-"""Which backend computes what: for each group the first one that serves it."""
+"""The choice of backends: for each group the first one that serves it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 def _serving(like: torch.Tensor, matrix_rank: int | None) -> tuple[Backend, Tables]:
     """Return the first backend that serves, as `Backend.serves`, and its tables."""
     for backend in backends:
-        # What can't be loaded has said so, once; the next one serves in its place.
+        # A backend that can't be loaded has said so, once; the next one serves in its place.
         if backend.serves(like, matrix_rank) and (tables := backend.load()) is not None:
             return backend, tables
     names = ", ".join(backend.name for backend in backends)
@@ -144,7 +144,7 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
 
 
 def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
-    """Return what a function of `Kernels` computes of items, all of a backend and device in one call."""
+    """Call a function of `Kernels` on items, all of a backend and device in one call; return its results."""
 
     # One launch may serve many shapes, but only on one device, and a model's parameters may lie on several. A
     # kernel that got an address in a different device's memory would fault, or write anywhere.
@@ -163,7 +163,7 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     return batched(items, kind, compute)
 
 
-# As `Kernels` describes them; for `Jointly`, which batches the requests of all buckets that name one.
+# `Kernels` describes them; they are for `Jointly`, which batches the requests of all buckets for one.
 products: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "products")
 projections: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "projections")
 subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
@@ -189,13 +189,13 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     for kind in alike(filled, lambda tensor: (tensor.device, tensor.dtype)):
         some = [filled[index] for index in kind]
         if accelerators.pays_per_launch(some[0].device):
-            # As they lie: kernels are told where a tensor begins and how long it is.
+            # Kernels get no strides: only where a tensor begins and how long it is.
             whole = [tensor.contiguous() for tensor in some]
             answers.append(kernels_for(whole[0], 1).all_finite(whole))
         else:
             # NaN wins every minimum and maximum, so extremes are enough.
-            extremes = torch.stack([each for tensor in some for each in torch.aminmax(tensor)])
+            extremes = torch.stack([extreme for tensor in some for extreme in torch.aminmax(tensor)])
             answers.append(extremes.isfinite().all())
     if len(answers) == 1:
         return answers[0]
-    return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
+    return torch.stack([answer.to(answers[0].device, non_blocking=True) for answer in answers]).all()

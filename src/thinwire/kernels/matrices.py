@@ -20,7 +20,7 @@ from thinwire.tensors import accelerators
 # the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.
 DEPENDENT_BELOW = 1e-10
 
-# As many as are rounded at a time on the CPU: they stay in a core's cache with what is lost of them.
+# Elements that are rounded at a time on the CPU: they and their losses stay in a core's cache.
 ROUNDED_ELEMENTS = 1 << 16
 
 
@@ -38,7 +38,7 @@ class MatrixGroup:
 
 @dataclass(frozen=True)
 class Factors:
-    """What one iteration makes known of a group."""
+    """The results of one iteration for a group."""
 
     # Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r, columns).
     basis: torch.Tensor
@@ -100,7 +100,7 @@ class Reconstruction(NamedTuple):
 
 
 class Write(NamedTuple):
-    """What becomes of a tensor at the end of a step; all are contiguous."""
+    """A write to a tensor at the end of a step; all are contiguous."""
 
     target: torch.Tensor  # given away if it is to stay in a healthy step
     healthy: torch.Tensor | None  # what it becomes, in any floating type; None to leave it as it is

@@ -15,7 +15,7 @@ from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import Draws
 
-# As many as are coded at a time on the CPU: they stay in a core's cache.
+# Elements that are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3
 
@@ -63,7 +63,7 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
 
 
 def remainder(values: torch.Tensor, sent: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
-    """Return what all blocks have not sent of some numbers."""
+    """Return the part of the numbers of all blocks that was not sent."""
     rest = torch.empty_like(values)
     decode(sent, blocks, codebook, rest)
     return torch.sub(values, rest, out=rest)
@@ -74,7 +74,7 @@ Remainder: TypeAlias = Callable[[torch.Tensor, Coded, Blocks, Codebook], torch.T
 
 
 def rounding(decode: Decode) -> Decode:
-    """Return what decodes into gradients of any type, by what does in fp32 and fp64."""
+    """Return a decoder into gradients of any type, made of one into fp32 and fp64."""
 
     def decode_rounded(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         wide = torch.promote_types(flat.dtype, torch.float32)
@@ -87,7 +87,7 @@ def rounding(decode: Decode) -> Decode:
 
 
 def keeping(remainder: Remainder, decode: Decode) -> Callable[[Keeping], torch.Tensor]:
-    """Return what decodes and keeps a residual, by what does either in fp32 and fp64."""
+    """Return a function that decodes and keeps a residual, made of those that do either in fp32 and fp64."""
 
     def decode_and_keep(item: Keeping) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
@@ -220,7 +220,7 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
     places = torch.zeros_like(units, dtype=torch.uint8)
     for middle in middles.tolist():
-        # As a search would: a number in the middle goes down.
+        # A number in the middle goes down, as in a search.
         places += units > middle
     return places
 

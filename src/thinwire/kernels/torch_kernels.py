@@ -180,12 +180,12 @@ def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> l
     missing = [max_rows - batch.shape[1] for batch in batches]
     products = [batch @ batch.mT for batch in batches]
     grams = torch.cat(
-        [pad(each, (0, n, 0, n)) if n else each for each, n in zip(products, missing, strict=True)]
+        [pad(product, (0, n, 0, n)) if n else product for product, n in zip(products, missing, strict=True)]
     )
     transforms = _inverse_cholesky(grams, are_scaled=are_scaled)
     return [
-        transform[:, : each.shape[1], : each.shape[1]] @ each
-        for transform, each in zip(
+        transform[:, : batch.shape[1], : batch.shape[1]] @ batch
+        for transform, batch in zip(
             transforms.split_with_sizes([len(batch) for batch in batches]), batches, strict=True
         )
     ]

@@ -1,4 +1,4 @@
-"""What stands between FSDP2's sharded gradients and an engine: a step in each backward pass."""
+"""The adapter between FSDP2's sharded gradients and an engine: a step in each backward pass."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def attach_sharded(
     settings = replace(settings, together=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
-    tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    tensors = {
+        plain_name(name): tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
     described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
     alike_on_all_shards(
         shards,
@@ -99,11 +101,11 @@ def attach_sharded(
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
-    """Return what must be the same on all replicas, by subject."""
+    """Return descriptions that must be the same on all replicas, by subject."""
     described = {"shard": f"{shards.rank} of {shards.size}"}
     piece_of = {piece.name: piece for piece in pieces}
-    # What one fully_shard holds is a bucket: replicas with unlike ones would send unlike messages. Backwards,
-    # so that the first name of each stays.
+    # The parameters of one fully_shard are a bucket: replicas with unlike ones would send unlike messages.
+    # They are taken backwards, so that the first name of each bucket stays.
     first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
     for name, tensor in tensors.items():
         local, piece = local_of(tensor), piece_of.get(name)
@@ -183,7 +185,7 @@ class FSDPAdapter:
         self._num_early = 0
         self._handles: list[RemovableHandle] = []
         self._comm_stream = CommStream()
-        # Whose gradients have changed since the last step. Others may have one too: of an earlier step.
+        # Parameters whose gradients have changed since the last step. Others may have an earlier step's.
         self._changed: set[int] = set()
         self.forget_pass()
 
@@ -365,7 +367,8 @@ class FSDPAdapter:
         for members in (self.engine.transport, self.shards):
             data = json.dumps(early).encode()
             everyone = [
-                json.loads(each) for each in gather_bytes(data, members, "the order in which gradients come")
+                json.loads(message)
+                for message in gather_bytes(data, members, "the order in which gradients come")
             ]
             # Only those that came complete on all: for others some would wait in mid-pass.
             early = [number for number in everyone[0] if all(number in other for other in everyone)]
@@ -432,5 +435,5 @@ def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
             local = local_of(piece.parameter)
             grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
     return [
-        _Bucket(each, tuple(specs_of(each)), device) for (_, device, _), each in reversed(grouped.items())
+        _Bucket(group, tuple(specs_of(group)), device) for (_, device, _), group in reversed(grouped.items())
     ]

@@ -1,4 +1,4 @@
-"""What has to be known of FSDP2's models: which groups reduce what, and when a pass is the last of a step."""
+"""A view of FSDP2's models: which groups reduce what, and when a pass is the last of a step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from thinwire.tensors.layout import shard_of
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, which shares its memory."""
+    """Return the part of a tensor that this process holds, which shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of something as a part of it, sharded as a parameter is."""
+    """Return a tensor of which this process holds `local`, sharded as a parameter is."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -40,7 +40,7 @@ def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Te
 
 
 class Piece(NamedTuple):
-    """What this process has of a parameter: a part of its rows, or of a different dimension."""
+    """The part of a parameter that this process has: some of its rows, or of a different dimension."""
 
     name: str  # as the user's own module has it
     parameter: torch.nn.Parameter  # FSDP's
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         return ParameterSpec.of(self.name, local_of(self.parameter))
 
     def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty."""
+        """Return a function that cuts a shard out of a tensor of the whole shape: a view, perhaps empty."""
         if self.dim is None:
             return lambda tensor: tensor
         return partial(shard_of, dim=self.dim, shard=shard, num_shards=num_shards)
@@ -117,8 +117,11 @@ class ShardedModel:
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those to which FSDP2 gives gradients; named from the first forward pass on."""
         # The model's names don't help: in a forward pass it shows whole parameters, and these are shards.
-        held = (each for group in self.groups for each in group.fsdp_params)
-        return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
+        held = (fsdp_param for group in self.groups for fsdp_param in group.fsdp_params)
+        return (
+            (plain_name(fsdp_param._param_fqn or "a parameter"), fsdp_param.sharded_param)
+            for fsdp_param in held
+        )
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
@@ -160,7 +163,9 @@ class ShardedModel:
     def stop_averaging(self) -> None:
         """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
         group = alone()
-        for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
+        for info in {
+            id(param_group.mesh_info): param_group.mesh_info for param_group in self.groups
+        }.values():
             self._averaging.append((info, info.replicate_process_group))
             info.replicate_process_group = group
 
@@ -187,9 +192,11 @@ def reshard(model: torch.nn.Module) -> None:
 def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
     reshard(model)
-    # What FSDP2 reduces together becomes ready together.
+    # Gradients that FSDP2 reduces together become ready together.
     groups = enumerate(sharded.groups)
-    bucket_of = {id(each.sharded_param): bucket for bucket, group in groups for each in group.fsdp_params}
+    bucket_of = {
+        id(fsdp_param.sharded_param): bucket for bucket, group in groups for fsdp_param in group.fsdp_params
+    }
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
             where = f"{plain_name(name)} is on the meta device"
@@ -210,7 +217,7 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
     if not isinstance(parameter, DTensor):
         words = "expected FSDP2's DTensor; attach before the first forward pass, or between steps"
         raise AttachError(f"{name} is a {type(parameter).__name__}, {words}")
-    dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
+    dims = [placement.dim for placement in parameter.placements if isinstance(placement, Shard)]
     if len(parameter.placements) != mesh_dims or len(dims) > 1:
         words = f"expected shards of fully_shard alone; leave out tensor or expert parallelism, {DIVIDED}"
         raise AttachError(f"{name} lies on a mesh of several dimensions {parameter.placements}, {words}")

@@ -57,7 +57,7 @@ class ShardedSync(GradientSync):
         if shards.size == 1:
             return state
         cuts = tuple(sorted((name, (piece.shape, piece.dim)) for name, piece in self.pieces.items()))
-        # What processes of all shards have in common; factors and the shapes of shards differ.
+        # Processes of all shards have these in common; factors and the shapes of shards differ.
         common = {key: state["own"][key] for key in ("algorithm", "step", "skipped_steps")}
         return with_checksum(
             {
@@ -103,7 +103,7 @@ class ShardedSync(GradientSync):
 
 
 class _InShards:
-    """What `torch.distributed.checkpoint` saves and loads: DTensors for what is elementwise."""
+    """The state that `torch.distributed.checkpoint` saves and loads: DTensors for elementwise slots."""
 
     def __init__(self, sync: ShardedSync, engine: Engine) -> None:
         self._sync, self._engine = sync, engine
@@ -165,7 +165,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
 
 
 def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) -> LoadedState:
-    """Return what a state has for this shard."""
+    """Return the part of a loaded state that is this shard's."""
     if shards.size == 1:
         return loaded
     cut = {name: piece.cut(shards.rank, shards.size) for name, piece in pieces.items()}
@@ -177,12 +177,12 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
     for slot, tensors in loaded.slots.items():
         # Copies: views would keep the whole model's in memory.
         if slot.is_elementwise:
-            slots[slot] = {name: cut[name](each).clone() for name, each in tensors.items() if name in cut}
+            slots[slot] = {name: cut[name](tensor).clone() for name, tensor in tensors.items() if name in cut}
             continue
-        of_this = {k.removesuffix(mark): each for k, each in tensors.items() if k.endswith(mark)}
-        # What is of no shard was checked with the state as a whole.
+        of_this = {k.removesuffix(mark): tensor for k, tensor in tensors.items() if k.endswith(mark)}
+        # Tensors of no shard were checked with the state as a whole.
         if slot.check is not None:
             for label, tensor in of_this.items():
                 slot.check(label, tensor, shapes)
-        slots[slot] = {k: each for k, each in tensors.items() if SHARD_MARK not in k} | of_this
+        slots[slot] = {k: tensor for k, tensor in tensors.items() if SHARD_MARK not in k} | of_this
     return loaded._replace(shapes=shapes, slots=slots)

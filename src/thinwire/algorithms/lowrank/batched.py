@@ -89,13 +89,13 @@ class BatchedPlan(LowRankPlan):
         (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
             lefts = products([Asked(part, right, scale, iteration == 0) for part in parts])
-            # As of the whole square: with its rows of zeros the message has the length of the plan.
+            # Fill up to the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
             _, (mean,) = yield from messages.average([left], as_sent=False)
             (left,) = yield Jointly(orthonormal_bases, [Rows(mean)])
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
             # P̂ᵀ M of both parts' rows adds up to that of the whole square.
-            asked = [Asked(*each, scale, add_error=False) for each in zip(parts, lefts, strict=True)]
+            asked = [Asked(*pair, scale, add_error=False) for pair in zip(parts, lefts, strict=True)]
             owns = projections(asked)
             own = sum(owns[1:], start=owns[0])
             (own,), (mean,) = yield from messages.average([own], as_sent=True)

@@ -1,4 +1,4 @@
-"""What every low-rank algorithm shares: its settings, and what they imply for sizes and types."""
+"""The settings that all low-rank algorithms share, and what they imply for sizes and types."""
 
 from __future__ import annotations
 

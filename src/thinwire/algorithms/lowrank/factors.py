@@ -68,7 +68,7 @@ def all_packed(items: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> l
 
     def together(some: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> Sequence[torch.Tensor]:
         whole = packed([factor for factors, _ in some for factor in factors], some[0][1])
-        return whole.split_with_sizes([sum(each.numel() for each in factors) for factors, _ in some])
+        return whole.split_with_sizes([sum(factor.numel() for factor in factors) for factors, _ in some])
 
     return batched(items, lambda item: (item[0][0].device, item[0][0].dtype, item[1]), together)
 
@@ -81,7 +81,7 @@ def packed(
         # Clamp to fp16's range, or the step would be skipped; the residual keeps what is cut off. A factor
         # that was infinite before stays infinite, because then the step should be skipped.
         limit = torch.finfo(dtype).max
-        factors = [torch.where(each.isinf(), each, each.clamp(-limit, limit)) for each in factors]
+        factors = [torch.where(factor.isinf(), factor, factor.clamp(-limit, limit)) for factor in factors]
     if factors and accelerators.pays_per_launch(factors[0].device):
         uncompressed = widened(uncompressed, factors[0].dtype)  # torch joins unlike types one by one
     return torch.cat([part.reshape(-1) for part in [*factors, *uncompressed]]).to(dtype)
@@ -126,10 +126,10 @@ class StartingBases:
         """Make what the next step starts from, for all buckets at once; None where that does not pay."""
         if not self._warm_start or not factors or not accelerators.pays_per_launch(factors[0].device):
             return None
-        drawn = self._rows(memory, [(each.shape[1], each.shape[2]) for each in factors], factors[0])
+        drawn = self._rows(memory, [(factor.shape[1], factor.shape[2]) for factor in factors], factors[0])
         # A row that is zero stays zero through every product, and its direction would be lost for good: it
         # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
-        items = [Rows(*each) for each in zip(factors, drawn, strict=True)]
+        items = [Rows(*pair) for pair in zip(factors, drawn, strict=True)]
         made: list[torch.Tensor] = yield Jointly(orthonormal_bases, items)
         return made
 
@@ -150,8 +150,8 @@ class StartingBases:
 def _made_ahead(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
     """Return the bases of a group that were made ahead, as one batch; None if not all of them were."""
     bases = [memory[BASIS].get(label) for label in group.labels]
-    fitting = [each for each in bases if each is not None and each.shape == like.shape]
-    if len(fitting) < len(bases) or any(each.dtype != like.dtype for each in fitting):
+    fitting = [basis for basis in bases if basis is not None and basis.shape == like.shape]
+    if len(fitting) < len(bases) or any(basis.dtype != like.dtype for basis in fitting):
         return None
     # If they were made as one they mostly still lie so: then there is nothing to copy.
     batch = stacked(fitting)

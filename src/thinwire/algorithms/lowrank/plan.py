@@ -1,4 +1,4 @@
-"""What the plans of low-rank algorithms share: when they compress, what they keep, what they say of it."""
+"""The plan that low-rank algorithms share: when they compress, what they keep, what they say of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class LowRankPlan(BucketPlan):
     def kernels(self, device: torch.device) -> set[str]:
         """Bases, and products with them, differ in the last bits."""
         dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
-        kinds = {(dtypes[each.names[0]], each.matrix_rank) for each in self.compressed if each.matrix_rank}
+        kinds = {
+            (dtypes[route.names[0]], route.matrix_rank) for route in self.compressed if route.matrix_rank
+        }
         return {
             name_of_kernels_for(torch.empty(1, dtype=dtype, device=device), matrix_rank)
             for dtype, matrix_rank in kinds
@@ -75,14 +77,14 @@ class LowRankPlan(BucketPlan):
     def to_remember(
         self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
     ) -> Round[Kept]:
-        """Return what to keep of the groups of a bucket behind the commit, in units of the unscaled loss."""
+        """Return the tensors of a bucket to keep behind the commit, in units of the unscaled loss."""
         # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
         # what a process has not sent is measured against all that it has.
         factors = [of_group[-1].mean for of_group in terms]
         owns = [[term.own.flatten(1) for term in of_group] for of_group in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
-            scaled = [(each, bucket.loss_scale) for each in [*factors, *sent]]
+            scaled = [(tensor, bucket.loss_scale) for tensor in [*factors, *sent]]
             divided = yield Jointly(all_divided, scaled)
             factors, sent = divided[: len(factors)], divided[len(factors) :]
         kept: Kept = {}
@@ -165,7 +167,7 @@ class LowRankPlan(BucketPlan):
 
 
 def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what batches of groups hold for each of their matrices."""
+    """Return the tensors in batches of groups, by the labels of their matrices."""
     return {
         label: tensor
         for of_group, batch in zip(labels, batches, strict=True)
@@ -174,7 +176,7 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
 
 
 def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
-    """Return what was kept where a tensor is to be."""
+    """Return the tensor that was kept, if it is like a new one; otherwise zeros."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
     if was is not None and (was.shape, was.dtype, was.device) == kind:
         return was
@@ -185,9 +187,9 @@ def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """Return the norm of each route's tensors together, in its device's widest type; all are of one type."""
     # One operation: on an accelerator each by itself would be a launch, or several.
-    each = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
+    norms = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
     # In double where there is such: the square of a large fp32 norm is beyond fp32.
-    parts = each.to(accelerators.widest_dtype(each.device)).split_with_sizes(
+    parts = norms.to(accelerators.widest_dtype(norms.device)).split_with_sizes(
         [len(of_route) for of_route in of_routes]
     )
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])

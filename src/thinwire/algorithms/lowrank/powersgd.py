@@ -216,7 +216,7 @@ class PowerSGDPlan(LowRankPlan):
 
         targets = [bucket.gradients[index] for index in self.uncompressed]
         means = messages.uncompressed  # then, if some residual may not fit, whether any remains
-        writes = [Write(*each, None, is_healthy) for each in zip(targets, means, strict=False)]
+        writes = [Write(*pair, None, is_healthy) for pair in zip(targets, means, strict=False)]
         yield from self.remember(memory, kept, by_label(labels, starts), is_healthy, writes)
         yield from self._reconstruct(bucket, memory, groups, terms, is_healthy)
         keep_remainder(memory, names, sent, means)
@@ -243,7 +243,7 @@ class PowerSGDPlan(LowRankPlan):
             if not is_last:
                 rights = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
         # The last iteration alone: each approximates all of M again, and better than those before it.
-        return [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
+        return [[Factors(*of_group)] for of_group in zip(lefts, own, means, strict=True)]
 
     def _alternating_rounds(
         self,
@@ -262,7 +262,7 @@ class PowerSGDPlan(LowRankPlan):
             own, means = yield from messages.average(own, as_sent=True)
             for of_group, basis, projection, mean in zip(terms, bases, own, means, strict=True):
                 of_group.append(Factors(basis, projection, mean, is_left))
-            # What the last one has not sent, `reconstruct` writes to the residual, in its one pass.
+            # `reconstruct` writes to the residual what the last iteration has not sent, in one pass.
             if iteration + 1 < self.config.power_iterations:
                 subtract_own([Subtraction(g, found[-1]) for g, found in zip(groups, terms, strict=True)])
                 bases = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
@@ -280,7 +280,9 @@ class PowerSGDPlan(LowRankPlan):
                 matrices = widened(matrices, bucket.specs[0].memory_dtype)
             errors = [memory[ERROR].get(name) for name in names]
             shaped = [None if error is None else error.view(shape) for error in errors]
-            groups.append(MatrixGroup(names, [each.view(shape) for each in matrices], shaped, matrix_rank))
+            groups.append(
+                MatrixGroup(names, [matrix.view(shape) for matrix in matrices], shaped, matrix_rank)
+            )
         return groups
 
     def _reconstruct(
@@ -296,9 +298,9 @@ class PowerSGDPlan(LowRankPlan):
         for group, found in zip(groups, terms, strict=True):
             rooms = _rooms(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None
             items.append(Reconstruction(group, rooms, found, bucket.loss_scale, is_healthy))
-            errors.update(zip(group.labels, (each.view(-1) for each in rooms or ()), strict=False))
+            errors.update(zip(group.labels, (room.view(-1) for room in rooms or ()), strict=False))
         yield Jointly(reconstruct, items)
-        # What rounding loses of wide copies goes to the residual too.
+        # Rounding errors of wide copies go to the residual too.
         gradients = {spec.name: flat for spec, flat in zip(bucket.specs, bucket.gradients, strict=True)}
         copied = [
             (gradients[name], matrix.view(-1), errors.get(name))
@@ -312,7 +314,7 @@ class PowerSGDPlan(LowRankPlan):
 
 def _rooms(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
-    known = [each for each in group.errors if each is not None]
+    known = [error for error in group.errors if error is not None]
     is_whole = len(known) == len(group.errors)
     # On accelerators, as a batch.
     if is_whole and (not accelerators.pays_per_launch(known[0].device) or stacked(known) is not None):
@@ -332,4 +334,4 @@ def _asked(
     *,
     add_error: bool,
 ) -> list[Asked]:
-    return [Asked(*each, loss_scale, add_error) for each in zip(groups, factors, strict=True)]
+    return [Asked(*pair, loss_scale, add_error) for pair in zip(groups, factors, strict=True)]

@@ -1,4 +1,4 @@
-"""What low-rank algorithms remember beside the residual."""
+"""The slots in which low-rank algorithms remember more than the residual."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], t
     first, *last = label.split(BUCKET_SEPARATOR)
     numel = math.prod(shapes[first])
     if last:
-        # What else a bucket has, its label does not say: from these two parameters on to the whole model.
+        # A bucket's label does not say what else it has: from these two parameters on to the whole model.
         return _side(numel + math.prod(shapes[last[0]])) <= columns <= square(total)[1]
     # Any dimension may be the outermost in memory (channels last), and its size is the rows.
     sizes = {size for size in shapes[first] if size}

@@ -144,7 +144,7 @@ def average(
                 whole = -(-some // block) * block
                 _add_up(received + codes, received + scales, row_bytes, factors, whole, room, layout)
                 _encode(room, some, message + codes, message + scales, layout)
-                # Else the room is used again and again, and stays in the first cache.
+                # Unless it keeps losses, the room is used again and again, and stays in the first cache.
                 if keeps_lost:
                     _restore(room, message + codes, message + scales, whole, room, layout, True)
                     room += FLOAT_BYTES * whole
@@ -286,7 +286,7 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
     most = largest(most_of)
     if bits >= 4:
         return _rounded(most / np.float32(layout.last), True)
-    # Else in a second pass, of shares of the largest.
+    # Outside of the safe range a second pass adds up shares of the largest.
     unit = one
     if not SAFE_FROM < most < SAFE_TO:
         unit = most
@@ -301,7 +301,7 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         return _rounded(unit * mean, False)
     root = unit * np.float32(math.sqrt(mean))
     low, high = most / np.float32(layout.reach[1]), most / np.float32(layout.reach[0])
-    # Not by `min` and `max`, which might pass over NaN.
+    # This avoids `min` and `max`, which might pass over NaN.
     return _rounded(low if root < low else high if root > high else root, False)
 
 
@@ -319,6 +319,6 @@ def _rounded(number: float, upwards: bool) -> int:
 @inlined
 def _number(scale: int) -> float:
     """Return the scale of some bits in bf16; NaN if it is not finite."""
-    # Or what is infinite might end as the largest number of the gradient's type.
+    # Otherwise an infinite scale might end as the largest number of the gradient's type.
     number: float = float_of((NOT_A_NUMBER if scale >= INFINITE else np.int64(scale)) << 16)
     return number

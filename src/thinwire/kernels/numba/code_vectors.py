@@ -162,14 +162,14 @@ def inside(builder: Any, numbers: Any, mask: Any) -> Any:
 def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any], some: Iterable[int] = CODEBOOKS) -> Any:
     """Emit what is done for each of some numbers of bits, and the choice between them."""
     # They are the same in a whole pass: LLVM takes the choice out of its loops.
-    blocks = {each: builder.append_basic_block(f"bits_{each}") for each in some}
+    blocks = {num_bits: builder.append_basic_block(f"bits_{num_bits}") for num_bits in some}
     chosen, usual, found = builder.append_basic_block("chosen"), min(blocks), []
     choice = builder.switch(bits, blocks[usual])
-    for each, block in blocks.items():
-        if each != usual:
-            choice.add_case(INT64(each), block)
+    for num_bits, block in blocks.items():
+        if num_bits != usual:
+            choice.add_case(INT64(num_bits), block)
         builder.position_at_end(block)
-        found.append((emit(each), builder.block))
+        found.append((emit(num_bits), builder.block))
         builder.branch(chosen)
     builder.position_at_end(chosen)
     if found[0][0] is None:
@@ -183,33 +183,33 @@ def _by_bits(builder: Any, bits: Any, emit: Callable[[int], Any], some: Iterable
 @operation(types.void(types.int64, types.int64, vector), of_tiles=types.void(types.int64, types.int64, tile))
 def write(builder: Any, bits: Any, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
-    _by_bits(builder, bits, lambda each: _write(builder, each, address, units))
+    _by_bits(builder, bits, lambda num_bits: _write(builder, num_bits, address, units))
 
 
 @operation(vector(types.int64, vector), of_tiles=tile(types.int64, tile))
 def fitting(builder: Any, bits: Any, units: Any) -> Any:
     """Emit the levels that are nearest to magnitudes, if the scale is found by least squares."""
-    return _by_bits(builder, bits, lambda each: _nearest(builder, each, units), FITTED)
+    return _by_bits(builder, bits, lambda num_bits: _nearest(builder, num_bits, units), FITTED)
 
 
 @operation(vector(types.int64, types.int64))
 def read(builder: Any, bits: Any, address: Any) -> Any:
     """Emit the load of sixteen levels."""
-    return _by_bits(builder, bits, lambda each: _read(builder, each, address, LANES))
+    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, LANES))
 
 
 @operation(tile(types.int64, types.int64))
 def read_tile(builder: Any, bits: Any, address: Any) -> Any:
     """Emit the load of sixty-four levels."""
-    return _by_bits(builder, bits, lambda each: _read(builder, each, address, WIDE))
+    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, WIDE))
 
 
 @operation(tile(types.int64, types.int64, types.float32, tile))
 def subtract_levels(builder: Any, bits: Any, address: Any, factor: Any, numbers: Any) -> Any:
     """Emit numbers less sixty-four levels times a factor."""
 
-    def emit(each: int) -> Any:
-        levels, factors = _read(builder, each, address, WIDE), repeated(builder, factor, WIDE)
+    def emit(num_bits: int) -> Any:
+        levels, factors = _read(builder, num_bits, address, WIDE), repeated(builder, factor, WIDE)
         product = builder.fmul(levels, factors, flags=("contract",))
         return builder.fsub(numbers, product, flags=("contract",))
 
@@ -247,14 +247,14 @@ def _places(builder: Any, bits: int, units: Any) -> Any:
     codebook = CODEBOOKS[bits]
     levels, words = codebook.levels, _like(units, INT32)
     if codebook.is_linear:
-        # What is not finite has such a scale, and any code will do, but it must be one: NaN is not below.
+        # Numbers that are not finite have such a scale, and need some valid code: NaN is not below.
         last = _all(units.type, levels[-1])
         finite = builder.select(builder.fcmp_ordered("<", units, last), units, last)
         # Their sum is a whole number, half to even, which stands in its last bits: faster than conversion.
         whole = builder.fadd(finite, _all(units.type, ROUNDING))
         return builder.add(builder.bitcast(whole, words), _all(words, int(levels[-1])))
     # Compare magnitudes, and then signs: half the comparisons.
-    upper = [each for each in levels if each >= 0]
+    upper = [level for level in levels if level >= 0]
     size = builder.bitcast(_without_sign(builder, units), units.type)
     place = _all(words, 0)
     for low, high in pairwise(upper):
@@ -268,7 +268,7 @@ def _places(builder: Any, bits: int, units: Any) -> Any:
 
 def _nearest(builder: Any, bits: int, units: Any) -> Any:
     """Emit the levels that `_places` finds, of magnitudes."""
-    upper = [each for each in CODEBOOKS[bits].levels if each > 0]
+    upper = [level for level in CODEBOOKS[bits].levels if level > 0]
     nearest = _all(units.type, upper[0])
     for low, high in pairwise(upper):
         is_above = builder.fcmp_ordered(">", units, _all(units.type, (low + high) / 2))

@@ -1,4 +1,4 @@
-"""What is compiled by Numba: fp32 on the CPU, low rank up to 4 on one thread, codes to the nearest level.
+"""Numba's kernels: fp32 on the CPU, low rank up to 4 on one thread, codes to the nearest level.
 
 Compiled passes read and write each element once; PyTorch's operations take several passes. What is not
 compiled here, PyTorch's functions do.
@@ -62,7 +62,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
             torch_kernels.reconstruct([item])
             continue
         # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
-        factors = [_filled(each) for each in (*item.sent, *item.means[0])]
+        factors = [_filled(factor) for factor in (*item.sent, *item.means[0])]
         low_rank_passes.reconstruct_all(
             addresses(item.group.matrices), addresses(item.errors), inverse_scale, *factors
         )

@@ -195,7 +195,7 @@ def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) 
 
 def repeated(builder: Any, number: Any, lanes: int = LANES) -> Any:
     """Emit a vector of one number."""
-    # As LLVM writes it itself: it takes this for one operation, and not for many.
+    # LLVM writes it like this itself, and takes it for one operation, and not for many.
     kind = ir.VectorType(number.type, lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
     return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))

@@ -86,7 +86,7 @@ def _inside(column):
 
 @triton.jit
 def _spread(x, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
-    """Return what each block has found, for each of its columns."""
+    """Return the value of each block, for each of its columns."""
     return tl.reshape(tl.broadcast_to(x[None, :, None], (OUTER, ROWS, INNER)), (OUTER * ROWS * INNER,))
 
 
@@ -246,7 +246,7 @@ def _uniform(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
     words ^= words >> 15
     words = words * 0x735A2D97
     words ^= words >> 15
-    # As many bits as fp32 holds: so every draw is exact, and below one, on every device.
+    # Take as many bits as fp32 holds: so every draw is exact, and below one, on every device.
     return (words >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
 
 
@@ -288,7 +288,7 @@ def _write_codes(
 
 @triton.jit
 def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Return what `_write_codes` has stored, uint32."""
+    """Return the codes that `_write_codes` has stored, uint32."""
     UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     inside = rows & (column < BLOCK // CODES)
@@ -339,7 +339,7 @@ def _decoded(
     row, levels, share, start, r, column, rows, divisor,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return what some blocks of a row of a message stand for; divided by the members, if that is asked."""
+    """Return the numbers of some blocks of a row of a message; divided by the members, if that is asked."""
     scale = _usable(tl.load(_scales_at(row, start) + r, rows, other=0))
     places = _read_codes(_codes_at(row, share, start, BLOCK, BITS), r, column, rows, BLOCK, BITS)
     if divisor is not None:

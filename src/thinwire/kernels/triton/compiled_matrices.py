@@ -39,7 +39,7 @@ def pointer(address, G: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _scale_at(address):
     """Return the loss scale; 1 if there is none."""
-    # As a block of one, since only blocks are loaded under a mask; address 0 must not be read.
+    # It is loaded as a block of one: only blocks are loaded under a mask, and address 0 must not be read.
     at = address.to(tl.pointer_type(tl.float32)) + tl.arange(0, 1)
     none = address + tl.zeros((1,), tl.int64) == 0
     return tl.sum(tl.load(at, ~none, other=1.0), axis=0)
@@ -237,7 +237,7 @@ def reconstruct(
         # All of it, whatever is finite: so a GradScaler skips the step on every member.
         total = tl.where(good, total, float("nan"))
     if LIMIT > 0:
-        # What the type can't hold of a mean stays here. A NaN stays one: minimum and maximum would drop it.
+        # The rest of a mean that the type can't hold stays here. NaN stays NaN: minimum and maximum drop it.
         fitting = tl.where(total == total, tl.minimum(tl.maximum(total, -LIMIT), LIMIT), total)
         rounded = fitting.to(g.dtype.element_ty)
         w += total - rounded.to(tl.float32)

@@ -1,4 +1,4 @@
-"""What Triton's kernels serve, and whether they can be used here: known without importing Triton."""
+"""The limits of Triton's kernels, and whether they can be used here: known without importing Triton."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
         sizes = [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)]
         parts = _empty(sizes, torch.float32, outs[0].device)
         across = [-(-row[4] // matrices.tile.columns) for row in matrices.rows]
-        counts = [count * each for count, each in zip(splits, across, strict=True)]
+        counts = [count * tiles for count, tiles in zip(splits, across, strict=True)]
         constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
         matrices.launch([factors, parts], parts, counts, constants)
         sums += zip(parts, splits, outs, strict=True)
@@ -98,7 +98,7 @@ Launch: TypeAlias = "tuple[_Matrices, list[torch.Tensor], list[torch.Tensor]]"
 def _results_and_launches(
     kernel: str, items: Sequence[Asked], *, side: int
 ) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Return what takes the products with factors, and what each launch reads and writes."""
+    """Return room for the products with factors, and the reads and writes of each launch."""
     shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
     # In one piece, in the order in which they are sent: so a message of them is not joined first.
     results = _empty(shapes, torch.float32, items[0].factor.device)
@@ -223,7 +223,7 @@ def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Tile(NamedTuple):
-    """What a program has at a time; how many warps it has, and how many tiles of a loop it loads ahead."""
+    """The tile of a program, its warps, and how many tiles of a loop it loads ahead."""
 
     rows: int
     columns: int
@@ -252,13 +252,13 @@ def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = Fa
 
 
 def _kind(group: MatrixGroup, written: Sequence[torch.Tensor] = ()) -> tuple[torch.dtype, int, bool]:
-    """Return what is compiled in: so a matrix is computed alike whatever else is in its bucket."""
-    touched = [*group.matrices, *(each for each in group.errors if each is not None), *written]
+    """Return the constants compiled in: so a matrix is computed alike whatever else is in its bucket."""
+    touched = [*group.matrices, *(error for error in group.errors if error is not None), *written]
     return group.matrices[0].dtype, padded(group.matrix_rank), _are_aligned(touched)
 
 
 def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in tensors)
+    return all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 class _Matrices:
@@ -296,7 +296,7 @@ class _Matrices:
             for m, error, matrix_rank in zip(matrices, errors, ranks, strict=True)
         ]
         factor_rows = padded(ranks[0])
-        touched = [*matrices, *known, *(each for each in written or () if each is not None)]
+        touched = [*matrices, *known, *(tensor for tensor in written or () if tensor is not None)]
         is_aligned = _are_aligned(touched)
         self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=self.is_kept)
         self._kernel = f"compiled_matrices.{kernel}"
@@ -323,7 +323,7 @@ class _Matrices:
     ) -> None:
         """Launch the kernel: each row of its table ends with the addresses of what is beside the matrix."""
         ends = zip(*(map(_address, column) for column in beside), strict=True)
-        reads = [each for column in beside if column is not outs for each in column if each is not None]
+        reads = [tensor for column in beside if column is not outs for tensor in column if tensor is not None]
         _launch(
             self._kernel,
             self._read[0].device,
@@ -331,7 +331,7 @@ class _Matrices:
             counts,
             {**self._constants, **constants},
             [*self._read, *reads],
-            [*self._written, *(each for each in outs if each is not None)],
+            [*self._written, *(out for out in outs if out is not None)],
             *arguments,
         )
 
@@ -358,10 +358,10 @@ def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     assert all(batch.dtype is torch.float32 for batch in batches)
     # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
     whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
-    return [each for batch in whole for each in batch.unbind()]
+    return [matrix for batch in whole for matrix in batch.unbind()]
 
 
-# What is subtracted between iterations is taken from the gradient in memory, by PyTorch's products.
+# PyTorch's products subtract from the gradient in memory between iterations.
 LOW_RANK = replace(
     torch_kernels.LOW_RANK,
     gradient_types=GRADIENT_TYPES,
