@@ -41,15 +41,15 @@ def end_signals() -> Iterator[list[int]]:
     """Yield a list to which each signal is appended that asks this process to end, instead of ending it."""
     received: list[int] = []
     previous: dict[int, Any] = {}
-    for each in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    for signum in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         # An ignored signal stays ignored: nohup asks for that.
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            previous[each] = signal.signal(each, lambda number, frame: received.append(number))
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            previous[signum] = signal.signal(signum, lambda number, frame: received.append(number))
     try:
         yield received
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 class Output:
@@ -183,9 +183,9 @@ class ProcessesOfMember:
     @property
     def exit_code(self) -> int | None:
         """The code of the first to fail, once all have ended; 0 if all ended well; None while some run."""
-        codes = [each.exit_code for each in self._processes]
+        codes = [process.exit_code for process in self._processes]
         if self._failed is None:
-            self._failed = next((each for each in self._processes if each.exit_code), None)
+            self._failed = next((process for process in self._processes if process.exit_code), None)
             # One is gone, and the others can do nothing without it, not even leave in order.
             if self._failed is not None:
                 self.send(signal.SIGKILL)
@@ -200,13 +200,13 @@ class ProcessesOfMember:
 
     def read_to_the_end(self) -> None:
         """As `Process.read_to_the_end`, of all."""
-        for each in self._processes:
-            each.read_to_the_end()
+        for process in self._processes:
+            process.read_to_the_end()
 
     def send(self, number: int) -> None:
         """As `Process.send`, to all."""
-        for each in self._processes:
-            each.send(number)
+        for process in self._processes:
+            process.send(number)
 
 
 class Job:
@@ -299,9 +299,9 @@ class Job:
         numbers, num_received = [int(signal.SIGTERM)], len(self._signals)
         if self.received is not None and self._passes_signals_on:
             numbers.insert(0, self.received)
-        for each in numbers:
+        for signum in numbers:
             # All are asked first, and share one deadline: they may be waiting for each other.
-            self._send(each)
+            self._send(signum)
             deadline = time.monotonic() + self._end_within_seconds
             while self.is_running and time.monotonic() < deadline and len(self._signals) == num_received:
                 time.sleep(LOOK_EVERY_SECONDS)
@@ -352,8 +352,8 @@ class LocalJob(Job):
     def _first_of(self, failed: list[int]) -> tuple[int, str]:
         # In the order in which each wrote at its end. A process that wrote nothing was killed, and is first:
         # the others' errors are for want of it.
-        paths = {each: self._error_path(each) for each in failed}
-        ages = {each: path.stat().st_mtime_ns if path.exists() else 0 for each, path in paths.items()}
+        paths = {rank: self._error_path(rank) for rank in failed}
+        ages = {rank: path.stat().st_mtime_ns if path.exists() else 0 for rank, path in paths.items()}
         first = min(failed, key=ages.__getitem__)
         try:
             cause = json.loads(paths[first].read_text())["message"]
@@ -419,11 +419,11 @@ class ElasticJob(Job):
         they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
         few for an averaging, have not.
         """
-        found = [(each, process.exit_code) for each, process in enumerate(self.processes)]
-        self._ended.update((each, 0) for each, code in found if code == 0)
-        for each, code in found:
-            if code and each not in self._ended:
-                self._take_back(each, code)
+        found = [(member, process.exit_code) for member, process in enumerate(self.processes)]
+        self._ended.update((member, 0) for member, code in found if code == 0)
+        for member, code in found:
+            if code and member not in self._ended:
+                self._take_back(member, code)
         codes = list(self._ended.values())
         are_well = codes.count(0) >= (self._min_members if self._given is None else 1)
         self._failed_code = 0 if are_well else next(filter(None, codes), 0)
@@ -540,6 +540,6 @@ def python_module(name: str) -> list[str]:
     `python -m` puts that folder first, so in a stranger's folder a `random.py` would run. (Python 3.10 can't
     be kept from it.)
     """
-    has_current = any(Path(each or ".").resolve() == Path.cwd() for each in sys.path)
+    has_current = any(Path(folder or ".").resolve() == Path.cwd() for folder in sys.path)
     leave_out = [] if has_current or sys.version_info < (3, 11) else ["-P"]
     return [sys.executable, *leave_out, "-m", name]

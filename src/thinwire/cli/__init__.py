@@ -67,7 +67,7 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
             except Exception as error:
                 # Of click, or of typer's own copy of it: --hosts is no --loss.
                 if name := getattr(error, "option_name", ""):
-                    offered = [each for parameter in self.params for each in parameter.opts]
+                    offered = [option for parameter in self.params for option in parameter.opts]
                     alike = get_close_matches(name, offered, cutoff=SPELLED_ALIKE)
                     error.possibilities = alike  # type: ignore[attr-defined]
                 raise

@@ -37,7 +37,7 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     found = []
     for parent, folders, names in os.walk(folder):
         # In place: what is taken out of its list, `os.walk` does not look into.
-        folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]
+        folders[:] = [subfolder for subfolder in folders if subfolder not in SKIPPED_FOLDERS]
         found += [Path(parent, name) for name in names if name.endswith(".py")]
     # The order in which files are found is the file system's; what is trained on must not be.
     train = sorted(found, key=lambda path: path.relative_to(folder).as_posix())

@@ -72,7 +72,7 @@ class Link:
     def delays(self) -> Delays:
         """What happens to a packet between two machines. A round trip is two ways."""
         known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
-        latency, jitter = (_number_of(each, SECONDS, 0, 2, known) for each in (self.latency, self.jitter))
+        latency, jitter = (_number_of(text, SECONDS, 0, 2, known) for text in (self.latency, self.jitter))
         loss = _number_of(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
         return Delays(latency / 2, jitter / 2, loss)
 

@@ -63,7 +63,7 @@ class Bench:
 
     def true_mean(self, step: int) -> torch.Tensor:
         """Return the mean of all processes' gradients in a step, fp64; each process can compute it."""
-        return torch.stack([self.gradient(step, each).double() for each in range(self.transport.size)]).mean(
+        return torch.stack([self.gradient(step, rank).double() for rank in range(self.transport.size)]).mean(
             0
         )
 
@@ -177,9 +177,9 @@ def models_stay_the_same(bench: Bench) -> None:
 
 
 _CHECKED = [
-    (variant, *(("loses nothing", loses_nothing) if each.has_memory else ("gives the mean", gives_the_mean)))
-    for each in REGISTRY
-    for variant in each.variants
+    (variant, *(("loses nothing", loses_nothing) if entry.has_memory else ("gives the mean", gives_the_mean)))
+    for entry in REGISTRY
+    for variant in entry.variants
     if variant.is_checked
 ]
 CHECKS: dict[str, Check] = {

@@ -192,7 +192,7 @@ class InProcessGroup(Group):
         # happens again, all who are left have come.
         for standstills in range(MAX_STANDSTILLS):
             if standstills > 1:
-                lighthouse.there = [each for each in lighthouse.there if each in lighthouse.asking]
+                lighthouse.there = [group for group in lighthouse.there if group in lighthouse.asking]
             lighthouse.form_if_all_ask()
             try:
                 wait_for(awaited)

@@ -34,7 +34,7 @@ def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings
 
 def _numbers(value: Any) -> list[float]:
     values = value if isinstance(value, list | tuple) else [value]
-    return [float(each) for each in values if isinstance(each, int | float | torch.Tensor)]
+    return [float(number) for number in values if isinstance(number, int | float | torch.Tensor)]
 
 
 def digest(settings: InnerSettings) -> int:
@@ -59,7 +59,7 @@ def difference(own: InnerSettings, others: InnerSettings) -> str:
 
 def set_otherwise(everyone: Sequence[InnerSettings], present: Sequence[Presence]) -> tuple[int, list[int]]:
     """Return the rank of whose settings count, most of those here for longest, and the ranks with others."""
-    old = [rank for rank, each in enumerate(present) if not each.is_new]
+    old = [rank for rank, presence in enumerate(present) if not presence.is_new]
     longest = max(present[rank].averagings for rank in old)
     oldest = [rank for rank in old if present[rank].averagings == longest]
     counts = Counter(present[rank].settings for rank in oldest)

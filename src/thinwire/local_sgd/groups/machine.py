@@ -125,7 +125,7 @@ def told(failure: BaseException | None, kinds: Sequence[type[Exception]]) -> byt
     if failure is None:
         return b""
     is_foreseen = not isinstance(failure, BrokenMemberError)
-    places = (place for place, each in enumerate(kinds) if is_foreseen and isinstance(failure, each))
+    places = (place for place, known in enumerate(kinds) if is_foreseen and isinstance(failure, known))
     kind = next(places, None)
     words = str(failure) if kind is not None else f"{type(failure).__name__}: {failure}"
     return json.dumps({"error": [kind, words]}).encode()

@@ -30,7 +30,7 @@ def plain(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return held_of(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
-        return {plain(key): plain(each) for key, each in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (tuple if isinstance(value, tuple) else list)(map(plain, value))
     # NumPy's float64 is a float, and `weights_only` does not take it.
@@ -82,8 +82,8 @@ def broadcast_residual(
     errors: Iterable[torch.Tensor], transport: Transport, source: int
 ) -> list[torch.Tensor]:
     """Return what a member that leaves has not transmitted. Collective."""
-    arrived = [each if transport.rank == source else torch.empty_like(each) for each in errors]
-    for part in _parts(each.view(torch.uint8) for each in arrived):
+    arrived = [residual if transport.rank == source else torch.empty_like(residual) for residual in errors]
+    for part in _parts(tensor.view(torch.uint8) for tensor in arrived):
         flat = torch.cat(part)
         transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
         for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
