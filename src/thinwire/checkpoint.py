@@ -204,7 +204,7 @@ def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _nested(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what `_plain` was given."""
+    """Return the value that `_plain` was given."""
     if not isinstance(plain, dict):
         return plain
     ((kind, held),) = plain.items()

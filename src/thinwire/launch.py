@@ -109,8 +109,8 @@ class Process:
         )
         self._reader: threading.Thread | None = None
         if out is not None:
-            given = self._process.stdout, prefix.encode()
-            self._reader = threading.Thread(target=out.follow, args=given, daemon=True)
+            arguments = self._process.stdout, prefix.encode()
+            self._reader = threading.Thread(target=out.follow, args=arguments, daemon=True)
             self._reader.start()
 
     @property
@@ -147,7 +147,7 @@ class Process:
 
 
 def places_of(rank: int, size: int) -> dict[str, str]:
-    """Return what torchrun tells a process of its place among all, if these are on one machine."""
+    """Return the variables by which torchrun tells a process its rank, if all are on one machine."""
     own, all_of_them = str(rank), str(size)
     return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_of_them, "LOCAL_WORLD_SIZE": all_of_them}
 
@@ -164,7 +164,7 @@ class ProcessesOfMember:
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         self._store = TCPStore(LOOPBACK, port, master_listen_fd=listener.detach(), **options)
-        told = {
+        variables = {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -175,7 +175,7 @@ class ProcessesOfMember:
         self._processes: list[Process] = []
         try:
             for rank in range(size):
-                self._processes.append(start({**told, **places_of(rank, size)}))
+                self._processes.append(start({**variables, **places_of(rank, size)}))
         except BaseException:
             self.send(signal.SIGKILL)
             raise
@@ -419,9 +419,9 @@ class ElasticJob(Job):
         they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
         few for an averaging, have not.
         """
-        found = [(member, process.exit_code) for member, process in enumerate(self.processes)]
-        self._ended.update((member, 0) for member, code in found if code == 0)
-        for member, code in found:
+        codes_of = [(member, process.exit_code) for member, process in enumerate(self.processes)]
+        self._ended.update((member, 0) for member, code in codes_of if code == 0)
+        for member, code in codes_of:
             if code and member not in self._ended:
                 self._take_back(member, code)
         codes = list(self._ended.values())
@@ -486,7 +486,7 @@ class ElasticJob(Job):
             server = self._torchft.LighthouseServer(
                 bind=f"{self._host}:{self._port}",
                 min_replicas=1,
-                # As long as torchft_lighthouse waits; else a member that comes 0.1 s late is left behind.
+                # It waits as long as torchft_lighthouse; a member that comes 0.1 s late would be left behind.
                 join_timeout_ms=JOIN_TIMEOUT_MS,
             )
         except RuntimeError as error:

@@ -78,11 +78,11 @@ def advise(
 
     Example: `… --optimizer AdamW --steps 3000 --budget-loss 0.5%`
     """
-    # What can be refused at once is, before anything is measured.
+    # Refuse what can be refused before anything is measured.
     share = _share(budget_loss)
     found = Probe.load(probe)
     found.known_rate()
-    # As `python -m` does: a user's modules lie where the command is called.
+    # `python -m` does the same: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     run_here(sharded, "--sharded")

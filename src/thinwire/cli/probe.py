@@ -62,7 +62,7 @@ def probe(
     if os.environ.get("RANK", "0") == "0":
         check_output("--plot", plot)
         check_output("--save", save)
-    # As in `thinwire check`: if it starts processes it does not return.
+    # If this starts processes, as in `thinwire check`, it does not return.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0

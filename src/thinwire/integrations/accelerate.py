@@ -158,7 +158,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         return StockKwargs
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Accelerate's own handler gives for the same settings."""
+        """Return the dictionary of Accelerate's own handler for the same settings."""
         # Only Accelerate's own fields: its handler copies all attributes, and ours hold models.
         settings = {setting.name: getattr(self, setting.name) for setting in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             del objects[self._place]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.
+        """Return the state of each model. Collective; Accelerate calls it for a checkpoint.
 
         See `GradientSync.state_dict`.
         """

@@ -172,7 +172,7 @@ class ThinwireStrategy(DDPStrategy):
 
     @property
     def remembering(self) -> Remembering | None:
-        """What has memory and statistics: the handle, a `PowerSGDState` or `local`; None if nothing has."""
+        """The object with memory and statistics: the handle, a `PowerSGDState`, `local`, or None."""
         state = self._ddp_comm_state
         return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
 

@@ -1,4 +1,4 @@
-"""What a framework's training loop can be given in place of an algorithm: averaged models, or a choice."""
+"""Alternatives to an algorithm for a framework's training loop: averaged models, or a choice."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def checked_averaging(given: object) -> Algorithm | Makes:
 def checked_steps(
     take_effect: bool, host_check: HostCheck, on_nonfinite: OnNonfinite, machines: Layout
 ) -> dict[str, Any]:
-    """Return what `thinwire.attach` is to be given of these: what is not its default, if it is called."""
+    """Return the settings to give `thinwire.attach`, if it is called: those that are not its defaults."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
     defaults = Settings.of()
@@ -88,10 +88,10 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
 def new_auto(
     make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
 ) -> Auto:
-    """Return what chooses for a framework's run, which knows its steps (`math.inf`: not known)."""
+    """Return the `Auto` that chooses for a framework's run of so many steps (`math.inf`: not known)."""
     if 0 < total_steps < math.inf:
         settings["total_steps"] = int(total_steps)
-    # What the user has given comes first.
+    # The user's own settings come first.
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 

@@ -1,4 +1,4 @@
-"""What every algorithm must do, checked on the processes of a job. Each check is collective."""
+"""Checks of every algorithm on the processes of a job. Each check is collective."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
     for step in range(STEPS):
         sent += bench.average(engine, bench.gradient(step))
         true += bench.true_mean(step)
-    # What is saved is the mean of the processes' residuals, which is what the sum of means lacks. What
-    # travels uncompressed has none.
+    # The saved state has the mean of the processes' residuals, which is what the sum of means lacks.
+    # Parameters that travel uncompressed have none.
     saved = dict(engine.state_dict()["error"])
     residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
     lost = gap(sent + torch.cat(residual).to(bench.device), true)

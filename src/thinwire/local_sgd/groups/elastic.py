@@ -115,13 +115,13 @@ class Elastic:
     def finish(self) -> None:
         """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
         self._repeated(self._finish)
-        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
+        # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
         if self._present[self._group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
     def save(self) -> dict[str, Any]:
-        """Return what the engine remembers, its residual the mean over all who are there. Collective."""
+        """Return the engine's state, with the mean residual of all who are there. Collective."""
         self._is_saving, self._saved = True, None
         try:
             while self._saved is None:
@@ -233,7 +233,7 @@ class Elastic:
         self._group.conclude(True)
         self._commit(opened)
         self._hand_over(opened.present)
-        # Those who leave have handed over what they owed, and would count it again.
+        # Members that leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(presence.is_leaving for presence in opened.present)
         if not is_anyone_leaving and any(presence.is_saving for presence in opened.present):
             self._saved = self._all_can(self._engine.state_dict)
@@ -287,7 +287,7 @@ class Elastic:
             self._agree(present)
             self._join(present)
             self._adopt()
-            # Those who resume from one state have its mean each; who joins them has nothing.
+            # Members that resume from one state have its mean each; one that joins them has nothing.
             before = self._error_members or sum(not presence.is_new for presence in present)
             self._engine.regroup(group.control.size / before)
             self._error_members = group.control.size
@@ -295,7 +295,7 @@ class Elastic:
         return present, part.tensors if is_still_that else None
 
     def _of_all_processes(self, own: Presence) -> Presence:
-        """Return what this member says: the work and health of all processes, else the first one's word."""
+        """Return this member's report: work and health of all processes, the rest from the first one."""
         if self._group.inside.size == 1:
             return own
         purpose = "what the processes of a member say of themselves"
@@ -313,7 +313,7 @@ class Elastic:
         self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:
-        """Return what a newcomer starts from."""
+        """Return the state that a newcomer starts from."""
         if self._device.type != "cpu":
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(self._device)

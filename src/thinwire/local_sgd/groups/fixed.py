@@ -36,7 +36,7 @@ MAX_LISTED = 8
 
 
 class Answer(NamedTuple):
-    """What a process says of itself."""
+    """The state of a process, as it tells the others."""
 
     step: int
     is_finite: bool  # what it has to average
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, step: int, flags: int, outer: int) -> Answer:
-        """Return what three numbers say."""
+        """Return the answer that three numbers encode."""
         is_finite, contributes, has_changed, has_loaded = (bool(flags & bit) for bit in (1, 2, 4, 8))
         return cls(step, is_finite, contributes, has_changed, has_loaded, outer)
 
@@ -293,7 +293,7 @@ class Fixed:
         # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
         is_exact = self._schedule.is_warm_up(self.step)
         engine = self._exact if is_exact else self.engine
-        # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
+        # The clock runs from the first message to the last mean: none of it overlaps the user's steps.
         with engine.clock.inside(engine.traffic):
             PendingAverage(changes, engine).land()
         # Only when all have come: if one fails, no fragment has moved.
@@ -334,7 +334,7 @@ class Fixed:
             return
         changes: Changes = {fragment: fragment.changes() for fragment in self._model.fragments}
         self._agree_within(changes)
-        # What the group averages at once needs no mean of the subgroup before.
+        # Fragments that the group averages at once need no mean of the subgroup before.
         within = {fragment: flats for fragment, flats in changes.items() if fragment not in sent}
         if within:
             PendingAverage(within, self._within).land()

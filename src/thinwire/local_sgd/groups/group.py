@@ -82,7 +82,7 @@ class Group(ABC):
         return self.transport
 
     def decided(self, value: float) -> float:
-        """Return what the first process of this member brings, on all of them: as of a clock. Collective."""
+        """Return the first process's value on all processes of this member, as of a clock. Collective."""
         return value
 
     def join(self, are_new: Sequence[bool]) -> None:

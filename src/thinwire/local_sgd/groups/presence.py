@@ -1,4 +1,4 @@
-"""What members say of themselves before an averaging, and who has come and gone by that."""
+"""The report of each member before an averaging, and the members that come and go by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBER_BITS = 52  # a float64 holds every such number
 
 
 class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds."""
+    """The report of a member at the beginning of an averaging, in numbers that a float64 holds."""
 
     member: int  # drawn when it joined
     lineage: int  # of the committed averagings that its model comes from
@@ -35,7 +35,7 @@ class Presence(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
-        """Return what a row of numbers says."""
+        """Return the report that a row of numbers encodes."""
         member, lineage, doubt, step, min_members = map(int, row[:5])
         weight, weight_behind_doubt, error_norm = row[5:8]
         is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
@@ -45,7 +45,7 @@ class Presence(NamedTuple):
         return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
     def without_doubt(self, kept: int) -> Presence:
-        """Return what it says once it is known which lineage is kept."""
+        """Return the report that holds once it is known which lineage is kept."""
         if self.doubt != kept:
             return self
         return self._replace(lineage=kept, doubt=0, weight=self.weight_behind_doubt)
@@ -77,7 +77,7 @@ class MembershipStats:
 
 
 def of_one_member(everyone: Sequence[Presence], *, have_parts: bool) -> Presence:
-    """Return what the processes of one member say together: of what is one for all, the first one's word."""
+    """Combine the reports of a member's processes. The first one's counts where all must be the same."""
     norms = [presence.error_norm for presence in everyone]
     return everyone[0]._replace(
         weight=sum(presence.weight for presence in everyone),
