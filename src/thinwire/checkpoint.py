@@ -196,23 +196,23 @@ def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[path] = value.contiguous()
         return {"tensor": path}
     if isinstance(value, Mapping):
-        return {"mapping": [[key, _plain(each, f"{path}/{key}", tensors)] for key, each in value.items()]}
+        return {"mapping": [[key, _plain(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        listed = [_plain(each, f"{path}/{number}", tensors) for number, each in enumerate(value)]
+        listed = [_plain(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
         return {"list" if isinstance(value, list) else "tuple": listed}
     return value
 
 
 def _nested(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what `_plain` was given."""
+    """Return the value that `_plain` was given."""
     if not isinstance(plain, dict):
         return plain
     ((kind, held),) = plain.items()
     if kind == "tensor":
         return tensors[held]
     if kind == "mapping":
-        return {key: _nested(each, tensors) for key, each in held}
-    return {"list": list, "tuple": tuple}[kind](_nested(each, tensors) for each in held)
+        return {key: _nested(item, tensors) for key, item in held}
+    return {"list": list, "tuple": tuple}[kind](_nested(item, tensors) for item in held)
 
 
 def _safetensors() -> Any:

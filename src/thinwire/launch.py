@@ -41,15 +41,15 @@ def end_signals() -> Iterator[list[int]]:
     """Yield a list to which each signal is appended that asks this process to end, instead of ending it."""
     received: list[int] = []
     previous: dict[int, Any] = {}
-    for each in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+    for signum in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         # An ignored signal stays ignored: nohup asks for that.
-        if signal.getsignal(each) is not signal.SIG_IGN:
-            previous[each] = signal.signal(each, lambda number, frame: received.append(number))
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            previous[signum] = signal.signal(signum, lambda number, frame: received.append(number))
     try:
         yield received
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 class Output:
@@ -109,8 +109,8 @@ class Process:
         )
         self._reader: threading.Thread | None = None
         if out is not None:
-            given = self._process.stdout, prefix.encode()
-            self._reader = threading.Thread(target=out.follow, args=given, daemon=True)
+            arguments = self._process.stdout, prefix.encode()
+            self._reader = threading.Thread(target=out.follow, args=arguments, daemon=True)
             self._reader.start()
 
     @property
@@ -147,7 +147,7 @@ class Process:
 
 
 def places_of(rank: int, size: int) -> dict[str, str]:
-    """Return what torchrun tells a process of its place among all, if these are on one machine."""
+    """Return the variables by which torchrun tells a process its rank, if all are on one machine."""
     own, all_of_them = str(rank), str(size)
     return {"RANK": own, "LOCAL_RANK": own, "WORLD_SIZE": all_of_them, "LOCAL_WORLD_SIZE": all_of_them}
 
@@ -164,7 +164,7 @@ class ProcessesOfMember:
         port = listener.getsockname()[1]
         options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
         self._store = TCPStore(LOOPBACK, port, master_listen_fd=listener.detach(), **options)
-        told = {
+        variables = {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -175,7 +175,7 @@ class ProcessesOfMember:
         self._processes: list[Process] = []
         try:
             for rank in range(size):
-                self._processes.append(start({**told, **places_of(rank, size)}))
+                self._processes.append(start({**variables, **places_of(rank, size)}))
         except BaseException:
             self.send(signal.SIGKILL)
             raise
@@ -183,9 +183,9 @@ class ProcessesOfMember:
     @property
     def exit_code(self) -> int | None:
         """The code of the first to fail, once all have ended; 0 if all ended well; None while some run."""
-        codes = [each.exit_code for each in self._processes]
+        codes = [process.exit_code for process in self._processes]
         if self._failed is None:
-            self._failed = next((each for each in self._processes if each.exit_code), None)
+            self._failed = next((process for process in self._processes if process.exit_code), None)
             # One is gone, and the others can do nothing without it, not even leave in order.
             if self._failed is not None:
                 self.send(signal.SIGKILL)
@@ -200,13 +200,13 @@ class ProcessesOfMember:
 
     def read_to_the_end(self) -> None:
         """As `Process.read_to_the_end`, of all."""
-        for each in self._processes:
-            each.read_to_the_end()
+        for process in self._processes:
+            process.read_to_the_end()
 
     def send(self, number: int) -> None:
         """As `Process.send`, to all."""
-        for each in self._processes:
-            each.send(number)
+        for process in self._processes:
+            process.send(number)
 
 
 class Job:
@@ -299,9 +299,9 @@ class Job:
         numbers, num_received = [int(signal.SIGTERM)], len(self._signals)
         if self.received is not None and self._passes_signals_on:
             numbers.insert(0, self.received)
-        for each in numbers:
+        for signum in numbers:
             # All are asked first, and share one deadline: they may be waiting for each other.
-            self._send(each)
+            self._send(signum)
             deadline = time.monotonic() + self._end_within_seconds
             while self.is_running and time.monotonic() < deadline and len(self._signals) == num_received:
                 time.sleep(LOOK_EVERY_SECONDS)
@@ -352,8 +352,8 @@ class LocalJob(Job):
     def _first_of(self, failed: list[int]) -> tuple[int, str]:
         # In the order in which each wrote at its end. A process that wrote nothing was killed, and is first:
         # the others' errors are for want of it.
-        paths = {each: self._error_path(each) for each in failed}
-        ages = {each: path.stat().st_mtime_ns if path.exists() else 0 for each, path in paths.items()}
+        paths = {rank: self._error_path(rank) for rank in failed}
+        ages = {rank: path.stat().st_mtime_ns if path.exists() else 0 for rank, path in paths.items()}
         first = min(failed, key=ages.__getitem__)
         try:
             cause = json.loads(paths[first].read_text())["message"]
@@ -419,11 +419,11 @@ class ElasticJob(Job):
         they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
         few for an averaging, have not.
         """
-        found = [(each, process.exit_code) for each, process in enumerate(self.processes)]
-        self._ended.update((each, 0) for each, code in found if code == 0)
-        for each, code in found:
-            if code and each not in self._ended:
-                self._take_back(each, code)
+        codes_of = [(member, process.exit_code) for member, process in enumerate(self.processes)]
+        self._ended.update((member, 0) for member, code in codes_of if code == 0)
+        for member, code in codes_of:
+            if code and member not in self._ended:
+                self._take_back(member, code)
         codes = list(self._ended.values())
         are_well = codes.count(0) >= (self._min_members if self._given is None else 1)
         self._failed_code = 0 if are_well else next(filter(None, codes), 0)
@@ -486,7 +486,7 @@ class ElasticJob(Job):
             server = self._torchft.LighthouseServer(
                 bind=f"{self._host}:{self._port}",
                 min_replicas=1,
-                # As long as torchft_lighthouse waits; else a member that comes 0.1 s late is left behind.
+                # It waits as long as torchft_lighthouse; a member that comes 0.1 s late would be left behind.
                 join_timeout_ms=JOIN_TIMEOUT_MS,
             )
         except RuntimeError as error:
@@ -540,6 +540,6 @@ def python_module(name: str) -> list[str]:
     `python -m` puts that folder first, so in a stranger's folder a `random.py` would run. (Python 3.10 can't
     be kept from it.)
     """
-    has_current = any(Path(each or ".").resolve() == Path.cwd() for each in sys.path)
+    has_current = any(Path(folder or ".").resolve() == Path.cwd() for folder in sys.path)
     leave_out = [] if has_current or sys.version_info < (3, 11) else ["-P"]
     return [sys.executable, *leave_out, "-m", name]

@@ -40,7 +40,7 @@ def main() -> None:
         if package not in CLI_PACKAGES:
             raise
         _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
-    # As a shell tells an end by SIGPIPE. It stands before OSError, of which it is one.
+    # The code by which a shell tells an end by SIGPIPE. It stands before OSError, of which it is one.
     except BrokenPipeError:
         sys.exit(128 + 13)
     except (ThinwireError, OSError) as error:
@@ -48,7 +48,7 @@ def main() -> None:
             raise
         _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
-        # As a shell tells an end by SIGINT.
+        # The code by which a shell tells an end by SIGINT.
         sys.exit(130)
 
 
@@ -65,9 +65,9 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
             try:
                 return super().parse_args(ctx, args)
             except Exception as error:
-                # Of click, or of typer's own copy of it: --hosts is no --loss.
+                # The error is of click, or of typer's own copy of it: --hosts is no --loss.
                 if name := getattr(error, "option_name", ""):
-                    offered = [each for parameter in self.params for each in parameter.opts]
+                    offered = [option for parameter in self.params for option in parameter.opts]
                     alike = get_close_matches(name, offered, cutoff=SPELLED_ALIKE)
                     error.possibilities = alike  # type: ignore[attr-defined]
                 raise
@@ -91,7 +91,7 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
             raise typer.Exit
 
     for name in COMMANDS:
-        # What stands behind the script of `run` is the script's own, options too.
+        # All that stands behind the script of `run` is the script's own, options too.
         context = {"allow_interspersed_args": False} if name == "run" else None
         app.command(cls=Command, context_settings=context)(
             getattr(import_module(f"thinwire.cli.{name}"), name)
@@ -107,7 +107,7 @@ def _write_what_is_left() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What is still in the buffer would fail once more when the interpreter ends.
+        # Bytes that are still in the buffer would fail once more when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise

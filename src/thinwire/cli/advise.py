@@ -78,11 +78,11 @@ def advise(
 
     Example: `… --optimizer AdamW --steps 3000 --budget-loss 0.5%`
     """
-    # What can be refused at once is, before anything is measured.
+    # Refuse what can be refused before anything is measured.
     share = _share(budget_loss)
     found = Probe.load(probe)
     found.known_rate()
-    # As `python -m` does: a user's modules lie where the command is called.
+    # `python -m` does the same: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     run_here(sharded, "--sharded")
@@ -122,8 +122,8 @@ def _shard(model: nn.Module) -> None:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
     # A list of modules is one of blocks that are alike, each of which is gathered by itself.
-    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
-    blocks = [block for each in lists for block in each if not isinstance(block, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = [block for modules in lists for block in modules if not isinstance(block, nn.ModuleList)]
     # From the inside out, as FSDP2 asks; a block may be in several lists.
     for module in (*reversed(dict.fromkeys(blocks)), model):
         fully_shard(module)
@@ -179,7 +179,7 @@ def _plain(advice: Advice) -> dict[str, Any]:
         "nothing_to_win": advice.nothing_to_win,
         "break_even_bits_per_second": None if math.isinf(bits) else bits,
         "budget_loss": None if math.isinf(budget) else budget,
-        "frontier": [asdict(each) for each in advice.frontier],
+        "frontier": [asdict(prediction) for prediction in advice.frontier],
         "headline": advice.headline,
         "lines": lines_to_paste(advice),
     }
@@ -196,7 +196,7 @@ def show(advice: Advice, console: Console) -> None:
     pasted = [
         line
         for adapter, text in lines_to_paste(advice).items()
-        for line in ("", f"{adapter}:", *(f"    {each}" for each in text.splitlines()))
+        for line in ("", f"{adapter}:", *(f"    {code}" for code in text.splitlines()))
     ]
     # Prose wraps on a terminal; code to copy does not, and in a pipe a sentence is a line.
     for lines, is_prose in (
@@ -220,17 +220,17 @@ def _table(advice: Advice, width: int) -> list[str]:
         return f"{100 * seconds / advice.baseline.step_seconds:.0f}"
 
     rows.append((f"{1e3 * advice.compute_seconds:.1f}", "", share(advice.compute_seconds), "", "", ""))
-    for each in advice.predictions:
-        names.append(each.label)
-        megabytes = each.sent_bytes / 1e6
+    for prediction in advice.predictions:
+        names.append(prediction.label)
+        megabytes = prediction.sent_bytes / 1e6
         row = (
-            f"{1e3 * each.step_seconds:.1f}",
-            f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:>6.1f}",
-            share(each.step_seconds),
+            f"{1e3 * prediction.step_seconds:.1f}",
+            f"{1e3 * prediction.low_seconds:.1f} – {1e3 * prediction.high_seconds:>6.1f}",
+            share(prediction.step_seconds),
             # Digits enough for what is sent once in many steps.
             f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
-            f"{each.memory_bytes / 1e6:.1f}",
-            each.loss.short,
+            f"{prediction.memory_bytes / 1e6:.1f}",
+            prediction.loss.short,
         )
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -248,11 +248,15 @@ def _by_round_trip(advice: Advice) -> list[str]:
         return []
     columns = [f"{ms} ms" for ms in advice.best.seconds_at]
     head = "The same at other round trips, and the rate that was probed: ms a step, and the rounds of one"
-    width = max(len(each.name) for each in advice.predictions)
+    width = max(len(prediction.name) for prediction in advice.predictions)
     rows = [("", columns, "rounds")]
     rows += [
-        (each.name, [f"{1e3 * seconds:.1f}" for seconds in each.seconds_at.values()], f"{each.rounds:.2g}")
-        for each in advice.predictions
+        (
+            prediction.name,
+            [f"{1e3 * seconds:.1f}" for seconds in prediction.seconds_at.values()],
+            f"{prediction.rounds:.2g}",
+        )
+        for prediction in advice.predictions
     ]
     lines = [
         f"{name:<{width}}  {'  '.join(cell.rjust(9) for cell in cells)}  {rounds:>6}"
@@ -264,8 +268,10 @@ def _by_round_trip(advice: Advice) -> list[str]:
 def _frontier(advice: Advice) -> list[str]:
     """Return a line for each way that loses less than all faster ones, with those as good as it."""
     lines = []
-    for each in advice.frontier:
-        ties = "; ".join(other.name for other in advice.ties_of(each))
+    for prediction in advice.frontier:
+        ties = "; ".join(other.name for other in advice.ties_of(prediction))
         tie = f", not distinguishable from {ties}" if ties else ""
-        lines.append(f"  {1e3 * each.step_seconds:9.1f} ms  {each.loss.short:>6} %  {each.name}{tie}")
+        lines.append(
+            f"  {1e3 * prediction.step_seconds:9.1f} ms  {prediction.loss.short:>6} %  {prediction.name}{tie}"
+        )
     return ["Time against loss: whatever loses less than all that is faster", *lines, ""] if lines else []

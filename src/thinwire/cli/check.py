@@ -87,9 +87,9 @@ def _print_all(bench: Bench, *, as_json: bool, with_device: bool) -> bool:
         page = measure(bench, gpt2_small()) if with_device else {}
         if prints and as_json:
             failed = {name: count for name, count in failures.items() if count}
-            found = {"setting": title, "checks": len(failures), "failed_on_processes": failed}
+            outcome = {"setting": title, "checks": len(failures), "failed_on_processes": failed}
             device = {"device": {"served by": _served_by(bench.device), **page}} if page else {}
-            print(json.dumps({**found, **device}), flush=True)
+            print(json.dumps({**outcome, **device}), flush=True)
         elif prints and page:
             print(f"\n- {_served_by(bench.device)}\n{_tables(page)}", flush=True)
     finally:
@@ -147,10 +147,10 @@ def _failures(bench: Bench, console: Console) -> dict[str, int]:
             except Exception as error:
                 # Any error: the checks to come are made all the same, so that the processes stay together.
                 bench.findings.append(f"{type(error).__name__}: {error}")
-            for found in bench.findings:
+            for finding in bench.findings:
                 # At once: if a later check hangs, this may be why.
-                bench.say(f"{name}: {found}")
+                bench.say(f"{name}: {finding}")
             fails.append(float(bool(bench.findings)))
     # A check may fail on some processes only; all end with the same exit code.
     everyone = gather_numbers(fails, bench.transport, "the outcomes")
-    return dict(zip(CHECKS, (round(sum(found)) for found in zip(*everyone, strict=True)), strict=True))
+    return dict(zip(CHECKS, (round(sum(column)) for column in zip(*everyone, strict=True)), strict=True))

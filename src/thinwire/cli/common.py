@@ -1,4 +1,4 @@
-"""What several commands do: join a job, show work of more than some seconds, write a file at the end."""
+"""Functions that commands share: join a job, show work of more than some seconds, write a file at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def joined_job(
 @contextmanager
 def alone() -> Iterator[None]:
     """Make a default process group of this process only, which listens on the loopback interface only."""
-    # Else Gloo listens on the address of this machine's name, which others may reach.
+    # Gloo would otherwise listen on the address of this machine's name, which others may reach.
     with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
         # A store in memory: alone, no one has to be met, and no port is opened.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -161,5 +161,5 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         by = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
         stopped = f"thinwire: stopped by {by.name}; nothing is kept, the same command begins again"
         console.print(stopped, soft_wrap=True, highlight=False)
-        # As a shell tells an end by a signal.
+        # The exit code is the one by which a shell tells an end by a signal.
         raise SystemExit(128 + by) from interrupt

@@ -140,12 +140,12 @@ def summary_table(runs: Sequence[Run]) -> Table:
         table.add_column(run.name, justify="right")
     of_each = [figures(run) for run in runs]
     for label in of_each[0]:
-        table.add_row(label, *(found[label] for found in of_each))
+        table.add_row(label, *(column[label] for column in of_each))
     return table
 
 
 def figures(run: Run) -> dict[str, str]:
-    """Return what one algorithm did, by what it is: medians over the steps of process 0, and mean bytes."""
+    """Return the figures of one algorithm, by name: medians over the steps of process 0, and mean bytes."""
     heldout = run.points("heldout_loss")
     # The median of the differences: medians of two numbers do not subtract to the median of their difference.
     working = median(step["step_seconds"] - step["waiting_seconds"] for step in run.steps)

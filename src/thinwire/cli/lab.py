@@ -108,10 +108,10 @@ def lab(
 
 
 def _slow_machines(options: list[str]) -> dict[int, str]:
-    found = {}
+    rates = {}
     for option in options:
         machine, _, rate = option.partition(":")
         if not machine.isdecimal() or not rate:
             raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
-        found[int(machine)] = rate
-    return found
+        rates[int(machine)] = rate
+    return rates

@@ -62,7 +62,7 @@ def probe(
     if os.environ.get("RANK", "0") == "0":
         check_output("--plot", plot)
         check_output("--save", save)
-    # As in `thinwire check`: if it starts processes it does not return.
+    # If this starts processes, as in `thinwire check`, it does not return.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
@@ -114,8 +114,8 @@ def save_plot(found: Probe, path: Path) -> None:
     axes = figure.add_subplot(
         xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
     )
-    sizes = [each.message_bytes for each in found.timings]
-    pairs = [(1e3 * each.median_seconds, 1e3 * each.spread_seconds / 2) for each in found.timings]
+    sizes = [timing.message_bytes for timing in found.timings]
+    pairs = [(1e3 * timing.median_seconds, 1e3 * timing.spread_seconds / 2) for timing in found.timings]
     # A logarithmic axis has nothing at 0 and below.
     lowest = [max(middle - spread, middle / 10) for middle, spread in pairs]
     axes.fill_between(sizes, lowest, [middle + spread for middle, spread in pairs], alpha=0.25)
@@ -147,7 +147,7 @@ def show(found: Probe, console: Console) -> None:
         lines.append(("doubtful", found.doubt))
     if len(found.nodes) > 1:
         structure = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
-        inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
+        inside, between = (found.pair_bytes_per_second(inside=is_inside) for is_inside in (True, False))
         if inside and between:
             structure += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
         lines.append(("structure", structure))
@@ -161,7 +161,7 @@ def _table(found: Probe) -> Table:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     # Counts what leaves each process, as on a ring: that is what its link carries.
     megabits = 8e-6 * ring_share(found.world_size)
-    rates = [megabits * each.message_bytes / each.median_seconds for each in found.timings]
+    rates = [megabits * timing.message_bytes / timing.median_seconds for timing in found.timings]
     for timing, rate in zip(found.timings, rates, strict=True):
         table.add_row(
             _size(timing),
@@ -176,5 +176,5 @@ def _table(found: Probe) -> Table:
 
 def _size(timing: Timing) -> str:
     units = [(1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")]
-    size, unit = next(each for each in units if timing.message_bytes >= each[0])
+    size, unit = next(pair for pair in units if timing.message_bytes >= pair[0])
     return f"{timing.message_bytes // size} {unit}"

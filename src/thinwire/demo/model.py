@@ -1,4 +1,4 @@
-"""What the demo trains, written to be read: a small byte-level GPT, on Python's own standard library."""
+"""The model and text of the demo: a small byte-level GPT, on Python's standard library; made to be read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     found = []
     for parent, folders, names in os.walk(folder):
         # In place: what is taken out of its list, `os.walk` does not look into.
-        folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]
+        folders[:] = [subfolder for subfolder in folders if subfolder not in SKIPPED_FOLDERS]
         found += [Path(parent, name) for name in names if name.endswith(".py")]
     # The order in which files are found is the file system's; what is trained on must not be.
     train = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
@@ -139,7 +139,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        # As in GPT-2: each block adds twice to the residual stream, so its last layers start smaller.
+        # GPT-2 does the same: each block adds twice to the residual stream, so its last layers start smaller.
         for name, parameter in self.named_parameters():
             if name.endswith("out.weight"):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what has the same shape, `(batch, length, width)`."""
+        """Return a tensor of the same shape, `(batch, length, width)`."""
         # One product for all three; (batch, length, 3, heads, width of a head), taken apart by the 3.
         split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)

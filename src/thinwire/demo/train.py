@@ -1,4 +1,4 @@
-"""What each process of the demo does: it trains with every algorithm in turn, or as an elastic member."""
+"""A process of the demo: it trains with every algorithm in turn, or as an elastic member."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DemoOptions:
         return Path(self.output, "may-join")
 
     def command(self) -> list[str]:
-        """Return what runs this module with these options."""
+        """Return the command line that runs this module with these options."""
         return [*python_module("thinwire.demo.train"), json.dumps(asdict(self), default=str)]
 
 

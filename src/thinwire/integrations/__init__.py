@@ -4,7 +4,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-# As in `thinwire` itself.
+# `thinwire` itself does the same.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:

@@ -158,9 +158,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         return StockKwargs
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Accelerate's own handler gives for the same settings."""
+        """Return the dictionary of Accelerate's own handler for the same settings."""
         # Only Accelerate's own fields: its handler copies all attributes, and ours hold models.
-        settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
+        settings = {setting.name: getattr(self, setting.name) for setting in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
     @property
@@ -202,7 +202,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             model,
             algorithm,
             grad_scaler=accelerator.scaler,
-            **{name: each for name, each in self.comm_state_option.items() if name in OF_STEPS},
+            **{name: value for name, value in self.comm_state_option.items() if name in OF_STEPS},
         )
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
@@ -227,7 +227,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     def _take_part(self) -> None:
         """Be among what the Accelerator saves and loads, at the place of registering."""
         objects = self._accelerator._custom_objects if self._accelerator is not None else [self]
-        if not any(each is self for each in objects):
+        if not any(registered is self for registered in objects):
             objects.insert(self._place, self)
 
     def _prepare_to_load(self, folder: Path) -> None:
@@ -250,7 +250,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             del objects[self._place]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.
+        """Return the state of each model. Collective; Accelerate calls it for a checkpoint.
 
         See `GradientSync.state_dict`.
         """

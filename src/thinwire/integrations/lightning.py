@@ -172,7 +172,7 @@ class ThinwireStrategy(DDPStrategy):
 
     @property
     def remembering(self) -> Remembering | None:
-        """What has memory and statistics: the handle, a `PowerSGDState` or `local`; None if nothing has."""
+        """The object with memory and statistics: the handle, a `PowerSGDState`, `local`, or None."""
         state = self._ddp_comm_state
         return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
 
@@ -303,7 +303,7 @@ class _LeavesFirst(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy._leave(None)
         of_trainer: Any = trainer
-        of_trainer.callbacks = [each for each in of_trainer.callbacks if each is not self]
+        of_trainer.callbacks = [callback for callback in of_trainer.callbacks if callback is not self]
 
 
 class ThinwireCallback(Callback):
@@ -372,7 +372,7 @@ class ThinwireCallback(Callback):
         self.local = new_local(self._make, pl_module, optimizer, scaler)
         # First of all at the end, when others load the best model, or a moving average.
         of_trainer: Any = trainer
-        of_trainer.callbacks = [self, *(each for each in of_trainer.callbacks if each is not self)]
+        of_trainer.callbacks = [self, *(other for other in of_trainer.callbacks if other is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None

@@ -1,4 +1,4 @@
-"""What a framework's training loop can be given in place of an algorithm: averaged models, or a choice."""
+"""Alternatives to an algorithm for a framework's training loop: averaged models, or a choice."""
 
 from __future__ import annotations
 
@@ -39,12 +39,20 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
         takes = signature(given.func)
-        own = {name: each for name, each in takes.parameters.items() if each.kind != Parameter.VAR_KEYWORD}
+        own = {
+            name: parameter
+            for name, parameter in takes.parameters.items()
+            if parameter.kind != Parameter.VAR_KEYWORD
+        }
         # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
         base = given.func.__base__ if isinstance(given.func, type) else None
         handed_to = attach if makes_auto(given) else base
         if handed_to is not None and len(own) < len(takes.parameters):
-            others = [each for each in signature(handed_to).parameters.values() if each.name not in own]
+            others = [
+                parameter
+                for parameter in signature(handed_to).parameters.values()
+                if parameter.name not in own
+            ]
             takes = Signature([*own.values(), *(e for e in others if e.kind is Parameter.KEYWORD_ONLY)])
         try:
             takes.bind_partial(*given.args, **given.keywords)
@@ -57,11 +65,11 @@ def checked_averaging(given: object) -> Algorithm | Makes:
 def checked_steps(
     take_effect: bool, host_check: HostCheck, on_nonfinite: OnNonfinite, machines: Layout
 ) -> dict[str, Any]:
-    """Return what `thinwire.attach` is to be given of these: what is not its default, if it is called."""
+    """Return the settings to give `thinwire.attach`, if it is called: those that are not its defaults."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
     defaults = Settings.of()
-    steps: dict[str, Any] = {name: each for name, each in chosen.items() if each != getattr(defaults, name)}
+    steps: dict[str, Any] = {key: value for key, value in chosen.items() if value != getattr(defaults, key)}
     if machines is not True:
         steps["machines"] = machines
     if steps and not take_effect:
@@ -80,10 +88,10 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
 def new_auto(
     make: Callable[..., Auto], model: object, optimizer: object, total_steps: float, **settings: Any
 ) -> Auto:
-    """Return what chooses for a framework's run, which knows its steps (`math.inf`: not known)."""
+    """Return the `Auto` that chooses for a framework's run of so many steps (`math.inf`: not known)."""
     if 0 < total_steps < math.inf:
         settings["total_steps"] = int(total_steps)
-    # What the user has given comes first.
+    # The user's own settings come first.
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 

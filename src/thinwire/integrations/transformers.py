@@ -124,7 +124,7 @@ def attach(
         raise AttachError("a member that comes and goes is one process; start each by itself")
     if trainer.is_fsdp_enabled:
         config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
-        # What PyTorch would average itself can be taken from it if it is gradients, and not if it is models.
+        # Gradients that PyTorch would average itself can be taken from it; models can't.
         if (
             config is None
             or not config.dp_replicate_enabled
@@ -152,7 +152,7 @@ def attach(
 
 
 class ThinwireCallback(TrainerCallback):
-    """What `attach` makes: it attaches the wrapped model, and follows the Trainer's checkpoints and logs.
+    """Attaches the wrapped model, and follows the Trainer's checkpoints and logs; made by `attach`.
 
     If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
     are averaged, `local` is the `LocalSGD` around the training. A checkpoint then has the averaged model, and

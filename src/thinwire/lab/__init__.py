@@ -25,7 +25,7 @@ MAX_MACHINES = 200
 BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SHARES = {"%": 0.01}
-# What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
+# Bytes that may pass at once after a pause: as few as can be, or short messages would not meet the rate.
 # But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
 MIN_BURST_BYTES = 68 * 2**10
 BURST_SECONDS = 1e-3
@@ -70,9 +70,9 @@ class Link:
 
     @property
     def delays(self) -> Delays:
-        """What happens to a packet between two machines. A round trip is two ways."""
+        """The delays and losses of a packet between two machines. A round trip is two ways."""
         known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
-        latency, jitter = (_number_of(each, SECONDS, 0, 2, known) for each in (self.latency, self.jitter))
+        latency, jitter = (_number_of(text, SECONDS, 0, 2, known) for text in (self.latency, self.jitter))
         loss = _number_of(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
         return Delays(latency / 2, jitter / 2, loss)
 
@@ -136,8 +136,8 @@ class Network:
         self._namespaces = []  # it may be opened again
         with ExitStack() as opened:
             self._core = Namespace()
-            # What stands is taken down if a later tool fails; only a whole network is kept open. A namespace
-            # is gone when no process is left in there.
+            # If a later tool fails, all is taken down: only a whole network is kept open. A namespace is gone
+            # when no process is left in there.
             opened.callback(_end, self._core.holder)
             self._run_in_core("link", "set", "lo", "up")
             for machine in range(self.machines):
@@ -157,7 +157,7 @@ class Network:
         return f"10.77.0.{machine + 1}"
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """Return what torchrun would set for a process, and which interface to use.
+        """Return the variables that torchrun would set for a process, and the interface to use.
 
         Examples:
             >>> Network(machines=2, processes_per_machine=2).environment(3)["LOCAL_RANK"]
@@ -187,7 +187,7 @@ class Network:
             found = json.loads(_run(*self.command_in(0, *measuring)))
         finally:
             _end(server)
-        # What was on its way arrives; it is not the command's.
+        # Packets on their way arrive; they are not the command's.
         time.sleep(QUEUE_SECONDS + found["round_trip_seconds"])
         self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
         return self._judged(found["round_trip_seconds"], found["bits_per_second"])
@@ -208,7 +208,7 @@ class Network:
         return found
 
     def sent_bytes(self, machine: int) -> int:
-        """Return what a machine has sent, by its interface: with headers and acknowledgements."""
+        """Return the bytes a machine has sent, by its interface: with headers and acknowledgements."""
         return self._counted_bytes(machine) - self._checked_bytes[machine]
 
     def _counted_bytes(self, machine: int) -> int:

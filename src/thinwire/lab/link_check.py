@@ -39,7 +39,7 @@ def measure(address: str, seconds: float) -> dict[str, float]:
     round_trip = _round_trip_seconds(address)
     connections = [socket.create_connection((address, PORT)) for _ in range(CONNECTIONS)]
     for connection in connections:
-        # What is not sent when this process ends is dropped, or it would be in the way of the command.
+        # Bytes not sent when this process ends are dropped, or they would be in the way of the command.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         _repeat(partial(connection.send, bytes(2**18)))
     time.sleep(max(MIN_RAMP_SECONDS, RAMP_ROUND_TRIPS * round_trip))

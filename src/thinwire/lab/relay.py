@@ -34,7 +34,7 @@ FRAMES_IN_A_ROW = 64  # from one interface, before others have their turn
 
 @dataclass(frozen=True)
 class Delays:
-    """What happens to a frame between two machines."""
+    """The delays and losses of a frame between two machines."""
 
     seconds: float = 0.0
     jitter_seconds: float = 0.0  # longer or shorter at most; frames of one machine keep their order
@@ -76,7 +76,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
                 seconds = 0.0 if is_question else seconds
                 last_due[source] = max(last_due[source], time.monotonic() + seconds)
                 count += 1  # frames that are due at once leave in the order in which they came
-                others = [each for each in range(len(ports)) if each != source]
+                others = [place for place in range(len(ports)) if place != source]
                 targets = [port_of[to]] if to in port_of else others
                 heappush(due_frames, (last_due[source], count, targets, frame))
 
@@ -113,6 +113,6 @@ def _send(port: socket.socket, frame: bytes) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the lab ends it
-    given = json.loads(sys.argv[1])
-    names = given.pop("interfaces")
-    relay(Delays(**given), names)
+    settings = json.loads(sys.argv[1])
+    names = settings.pop("interfaces")
+    relay(Delays(**settings), names)

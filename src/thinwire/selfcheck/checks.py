@@ -1,4 +1,4 @@
-"""What every algorithm must do, checked on the processes of a job. Each check is collective."""
+"""Checks of every algorithm on the processes of a job. Each check is collective."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bench:
 
     def true_mean(self, step: int) -> torch.Tensor:
         """Return the mean of all processes' gradients in a step, fp64; each process can compute it."""
-        return torch.stack([self.gradient(step, each).double() for each in range(self.transport.size)]).mean(
+        return torch.stack([self.gradient(step, rank).double() for rank in range(self.transport.size)]).mean(
             0
         )
 
@@ -102,8 +102,8 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
     for step in range(STEPS):
         sent += bench.average(engine, bench.gradient(step))
         true += bench.true_mean(step)
-    # What is saved is the mean of the processes' residuals, which is what the sum of means lacks. What
-    # travels uncompressed has none.
+    # The saved state has the mean of the processes' residuals, which is what the sum of means lacks.
+    # Parameters that travel uncompressed have none.
     saved = dict(engine.state_dict()["error"])
     residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
     lost = gap(sent + torch.cat(residual).to(bench.device), true)
@@ -177,9 +177,9 @@ def models_stay_the_same(bench: Bench) -> None:
 
 
 _CHECKED = [
-    (variant, *(("loses nothing", loses_nothing) if each.has_memory else ("gives the mean", gives_the_mean)))
-    for each in REGISTRY
-    for variant in each.variants
+    (variant, *(("loses nothing", loses_nothing) if entry.has_memory else ("gives the mean", gives_the_mean)))
+    for entry in REGISTRY
+    for variant in entry.variants
     if variant.is_checked
 ]
 CHECKS: dict[str, Check] = {

@@ -21,7 +21,7 @@ RESERVED = ("kind", "step", "seconds")
 # Sums of `Stats`; a record has the differences.
 SECONDS = ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
 COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *SECONDS)
-# What is read of each kind. Numbers that the user logged come beside, under their names.
+# Fields that are read of each kind. Numbers that the user logged come beside, under their names.
 FIELDS: dict[str, dict[str, Any]] = {
     "run": {"format": int, "name": str | None, "processes": int, "machines": int, "process_rank": int},
     "plan": {"step": int, "algorithm": str, "routes": list},
@@ -127,7 +127,7 @@ def follow(path: Path) -> Iterator[list[Record]]:
         if path.exists():
             with path.open("rb") as file:
                 file.seek(position)
-                # What follows the last newline is still being written; it is read once it is complete.
+                # A line without a newline is still being written; it is read once it is complete.
                 complete, newline, _ = file.read().rpartition(b"\n")
             position += len(complete) + len(newline)
         yield list(map(checked_record, complete.splitlines()))

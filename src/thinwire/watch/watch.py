@@ -131,7 +131,7 @@ class Watch:
         self._planned: tuple[object, object] = (None, None)
         self._routes: dict[str, Route] = {}  # as last written, of each label
         self._start = self._last_end = time.perf_counter()
-        # What was counted before is no step of this watch: it may begin in the middle of training.
+        # Steps counted before are not this watch's: it may begin in the middle of training.
         self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
@@ -263,7 +263,7 @@ class Watch:
 
 def _residual_in_steps(stats: Stats) -> float:
     """Return the residual of all parameters as a multiple of what was sent in the last step, by norm."""
-    # What was sent is orthogonal to the residual: its norm follows from the relative error.
+    # The message is orthogonal to the residual: its norm follows from the relative error.
     sent = [
         stats.error_norm[label] * math.sqrt(max(0.0, 1 / relative**2 - 1)) if relative > 0 else 0.0
         for label, relative in stats.relative_error.items()

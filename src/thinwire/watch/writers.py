@@ -16,7 +16,7 @@ MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
 
 
 class Writer(Protocol):
-    """What records go to."""
+    """A destination of records."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Take a record.

@@ -11,7 +11,7 @@ from thinwire.local_sgd.pending_average import PendingAverage
 
 
 class Part(NamedTuple):
-    """What a member would put into an averaging."""
+    """The contribution of a member to an averaging."""
 
     weight: float  # 0 if it has done nothing
     is_finite: bool
@@ -19,17 +19,17 @@ class Part(NamedTuple):
 
 
 class Averageable(Protocol):
-    """What is averaged of a member: a model's changes, or its gradients."""
+    """The source of the tensors to average: a model's changes, or its gradients."""
 
     @property
     def steps(self) -> int:
         """Steps so far, of those who have been here longest."""
 
     def _part(self, turns_ahead: int = 0) -> Part:
-        """Return what this member would put into the next averaging, or the one after it."""
+        """Return the contribution of this member to the next averaging, or the one after it."""
 
     def _described(self) -> Description:
-        """Return what must be the same on all members, by subject."""
+        """Return the settings and shapes that must be the same on all members, by subject."""
 
     def _follow(self, step: int) -> None:
         """Use what the others do after this step."""
@@ -39,10 +39,10 @@ class Averageable(Protocol):
         """Whether a member whose optimizers are set otherwise is warned, and else refused."""
 
     def _inner_settings(self) -> InnerSettings:
-        """Return what the optimizers inside are set to."""
+        """Return the settings of the optimizers inside."""
 
     def _state(self) -> Mapping[str, Any]:
-        """Return what a newcomer starts from: tensors and plain values."""
+        """Return the state that a newcomer starts from: tensors and plain values."""
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Start from such a state. All is checked before anything is changed."""

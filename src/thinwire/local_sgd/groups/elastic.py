@@ -115,13 +115,13 @@ class Elastic:
     def finish(self) -> None:
         """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
         self._repeated(self._finish)
-        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
+        # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
         if self._present[self._group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
     def save(self) -> dict[str, Any]:
-        """Return what the engine remembers, its residual the mean over all who are there. Collective."""
+        """Return the engine's state, with the mean residual of all who are there. Collective."""
         self._is_saving, self._saved = True, None
         try:
             while self._saved is None:
@@ -139,9 +139,9 @@ class Elastic:
         """Go at once. What has not been handed over is lost."""
         if self.has_left:
             return
-        for each in (self._open, self._doubt):
-            if each is not None:
-                each.abandon()
+        for averaging in (self._open, self._doubt):
+            if averaging is not None:
+                averaging.abandon()
         self._open, self.has_left = None, True
         self._group.leave()
 
@@ -177,11 +177,11 @@ class Elastic:
     def _start(self) -> None:
         group, (present, tensors) = self._group, self._met()
         lineage = next_lineage(self.lineage, group.quorum_id, present)
-        total = sum(each.weight for each in present)
+        total = sum(presence.weight for presence in present)
         pending_average = None
         if total:
             own = present[group.control.rank].weight
-            step = max(each.step for each in present)
+            step = max(presence.step for presence in present)
             pending_average = self._all_can(
                 lambda: self._adapter._start(tensors, own * len(present) / total, step)
             )
@@ -233,9 +233,9 @@ class Elastic:
         self._group.conclude(True)
         self._commit(opened)
         self._hand_over(opened.present)
-        # Those who leave have handed over what they owed, and would count it again.
-        is_anyone_leaving = any(each.is_leaving for each in opened.present)
-        if not is_anyone_leaving and any(each.is_saving for each in opened.present):
+        # Members that leave have handed over what they owed, and would count it again.
+        is_anyone_leaving = any(presence.is_leaving for presence in opened.present)
+        if not is_anyone_leaving and any(presence.is_saving for presence in opened.present):
             self._saved = self._all_can(self._engine.state_dict)
 
     def _met(self) -> tuple[tuple[Presence, ...], Any]:
@@ -273,7 +273,7 @@ class Elastic:
                 averagings=self.stats.averagings,
             )
         )
-        rows = gather_numbers([float(each) for each in own], group.control, "who takes part in an averaging")
+        rows = gather_numbers(list(map(float, own)), group.control, "who takes part in an averaging")
         present = tuple(map(Presence.of, rows))
         # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
         # gone back to meet.
@@ -287,24 +287,24 @@ class Elastic:
             self._agree(present)
             self._join(present)
             self._adopt()
-            # Those who resume from one state have its mean each; who joins them has nothing.
-            before = self._error_members or sum(not each.is_new for each in present)
+            # Members that resume from one state have its mean each; one that joins them has nothing.
+            before = self._error_members or sum(not presence.is_new for presence in present)
             self._engine.regroup(group.control.size / before)
             self._error_members = group.control.size
             self._agreed_changes = group.num_changes
         return present, part.tensors if is_still_that else None
 
     def _of_all_processes(self, own: Presence) -> Presence:
-        """Return what this member says: the work and health of all processes, else the first one's word."""
+        """Return this member's report: work and health of all processes, the rest from the first one."""
         if self._group.inside.size == 1:
             return own
         purpose = "what the processes of a member say of themselves"
-        rows = gather_numbers([float(each) for each in own], self._group.inside, purpose)
+        rows = gather_numbers(list(map(float, own)), self._group.inside, purpose)
         return of_one_member(list(map(Presence.of, rows)), have_parts=self._group.has_parts)
 
     def _join(self, present: Sequence[Presence]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
-        group, are_new = self._group, [each.is_new for each in present]
+        group, are_new = self._group, [presence.is_new for presence in present]
         if group.has_parts and all(are_new):
             # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
@@ -313,7 +313,7 @@ class Elastic:
         self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:
-        """Return what a newcomer starts from."""
+        """Return the state that a newcomer starts from."""
         if self._device.type != "cpu":
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(self._device)
@@ -343,8 +343,8 @@ class Elastic:
         kept = kept_lineage(present)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        present = tuple(each.without_doubt(kept) for each in present)
-        if any(each.lineage != kept for each in present):
+        present = tuple(presence.without_doubt(kept) for presence in present)
+        if any(presence.lineage != kept for presence in present):
             if present[self._group.control.rank].lineage != kept:
                 self._group.received = None
                 self._group.start_over()
@@ -365,13 +365,13 @@ class Elastic:
     def _check_number(self, present: Sequence[Presence]) -> None:
         # First: if some had enough and others had not, some would send, and others meet again.
         own = self._group.min_members
-        needed = [each.min_members for each in present if not each.is_new]
-        usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
+        needed = [presence.min_members for presence in present if not presence.is_new]
+        usual = Counter(needed or [presence.min_members for presence in present]).most_common(1)[0][0]
         error = AgreementError(
             f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
             "refused, and the others go on; start all with the same one"
         )
-        self._refuse([each.min_members != usual for each in present], "have other min_members", error)
+        self._refuse([presence.min_members != usual for presence in present], "have other min_members", error)
         if len(present) < own:
             if present[self._group.control.rank].is_leaving:
                 self.leave()
@@ -389,12 +389,12 @@ class Elastic:
             "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
             "a GradScaler); started again, it takes the model of the others"
         )
-        self._refuse([not each.is_finite for each in present], "are not finite", error)
+        self._refuse([not presence.is_finite for presence in present], "are not finite", error)
 
     def _check_settings(self, present: Sequence[Presence], own: InnerSettings) -> None:
         """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
         # Newcomers are given theirs.
-        if len({each.settings for each in present if not each.is_new}) < 2:
+        if len({presence.settings for presence in present if not presence.is_new}) < 2:
             return
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
@@ -433,8 +433,8 @@ class Elastic:
         described = described_together(self._adapter._described(), group)
         data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
-        texts = [json.dumps(each, sort_keys=True) for each in everyone]
-        before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
+        texts = [json.dumps(description, sort_keys=True) for description in everyone]
+        before = [text for text, presence in zip(texts, present, strict=True) if not presence.is_new] or texts
         counts = Counter(before)
         usual = max(counts, key=lambda text: counts[text])
         refused = AgreementError()
@@ -467,8 +467,8 @@ class Elastic:
             pending_average.land()  # whatever can raise: if a mean is not finite, nothing has moved
         self.lineage = averaging.lineage
         self.commits += 1
-        may_be_empty = any(each.is_new or each.is_saving for each in present)
-        step = max(each.step for each in present)
+        may_be_empty = any(presence.is_new or presence.is_saving for presence in present)
+        step = max(presence.step for presence in present)
         self._adapter._committed(pending_average, step, len(present), may_be_empty=may_be_empty)
         self.stats.averagings += pending_average is not None
         count_changes(self.stats, self._present, present)
@@ -476,8 +476,8 @@ class Elastic:
 
     def _hand_over(self, present: Sequence[Presence]) -> None:
         """Let those who stay take over, in equal parts, the residual of those who leave."""
-        stayers = [rank for rank, each in enumerate(present) if not each.is_leaving]
-        leavers = [rank for rank, each in enumerate(present) if each.is_leaving]
+        stayers = [rank for rank, presence in enumerate(present) if not presence.is_leaving]
+        leavers = [rank for rank, presence in enumerate(present) if presence.is_leaving]
         errors, transport = self._engine.memory[ERROR], self._group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
@@ -491,7 +491,7 @@ class Elastic:
                 logger.warning(
                     "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
                 )
-                self.stats.lost_error += sum(present[each].error_norm for each in leavers[place:])
+                self.stats.lost_error += sum(present[rank].error_norm for rank in leavers[place:])
                 return
             if transport.rank in stayers:
                 for name, part in zip(names, arrived, strict=True):

@@ -36,7 +36,7 @@ MAX_LISTED = 8
 
 
 class Answer(NamedTuple):
-    """What a process says of itself."""
+    """The state of a process, as it tells the others."""
 
     step: int
     is_finite: bool  # what it has to average
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 
     @classmethod
     def of(cls, step: int, flags: int, outer: int) -> Answer:
-        """Return what three numbers say."""
+        """Return the answer that three numbers encode."""
         is_finite, contributes, has_changed, has_loaded = (bool(flags & bit) for bit in (1, 2, 4, 8))
         return cls(step, is_finite, contributes, has_changed, has_loaded, outer)
 
@@ -140,7 +140,8 @@ class Fixed:
         self.num_members = group.size // (1 if within is None else within.size)
         self._model, self._schedule = model, schedule
         averaged, shards = model.tensors(), model.replica.shards
-        specs, parts = [each.spec for each in averaged], layouts_of(averaged, schedule.streaming.fragments)
+        specs = [tensor.spec for tensor in averaged]
+        parts = layouts_of(averaged, schedule.streaming.fragments)
         # The processes of a subgroup have the same changes, so each sends a part of them.
         machines, why_flat = None, ""
         if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
@@ -191,11 +192,11 @@ class Fixed:
         # A fragment that is still in flight lands before its next change is taken.
         for pending_average in tuple(self.pending_averages):
             self._advance(
-                pending_average, is_sent_again=any(each in sent for each in pending_average.changes)
+                pending_average, is_sent_again=any(fragment in sent for fragment in pending_average.changes)
             )
         if not sent:
             return
-        changes = {each: each.changes() for each in sent}
+        changes = {fragment: fragment.changes() for fragment in sent}
         asked = self._ask(changes)
         if not is_delayed:
             # The answers first: a process at a different step sends no changes to wait for.
@@ -214,12 +215,18 @@ class Fixed:
         What has changed without a step is taken over if it is the same on all. Collective.
         """
         fragments = self._model.fragments
-        changes = {each: each.changes() for each in fragments}
+        changes = {fragment: fragment.changes() for fragment in fragments}
         self._agree_within(changes)
         # Weights that were loaded, or are those of an optimizer that nobody counts.
-        in_flight = {each for pending_average in self.pending_averages for each in pending_average.changes}
-        quiet = [each for each in fragments if self.step == each.sent_after and each not in in_flight]
-        has_changed = bool(quiet) and have_moved({each: changes[each] for each in quiet}, self._together)
+        in_flight = {fragment for average in self.pending_averages for fragment in average.changes}
+        quiet = [
+            fragment
+            for fragment in fragments
+            if self.step == fragment.sent_after and fragment not in in_flight
+        ]
+        has_changed = bool(quiet) and have_moved(
+            {fragment: changes[fragment] for fragment in quiet}, self._together
+        )
         has_loaded = len(quiet) < len(fragments) and self._model.loads.have_changed()
         asked = self._ask(changes, has_changed=has_changed, has_loaded=has_loaded)
         answers = self._read(asked)
@@ -230,15 +237,15 @@ class Fixed:
             (fragment,) = pending_average.changes
             self._land(pending_average, asked)
             changes[fragment] = fragment.changes()
-        pending = [each for each in fragments if self.step > each.sent_after]
+        pending = [fragment for fragment in fragments if self.step > fragment.sent_after]
         if self._schedule.is_warm_up(self.step):
             turns = [pending] if pending else []
         else:
             # Each by itself as ever, those first that have waited longest: the same order everywhere.
-            turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
+            turns = [[fragment] for fragment in sorted(pending, key=lambda fragment: fragment.sent_after)]
         # All are known to be at this step: one question is enough for all turns.
         for turn in turns:
-            self._average_now({each: changes[each] for each in turn}, answers)
+            self._average_now({fragment: changes[fragment] for fragment in turn}, answers)
 
     def _take_over(self, fragments: Sequence[Fragment]) -> None:
         """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
@@ -286,7 +293,7 @@ class Fixed:
         # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
         is_exact = self._schedule.is_warm_up(self.step)
         engine = self._exact if is_exact else self.engine
-        # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
+        # The clock runs from the first message to the last mean: none of it overlaps the user's steps.
         with engine.clock.inside(engine.traffic):
             PendingAverage(changes, engine).land()
         # Only when all have come: if one fails, no fragment has moved.
@@ -325,10 +332,10 @@ class Fixed:
         """Average inside of each subgroup, exactly, what is not sent now."""
         if self._within is None or not self._schedule.meets_in_subgroups:
             return
-        changes: Changes = {each: each.changes() for each in self._model.fragments}
+        changes: Changes = {fragment: fragment.changes() for fragment in self._model.fragments}
         self._agree_within(changes)
-        # What the group averages at once needs no mean of the subgroup before.
-        within = {each: flats for each, flats in changes.items() if each not in sent}
+        # Fragments that the group averages at once need no mean of the subgroup before.
+        within = {fragment: flats for fragment, flats in changes.items() if fragment not in sent}
         if within:
             PendingAverage(within, self._within).land()
             for fragment, means in within.items():

@@ -82,7 +82,7 @@ class Group(ABC):
         return self.transport
 
     def decided(self, value: float) -> float:
-        """Return what the first process of this member brings, on all of them: as of a clock. Collective."""
+        """Return the first process's value on all processes of this member, as of a clock. Collective."""
         return value
 
     def join(self, are_new: Sequence[bool]) -> None:
@@ -192,7 +192,7 @@ class InProcessGroup(Group):
         # happens again, all who are left have come.
         for standstills in range(MAX_STANDSTILLS):
             if standstills > 1:
-                lighthouse.there = [each for each in lighthouse.there if each in lighthouse.asking]
+                lighthouse.there = [group for group in lighthouse.there if group in lighthouse.asking]
             lighthouse.form_if_all_ask()
             try:
                 wait_for(awaited)

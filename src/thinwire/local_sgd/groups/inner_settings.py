@@ -1,4 +1,4 @@
-"""What the optimizers inside are set to: schedules change it, for all members alike."""
+"""The settings of the optimizers inside: schedules change them, for all members alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from thinwire.local_sgd.groups.presence import Presence
 
-# What schedules change. Others are counts or estimates of some optimizers' own.
+# Settings that schedules change. Others are counts or estimates of some optimizers' own.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 MAX_GAP = 1e-6  # relative: the same schedule may be rounded otherwise
 
@@ -21,20 +21,20 @@ InnerSettings: TypeAlias = Mapping[str, list[float]]
 
 
 def inner_settings(optimizers: Sequence[torch.optim.Optimizer]) -> InnerSettings:
-    """Return what optimizers are set to now, by the setting's name."""
-    found = {}
+    """Return the current settings of optimizers, by the setting's name."""
+    settings = {}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for key in SCHEDULED:
                 if key in group:
                     place = f" (group {number})" if number else ""
-                    found[f"{key} of {type(optimizer).__name__}{place}"] = _numbers(group[key])
-    return found
+                    settings[f"{key} of {type(optimizer).__name__}{place}"] = _numbers(group[key])
+    return settings
 
 
 def _numbers(value: Any) -> list[float]:
     values = value if isinstance(value, list | tuple) else [value]
-    return [float(each) for each in values if isinstance(each, int | float | torch.Tensor)]
+    return [float(number) for number in values if isinstance(number, int | float | torch.Tensor)]
 
 
 def digest(settings: InnerSettings) -> int:
@@ -59,7 +59,7 @@ def difference(own: InnerSettings, others: InnerSettings) -> str:
 
 def set_otherwise(everyone: Sequence[InnerSettings], present: Sequence[Presence]) -> tuple[int, list[int]]:
     """Return the rank of whose settings count, most of those here for longest, and the ranks with others."""
-    old = [rank for rank, each in enumerate(present) if not each.is_new]
+    old = [rank for rank, presence in enumerate(present) if not presence.is_new]
     longest = max(present[rank].averagings for rank in old)
     oldest = [rank for rank in old if present[rank].averagings == longest]
     counts = Counter(present[rank].settings for rank in oldest)

@@ -121,11 +121,11 @@ class MachineGroup(Group):
 
 
 def told(failure: BaseException | None, kinds: Sequence[type[Exception]]) -> bytes:
-    """Return what a process tells the others of its member of a failure; nothing if there is none."""
+    """Encode a failure for the other processes of this member; empty if there is none."""
     if failure is None:
         return b""
     is_foreseen = not isinstance(failure, BrokenMemberError)
-    places = (place for place, each in enumerate(kinds) if is_foreseen and isinstance(failure, each))
+    places = (place for place, known in enumerate(kinds) if is_foreseen and isinstance(failure, known))
     kind = next(places, None)
     words = str(failure) if kind is not None else f"{type(failure).__name__}: {failure}"
     return json.dumps({"error": [kind, words]}).encode()
@@ -140,7 +140,7 @@ def heard(words: bytes, kinds: Sequence[type[Exception]], rank: int = 0) -> None
 
 
 def described_together(own: Description, group: Group) -> Description:
-    """Return what must be the same on all members, of all processes of this one. Collective inside."""
+    """Return the description of all processes of this member, to compare with others. Collective inside."""
     inside = group.inside
     if inside.size == 1:
         return {"processes of a member": "1", **own}
@@ -233,7 +233,7 @@ def _ending() -> Iterator[None]:
 
 
 def _outline(received: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be known of a state before it is there."""
+    """Return the entries of a state that must be known before it is there."""
     try:
         return {"step": received["step"], "members": {"lineage": received["members"]["lineage"]}}
     except (KeyError, TypeError):

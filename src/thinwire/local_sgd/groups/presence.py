@@ -1,4 +1,4 @@
-"""What members say of themselves before an averaging, and who has come and gone by that."""
+"""The report of each member before an averaging, and the members that come and go by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUMBER_BITS = 52  # a float64 holds every such number
 
 
 class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds."""
+    """The report of a member at the beginning of an averaging, in numbers that a float64 holds."""
 
     member: int  # drawn when it joined
     lineage: int  # of the committed averagings that its model comes from
@@ -35,7 +35,7 @@ class Presence(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
-        """Return what a row of numbers says."""
+        """Return the report that a row of numbers encodes."""
         member, lineage, doubt, step, min_members = map(int, row[:5])
         weight, weight_behind_doubt, error_norm = row[5:8]
         is_finite, is_leaving, is_new, is_saving = map(bool, row[8:12])
@@ -45,7 +45,7 @@ class Presence(NamedTuple):
         return cls(*whole, weight, weight_behind_doubt, error_norm, *flags, settings, averagings)
 
     def without_doubt(self, kept: int) -> Presence:
-        """Return what it says once it is known which lineage is kept."""
+        """Return the report that holds once it is known which lineage is kept."""
         if self.doubt != kept:
             return self
         return self._replace(lineage=kept, doubt=0, weight=self.weight_behind_doubt)
@@ -77,34 +77,34 @@ class MembershipStats:
 
 
 def of_one_member(everyone: Sequence[Presence], *, have_parts: bool) -> Presence:
-    """Return what the processes of one member say together: of what is one for all, the first one's word."""
-    norms = [each.error_norm for each in everyone]
+    """Combine the reports of a member's processes. The first one's counts where all must be the same."""
+    norms = [presence.error_norm for presence in everyone]
     return everyone[0]._replace(
-        weight=sum(each.weight for each in everyone),
-        weight_behind_doubt=sum(each.weight_behind_doubt for each in everyone),
+        weight=sum(presence.weight for presence in everyone),
+        weight_behind_doubt=sum(presence.weight_behind_doubt for presence in everyone),
         error_norm=math.hypot(*norms) if have_parts else norms[0],
-        is_finite=all(each.is_finite for each in everyone),
-        is_leaving=any(each.is_leaving for each in everyone),
-        is_saving=any(each.is_saving for each in everyone),
+        is_finite=all(presence.is_finite for presence in everyone),
+        is_leaving=any(presence.is_leaving for presence in everyone),
+        is_saving=any(presence.is_saving for presence in everyone),
     )
 
 
 def next_lineage(lineage: int, quorum_id: int, present: Sequence[Presence]) -> int:
     """Return the lineage behind an averaging: the same on all of its quorum, and on no one else."""
     # The quorum's number is not enough: a lighthouse that has died and come back counts from the beginning.
-    members = [each.member for each in present]
+    members = [presence.member for presence in present]
     digest = hashlib.sha256(f"{lineage} {quorum_id} {members}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
 
 
 def kept_lineage(present: Sequence[Presence]) -> int:
     """Return the lineage that all go on from; the others must start again."""
-    lineages = [each.lineage for each in present]
-    committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
+    lineages = [presence.lineage for presence in present]
+    committed = {presence.doubt for presence in present if presence.doubt}.intersection(lineages)
     if committed:  # somebody has committed what others are in doubt of
         return min(committed)
     # Newcomers have no vote: they would count the member that has sent them its model twice.
-    counts = Counter([each.lineage for each in present if not each.is_new] or lineages)
+    counts = Counter([presence.lineage for presence in present if not presence.is_new] or lineages)
     # All see the same rows, and so all choose the same: the most frequent, of several the first.
     return max(counts, key=lambda lineage: counts[lineage])
 
@@ -112,8 +112,8 @@ def kept_lineage(present: Sequence[Presence]) -> int:
 def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Sequence[Presence]) -> None:
     """Count who has come and gone from one committed averaging to the next."""
     stats.members = len(now)
-    members = {each.member for each in now}
-    for gone in (each for each in before if each.member not in members):
+    members = {presence.member for presence in now}
+    for gone in (presence for presence in before if presence.member not in members):
         if gone.is_leaving:
             stats.leaves += 1
             continue
@@ -124,4 +124,4 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
         )
         logger.warning("a member has vanished after step %d%s", gone.step, owed)
     if before:
-        stats.joins += len(members - {each.member for each in before})
+        stats.joins += len(members - {presence.member for presence in before})

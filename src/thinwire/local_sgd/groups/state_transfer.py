@@ -1,4 +1,4 @@
-"""What members hand over, in parts of bounded size: what newcomers start from, and what leavers still owe."""
+"""Transfer of the state that newcomers start from, and of leavers' residuals, in parts of bounded size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plain(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return held_of(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
-        return {plain(key): plain(each) for key, each in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return (tuple if isinstance(value, tuple) else list)(map(plain, value))
     # NumPy's float64 is a float, and `weights_only` does not take it.
@@ -59,7 +59,7 @@ def packed(value: object) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Return what `packed` was given."""
+    """Return the value that `packed` was given."""
     try:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged, it raises what it likes
@@ -81,9 +81,9 @@ def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newco
 def broadcast_residual(
     errors: Iterable[torch.Tensor], transport: Transport, source: int
 ) -> list[torch.Tensor]:
-    """Return what a member that leaves has not transmitted. Collective."""
-    arrived = [each if transport.rank == source else torch.empty_like(each) for each in errors]
-    for part in _parts(each.view(torch.uint8) for each in arrived):
+    """Return the residual that a leaving member has not transmitted. Collective."""
+    arrived = [residual if transport.rank == source else torch.empty_like(residual) for residual in errors]
+    for part in _parts(tensor.view(torch.uint8) for tensor in arrived):
         flat = torch.cat(part)
         transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
         for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
@@ -92,7 +92,7 @@ def broadcast_residual(
 
 
 def receive_state(transport: GroupTransport, source: int, timeout_seconds: float) -> Any:
-    """Return what a member sends by `send_state`, if that takes no longer than the others wait for it."""
+    """Return the state that a member sends, if it comes within the time that the others wait for it."""
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:

@@ -312,7 +312,7 @@ class _Line:
 
 
 class _Client:
-    """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+    """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
     It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
 
@@ -380,11 +380,11 @@ class _Configured:
         self.rank, self.size = rank, world_size
 
     def transport(self) -> GroupTransport:
-        """Return what carries tensors in this configuration."""
+        """Return the transport of tensors in this configuration."""
         return GroupTransport(self.inner, self.rank, self.size)
 
     def errored(self) -> Any:
-        """Return what has broken it, as torchft's manager asks."""
+        """Return the error that has broken it, as torchft's manager asks."""
         return self.inner.errored()
 
     def abort(self) -> None:
@@ -398,7 +398,7 @@ class _NothingSentError(Exception):
 
 
 class _StateTransport:
-    """What a newcomer starts from, over the members' own process group: no further port.
+    """Carries the state that a newcomer starts from over the members' own process group: no further port.
 
     If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
     state again at the next attempt.
@@ -408,7 +408,7 @@ class _StateTransport:
         self._group, self._min_members = group, min_members
 
     def metadata(self) -> str:
-        """Return what a receiver must know beforehand: nothing."""
+        """Return a constant: a receiver must know nothing beforehand."""
         return "thinwire"
 
     def send_checkpoint(
