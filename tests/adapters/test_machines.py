@@ -196,7 +196,7 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
         groups, _ = machines_of(ProcessGroupTransport(group, device))
     # A process that stalls is given as long as in the model's own group.
     assert isinstance(groups, Machines)
-    for each in (groups.inside, groups.between):
+    for each in (groups.intra_node, groups.inter_node):
         assert isinstance(each, ProcessGroupTransport)
         assert each.group._get_backend(device).options._timeout == timeout
     assert "over 2 machines of 2 processes" in str(sync)
@@ -213,7 +213,7 @@ def test_a_launcher_need_tell_no_more_than_the_processes_of_each_machine(sizes: 
         machines, why = machines_of(ProcessGroupTransport())
     if sizes == (2, 2):
         assert isinstance(machines, Machines)
-        assert (machines.inside.size, machines.between.size, why) == (2, 2, "")
+        assert (machines.intra_node.size, machines.inter_node.size, why) == (2, 2, "")
     else:
         assert machines is None
         assert f"machines have {', '.join(map(str, sizes))} processes" in why
@@ -270,7 +270,7 @@ def test_other_launchers_tell_it_too_on_machines_of_one_host_name(kind: str) -> 
             found, why = machines_of(ProcessGroupTransport())
         assert found is not None
         assert (why, found.rows) == ("", tuple(map(tuple, machines)))
-        assert (found.inside.size, found.between.size) == (2, 2)
+        assert (found.intra_node.size, found.inter_node.size) == (2, 2)
     # Of different names, as far as the machines are not numbered.
     told = of_launcher(kind, in_turn)
     with patch.dict(os.environ, told), patch("socket.gethostname", lambda: f"host {dist.get_rank() % 2}"):

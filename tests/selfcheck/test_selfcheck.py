@@ -130,7 +130,7 @@ def _on_machines() -> tuple[tuple[int, int], list[str]]:
         assert bench.machines is not None
         for check in CHECKS.values():
             check(bench)
-    return (bench.machines.between.size, bench.machines.inside.size), bench.findings
+    return (bench.machines.inter_node.size, bench.machines.intra_node.size), bench.findings
 
 
 def test_a_device_is_measured(pool2: Pool) -> None:

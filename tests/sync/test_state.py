@@ -364,8 +364,8 @@ def test_the_residual_is_averaged_in_messages_of_a_limited_size(
     expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}
     recordings = []
     for engine in simulation.engines:
-        engine.between = Recording(engine.between)
-        recordings.append(engine.between)
+        engine.inter_node = Recording(engine.inter_node)
+        recordings.append(engine.inter_node)
     saved, _ = simulation.state_dicts()
     assert {name: tensor.flatten() for name, tensor in saved["error"]}.keys() == expected.keys()
     for name, tensor in saved["error"]:

@@ -47,7 +47,7 @@ from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lanes import Lane
-from thinwire.sync.places import Specs
+from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
 

@@ -38,8 +38,8 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
         logger.warning(ALONE)
         return
     where, sender = f"{engine.transport.size} processes", "process"
-    if engine.places is not None:
-        where = f"{engine.between.size} machines of {engine.places.inside.size} processes"
+    if engine.partition is not None:
+        where = f"{engine.inter_node.size} machines of {engine.partition.intra_node.size} processes"
         sender = "machine"
     elif together is not None:
         where = f"{engine.transport.size} replicas of {together.size} processes"

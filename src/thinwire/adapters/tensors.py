@@ -136,8 +136,8 @@ class GradientListAdapter(Joinable):
         # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
         flags = accelerators.sent_to(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
-        if self.engine.places is not None:
-            self.engine.places.inside.all_reduce(flags, purpose, operation="max").wait()
+        if self.engine.partition is not None:
+            self.engine.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 

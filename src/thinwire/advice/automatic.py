@@ -106,7 +106,7 @@ def auto(
         check_trains(trainer, (parameter for parameter in model.parameters() if parameter.requires_grad))
     sync = attach(model, AllReduce(), **settings)
     engine = engine_of(sync)
-    training = Training.of(model, name, engine.between.size, total_steps)
+    training = Training.of(model, name, engine.inter_node.size, total_steps)
     notes = [*optimizer_notes(optimizer), *training.notes()]
     # An accelerator's messages travel while the host has gone on.
     sees_waiting = all(

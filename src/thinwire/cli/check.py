@@ -77,7 +77,7 @@ def _print_all(bench: Bench, *, as_json: bool, with_device: bool) -> bool:
     failures = _failures(bench, Console(stderr=True, quiet=as_json or not prints))
     title = f"{bench.transport.size} processes, "
     if bench.machines is not None:
-        title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
+        title += f"{bench.machines.inter_node.size} machines of {bench.machines.intra_node.size}, "
     title += f"{dist.get_backend()}, {bench.device.type}"
     try:
         if prints and not as_json:

@@ -51,8 +51,8 @@ NUMBERS_BELOW = 1 << 20  # of processes on a machine, so that two go into one nu
 class Machines:
     """The two groups of a process on a machine of several, if all machines have as many."""
 
-    inside: Transport  # the processes of this machine; a process's rank in it is its place
-    between: Transport  # those of the same place, one on each machine; the rank in it is the machine
+    intra_node: Transport  # the processes of this machine; a process's rank in it is its place
+    inter_node: Transport  # those of the same place, one on each machine; the rank in it is the machine
     rows: tuple[tuple[int, ...], ...] = ()  # the ranks on each machine
 
     @classmethod

@@ -316,7 +316,7 @@ class LocalSGD(ModelAverager, Joinable):
         Raises:
             StepError: The LocalSGD context is not entered.
             AttachError: The model is a DDP model, which averages its gradients itself, or a sharded one.
-            ConfigError: Division by the contributors with a subgroup, fragments or a delay.
+            ConfigError: Partitioner by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")

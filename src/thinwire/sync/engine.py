@@ -20,7 +20,7 @@ from thinwire.sync.checksum import with_checksum
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lanes import Lane, Lanes, Parts, Remembered
 from thinwire.sync.local_state import Position, is_local, own_state
-from thinwire.sync.places import Specs
+from thinwire.sync.partition import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, average_local, checked_state, combine, fitting, packed_state
@@ -55,10 +55,10 @@ class Engine(Lanes):
     ) -> None:
         if machines is not None:
             # Processes of a machine average different parts, so they ask each other whether all are healthy.
-            settings = replace(settings, together=machines.inside)
+            settings = replace(settings, together=machines.intra_node)
         # Counts the messages of steps. Agreement and checkpoint traffic goes through `transport`, and is
         # neither counted nor fault-injected.
-        self.metered = Metered(transport if machines is None else machines.between, traffic)
+        self.metered = Metered(transport if machines is None else machines.inter_node, traffic)
         super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts, machines)
         # Steps send through this; `thinwire.testing` puts something else in its place between steps.
         self.wire: Transport = self.metered
@@ -80,13 +80,13 @@ class Engine(Lanes):
         if transport.size > 1:
             where = f"{transport.size} processes, of which this is {transport.rank}"
         shards = self.settings.together
-        if self.places is None and shards is not None:
+        if self.partition is None and shards is not None:
             where = f"{transport.size * shards.size} processes, {transport.size} replicas of {shards.size} "
             where += f"shards, of which this is shard {shards.rank} of replica {transport.rank}"
-        if self.places is not None:
-            machine, place = self.between.rank, self.places.inside.rank
-            where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
-            where += f"process {place} of machine {machine}"
+        if self.partition is not None:
+            inter_node, intra_node = self.inter_node, self.partition.intra_node
+            where = f"{inter_node.size} machines of {intra_node.size} processes, of which this is process "
+            where += f"{intra_node.rank} of machine {inter_node.rank}"
         lines = [f"{self.algorithm} over {where}"]
         if plan.routes and transport.size > 1:
             compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
@@ -255,7 +255,7 @@ class Engine(Lanes):
     def counts(self) -> Stats:
         """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
         traffic = self.traffic
-        message_bytes = traffic.message_bytes if self.places is None else traffic.machine_bytes
+        message_bytes = traffic.message_bytes if self.partition is None else traffic.machine_bytes
         counts = Stats(
             steps=self.steps,
             averagings=self.steps,
@@ -320,18 +320,18 @@ class Engine(Lanes):
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
         error = self.memory[ERROR].pop(name, None)
-        if error is None or self.places is None:
+        if error is None or self.partition is None:
             return error
         whole = error.new_zeros(self.known_specs[name].numel)
-        whole[self.places.held(name)] = error * self.places.inside.size
+        whole[self.partition.held(name)] = error * self.partition.intra_node.size
         return whole
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
         """Make a tensor the residual of a parameter; of what `take_error` has returned, or a part of it."""
         self.differing.add(name)
         self.may_remember = True
-        if self.places is not None:
-            error = error[self.places.held(name)] / self.places.inside.size
+        if self.partition is not None:
+            error = error[self.partition.held(name)] / self.partition.intra_node.size
         self.memory[ERROR][name] = error
 
     # Members that come and go.
@@ -376,33 +376,33 @@ class Engine(Lanes):
                 # Only those: what has been averaged and is averaged again may change in its last bits, and of
                 # parameters whose bucket has not come since a load nothing is in memory.
                 specs = [spec for name, spec in self.known_specs.items() if name in self.differing]
-                if self.places is not None:
-                    specs = self.places.held_parts(specs)
-                average_local(self.memory, specs, self.device, self.between, purpose)
+                if self.partition is not None:
+                    specs = self.partition.held_parts(specs)
+                average_local(self.memory, specs, self.device, self.inter_node, purpose)
             if self.unclaimed_of != "all":
                 self.add_up_unclaimed()
-                combine(self.unclaimed, self.between, "mean", purpose, names=self.differing)
+                combine(self.unclaimed, self.inter_node, "mean", purpose, names=self.differing)
                 self.unclaimed_of = "all"
             self.differing.clear()
-            if self.places is None:
+            if self.partition is None:
                 return self._packed(self.memory, self.unclaimed)
             unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items()}
-            return self.places.whole_state(self._packed(self.memory, {}), self.known_specs, unclaimed)
+            return self.partition.whole_state(self._packed(self.memory, {}), self.known_specs, unclaimed)
 
     def local_state_dict(self) -> dict[str, Any]:
         self.check_between_steps("local_state_dict()")
         self.check_whole("local_state_dict()")
-        places, common = self.places, self.common_state()
+        partition, common = self.partition, self.common_state()
         with full_precision(torch.device("cpu")):
             self._drop_unsaved()
-            if places is None:
+            if partition is None:
                 own = self._packed(self.memory, self.unclaimed)
             else:
                 # The processes of a machine are added up: what all of them have loaded is saved by one.
-                is_saved_here = self.unclaimed_of == "process" or places.inside.rank == 0
+                is_saved_here = self.unclaimed_of == "process" or partition.intra_node.rank == 0
                 unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items() if is_saved_here}
                 own = self._packed(self.memory, {})
-                own = places.whole_state(own, self.known_specs, unclaimed, of_all=False)
+                own = partition.whole_state(own, self.known_specs, unclaimed, of_all=False)
                 common = self._packed(Memory(self.memory.step), {})  # they remember different parts
         return with_checksum(
             {
@@ -421,8 +421,8 @@ class Engine(Lanes):
 
     def _packed(self, memory: Memory, unclaimed: Mapping[Slot, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
         specs = self.known_specs
-        if self.places is not None:
-            specs = {part.name: part for part in self.places.held_parts(specs.values())}
+        if self.partition is not None:
+            specs = {part.name: part for part in self.partition.held_parts(specs.values())}
         skipped_steps = self.nonfinite_steps
         return packed_state(
             self.algorithm, memory, specs, self.shapes, unclaimed, skipped_steps=skipped_steps
@@ -437,8 +437,10 @@ class Engine(Lanes):
     @property
     def position(self) -> Position:
         """Which process this is."""
-        place, places = (0, 1) if self.places is None else (self.places.inside.rank, self.places.inside.size)
-        return Position(self.transport.rank, self.transport.size, place, places, self.machines)
+        local_rank, local_size = 0, 1
+        if self.partition is not None:
+            local_rank, local_size = self.partition.intra_node.rank, self.partition.intra_node.size
+        return Position(self.transport.rank, self.transport.size, local_rank, local_size, self.machines)
 
     def load_local(self, state: Mapping[str, Any], position: Position, *, strict: bool = True) -> None:
         """Go on from what a process has saved for itself, if it is this one."""
@@ -461,8 +463,8 @@ class Engine(Lanes):
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self.unclaimed = {s: tensors for s, tensors in slots.items() if s.is_elementwise}
         self.unclaimed_of = "all"
-        if self.places is not None:
-            self.places.forget()
+        if self.partition is not None:
+            self.partition.forget()
         self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.differing, self._loaded_checksum = set(), loaded.checksum

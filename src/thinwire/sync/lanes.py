@@ -14,7 +14,7 @@ from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
-from thinwire.sync.places import NOTHING, BucketParts, Places, Ranges, Specs
+from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Ranges, Specs
 from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, combine, in_memory_order
@@ -76,9 +76,9 @@ class Lanes:
     ) -> None:
         self.transport, self.traffic, self._settings = transport, traffic, settings
         # Which process of this machine averages what; None if each averages whole buckets with all.
-        self.places = None if machines is None else Places(machines.inside)
+        self.partition = None if machines is None else IntraNodePartition(machines.intra_node)
         # With whom this process averages: all, or those of its place on the other machines.
-        self.between = transport if machines is None else machines.between
+        self.inter_node = transport if machines is None else machines.inter_node
         self.machines = None if machines is None else machines.rows
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
@@ -107,7 +107,7 @@ class Lanes:
         self._take(algorithm)
         if self.num_parts > 1:
             self._buckets = tuple(bucket for part in parts for bucket in part)
-            self._plans = tuple(self._prepared(bucket, self.places) for bucket in self._buckets)
+            self._plans = tuple(self._prepared(bucket, self.partition) for bucket in self._buckets)
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -118,8 +118,8 @@ class Lanes:
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
         self.may_remember |= algorithm.remembers
-        if self.places is not None:
-            self.places.divide(algorithm, self.specs)
+        if self.partition is not None:
+            self.partition.divide(algorithm, self.specs)
 
     @property
     def settings(self) -> Settings:
@@ -172,7 +172,7 @@ class Lanes:
                 slot: {label: tensor.clone() for label, tensor in tensors.items()}
                 for slot, tensors in self.unclaimed.items()
             },
-            {} if self.places is None else self.places.held_of_all(),
+            {} if self.partition is None else self.partition.held_of_all(),
             dict(self._open),
             set(self.differing),
             (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
@@ -187,8 +187,8 @@ class Lanes:
         # Lanes that were opened since then have made memory fit their plans.
         if self._open != before.lanes:
             self.unclaimed = before.unclaimed
-            if self.places is not None:
-                self.places.hold_again(before.held)
+            if self.partition is not None:
+                self.partition.hold_again(before.held)
             self._close_all()
 
     # The plan.
@@ -197,8 +197,8 @@ class Lanes:
     def plans(self) -> Sequence[BucketPlan]:
         """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
         if not self._plans and not self._model_plans:
-            places = self.places and self.places.preview()
-            self._model_plans = tuple(self._prepared(bucket, places) for bucket in self._model_buckets())
+            partition = self.partition and self.partition.preview()
+            self._model_plans = tuple(self._prepared(bucket, partition) for bucket in self._model_buckets())
         return self._plans or self._model_plans
 
     def _model_buckets(self) -> list[Specs]:
@@ -212,17 +212,17 @@ class Lanes:
         if plans is not self.plans:  # asked in every step, and seldom a new one
             order = {name: position for position, name in enumerate(self.known_specs)}
             routes = sorted(self._routes(), key=lambda route: order[route.names[0]])
-            plan = Plan(tuple(routes), 1 if self.places is None else self.places.inside.size)
+            plan = Plan(tuple(routes), 1 if self.partition is None else self.partition.intra_node.size)
             self._shown = self.plans, plan
         return plan
 
     def _routes(self) -> list[Route]:
         """Return the routes of this process; on a machine of several, those of all of its processes."""
-        if self.places is None:
+        if self.partition is None:
             return [route for plan in self.plans for route in plan.routes]
-        places = self.places if self._buckets else self.places.preview()
+        partition = self.partition if self._buckets else self.partition.preview()
         buckets = self._buckets or self._model_buckets()
-        return [route for bucket in buckets for route in places.routes(bucket, self._planned)]
+        return [route for bucket in buckets for route in partition.routes(bucket, self._planned)]
 
     def _close_all(self) -> None:
         """Close all lanes, and plan their buckets again."""
@@ -231,17 +231,17 @@ class Lanes:
         self._open.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
         self._model_plans, self.has_agreed = (), False
-        self._plans = tuple(self._prepared(bucket, self.places) for bucket in self._buckets)
+        self._plans = tuple(self._prepared(bucket, self.partition) for bucket in self._buckets)
 
-    def _prepared(self, bucket: Specs, places: Places | None) -> BucketPlan:
+    def _prepared(self, bucket: Specs, partition: IntraNodePartition | None) -> BucketPlan:
         """Plan a bucket, or what of it this process averages."""
-        return self._planned(bucket if places is None else places.parts(bucket).own_specs)
+        return self._planned(bucket if partition is None else partition.parts(bucket).own_specs)
 
     def _planned(self, specs: Specs) -> BucketPlan:
         if not specs:
             return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self.between.size)
+        return algorithm.prepare(specs, num_members=self.inter_node.size)
 
     def note(self, lanes: Sequence[Lane], *, committed: bool) -> None:
         """Take note of a step that has ended, and of its buckets."""
@@ -287,7 +287,7 @@ class Lanes:
         self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
     ) -> Mapping[Specs, Lane]:
         """Return the lanes of buckets. Collective where some were not open: once, however many."""
-        new = {specs: self._prepared(specs, self.places) for specs in buckets if specs not in self._open}
+        new = {specs: self._prepared(specs, self.partition) for specs in buckets if specs not in self._open}
         for specs in new:
             self.device = buckets[specs]
             if any(spec.name not in self.known_specs for spec in specs):
@@ -305,17 +305,17 @@ class Lanes:
         return {specs: self._open[specs] for specs in buckets}
 
     def _open_one(self, specs: Specs, plan: BucketPlan, device: torch.device) -> None:
-        parts, machine_bytes = None if self.places is None else self.places.parts(specs), 0
-        if self.places is not None and parts is not None:
-            self.places.hold(parts, plan.labels, self.memory, device)
-            machine_bytes = sum(r.message_bytes for r in self.places.routes(specs, self._planned))
+        parts, machine_bytes = None if self.partition is None else self.partition.parts(specs), 0
+        if self.partition is not None and parts is not None:
+            self.partition.hold(parts, plan.labels, self.memory, device)
+            machine_bytes = sum(r.message_bytes for r in self.partition.routes(specs, self._planned))
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self.unclaimed.items():
             for spec in specs:
                 if spec.name in tensors:
                     loaded = in_memory_order(slot, tensors.pop(spec.name), spec, device)
-                    if self.places is not None:
-                        loaded = loaded[self.places.held(spec.name)].clone()
+                    if self.partition is not None:
+                        loaded = loaded[self.partition.held(spec.name)].clone()
                     if spec.name in plan.labels:  # else all of it is of other processes of the machine
                         self.memory[slot][spec.name] = loaded
         warning = plan.adopt(self.memory)
@@ -325,8 +325,8 @@ class Lanes:
 
     def add_up_unclaimed(self) -> None:
         """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
-        if self.places is not None and self.unclaimed_of == "process":
-            combine(self.unclaimed, self.places.inside, "sum", "adding up what a machine has loaded")
+        if self.partition is not None and self.unclaimed_of == "process":
+            combine(self.unclaimed, self.partition.intra_node, "sum", "adding up what a machine has loaded")
             self.unclaimed_of = "machine"
 
     def agree(self, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from thinwire.comm import Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lanes import Lane, Lanes
-from thinwire.sync.places import BucketParts, Places, Specs
+from thinwire.sync.partition import BucketParts, IntraNodePartition, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, shown
 from thinwire.sync.streams import Streams, refuse_capture
@@ -22,7 +22,7 @@ from thinwire.tensors import accelerators
 
 
 class _Divided(NamedTuple):
-    """A bucket whose mean inside of the machine is on its way; `by_place` is it in the order of places."""
+    """A bucket whose mean inside of the machine is on its way; `by_place` is it in the order of partition."""
 
     lane: Lane
     parts: BucketParts
@@ -64,7 +64,7 @@ class Step:
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
         # has no residual, a later one may.
         has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
-        if engine.places is not None:  # the same on all processes of the machine, who ask each other
+        if engine.partition is not None:  # the same on all processes of the machine, who ask each other
             has_residual = engine.may_remember
         # The first step after a warm-up has none, and leaves one.
         has_residual = has_residual or engine.algorithm.remembers
@@ -122,8 +122,8 @@ class Step:
                 self._held.append(Bucket(specs, flat))
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
-        places = self._engine.places
-        if lane.parts is None or places is None:
+        partition = self._engine.partition
+        if lane.parts is None or partition is None:
             self._send_part(lane, flat)
             # Only now: if the message could not be sent, the lane stays free for a later step.
             self._take(lane)
@@ -131,7 +131,7 @@ class Step:
         # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
         by_place = lane.parts.by_place(flat)
-        work = places.inside.scatter_mean(by_place, lane.parts.lengths, purpose)
+        work = partition.intra_node.scatter_mean(by_place, lane.parts.lengths, purpose)
         self._engine.traffic.inside_bytes += lane.parts.inside_bytes
         self._take(lane)
         self._divided.append(_Divided(lane, lane.parts, flat, by_place, work))
@@ -151,7 +151,7 @@ class Step:
 
     def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.between.rank)
+        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.inter_node.rank)
         memory = self._engine.memory_at(self._number)
         self._scheduler.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
@@ -178,9 +178,9 @@ class Step:
         names = [spec.name for specs in self._used for spec in specs]
         flags = list(self._used.values())
         used = torch.cat([flag.to(flags[0].device) for flag in flags])
-        places, memory = self._engine.places, self._engine.memory
-        if places is not None:
-            places.inside.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
+        partition, memory = self._engine.partition, self._engine.memory
+        if partition is not None:
+            partition.intra_node.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
         # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
         used = yield Mean(used)
         self.unused = {name for name, share in zip(names, used.tolist(), strict=True) if share == 0}
@@ -254,8 +254,8 @@ class Step:
                     is_under_way = self._advance()
                 with shown("thinwire: commit"):
                     committed = self._commit()
-                if self._engine.places is not None:
-                    self._gather_inside(self._engine.places)
+                if self._engine.partition is not None:
+                    self._gather_inside(self._engine.partition)
                 # After the commit: exchanges go by the count of the steps before theirs.
                 self._engine.note(self._lanes, committed=committed)
                 if self._engine.torn == self._name:
@@ -285,8 +285,8 @@ class Step:
         # Computed from what all members have received alike: all find the same, and need not ask each other.
         is_healthy, told = self._scheduler.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
-        if engine.places is not None:
-            told = self._ask_machine(engine.places, is_healthy, purpose)
+        if engine.partition is not None:
+            told = self._ask_machine(engine.partition, is_healthy, purpose)
             is_healthy = told[0] == 0
         elif settings.together is not None:
             # Other shards have received other messages, so they do ask.
@@ -326,19 +326,21 @@ class Step:
         settings = self._engine.settings
         if settings.on_nonfinite != "nan":
             return True
-        if self._engine.places is not None:
+        if self._engine.partition is not None:
             return self._engine.may_remember
         return settings.together is not None or any(commit.writes for commit in self._scheduler.commits)
 
-    def _ask_machine(self, places: Places, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
+    def _ask_machine(
+        self, partition: IntraNodePartition, is_healthy: torch.Tensor, purpose: str
+    ) -> torch.Tensor:
         """Return how many processes of the machine are not healthy, what they sent, how many remember."""
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
-        device = places.inside.data_device
+        device = partition.intra_node.data_device
         told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
         told[0] = ~is_healthy.to(device)
-        places.inside.all_reduce(told, purpose).wait()
+        partition.intra_node.all_reduce(told, purpose).wait()
         return told
 
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
@@ -359,12 +361,14 @@ class Step:
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
 
-    def _gather_inside(self, places: Places) -> None:
+    def _gather_inside(self, partition: IntraNodePartition) -> None:
         """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
         gathers = []
         for divided in self._divided:
             purpose = f"{self._name}, the means of the bucket of {divided.lane.specs[0].name}"
-            gathers.append(places.inside.gather_parts(divided.by_place, divided.parts.lengths, purpose))
+            gathers.append(
+                partition.intra_node.gather_parts(divided.by_place, divided.parts.lengths, purpose)
+            )
         for divided, work in zip(self._divided, gathers, strict=True):
             with self._engine.traffic.waiting():
                 work.wait()

@@ -141,7 +141,7 @@ class Watch:
             "thinwire": __version__,
             "unix_seconds": time.time(),
             "processes": transport.size,
-            "machines": self._engine.between.size,
+            "machines": self._engine.inter_node.size,
             "process_rank": transport.rank,
         }
         self._write("run", about)

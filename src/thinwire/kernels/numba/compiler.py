@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},
     # Other threads go on meanwhile: the backward pass's, and the backend's.
     "nogil": True,
-    # Division by zero gives infinity, as in PyTorch, and loops need not look out for it.
+    # Partitioner by zero gives infinity, as in PyTorch, and loops need not look out for it.
     "error_model": "numpy",
     # To compile takes seconds, and each process of a job would do it again.
     "cache": True,

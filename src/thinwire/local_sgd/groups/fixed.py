@@ -161,7 +161,7 @@ class Fixed:
             self.warmup = Engine(schedule.warmup.algorithm, group, specs, settings, **counts)
         self._within = None if within is None else Engine(EXACT, within, specs, settings)
         # The processes of a machine have the same changes, so they need not ask each other.
-        self._together = self.engine.settings.together if self.engine.places is None else None
+        self._together = self.engine.settings.together if self.engine.partition is None else None
         self._asked: list[Consensus] = []  # and not read yet, in this order
 
     def gradients(self, owner: object) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from thinwire.comm import InProcessTransport, Work
 from thinwire.errors import CommunicationError, ConfigError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
-from thinwire.sync.places import Division
+from thinwire.sync.partition import Partitioner
 
 Buckets = Sequence[tuple[ParameterSpec, ...]]
 
@@ -179,7 +179,7 @@ def test_whole_matrices_are_divided_evenly() -> None:
         }
         model += [spec(f"{layer}.{name}", *shape) for name, shape in shapes.items()]
     for places, most in ((2, 1.3), (3, 1.3), (4, 1.3)):
-        ranges = Division(PowerSGD(), places, tuple(model)).of(tuple(model))
+        ranges = Partitioner(PowerSGD(), places, tuple(model)).of(tuple(model))
         loads = [sum(each[place].stop - each[place].start for each in ranges) for place in range(places)]
         assert sum(loads) == sum(each.numel for each in model)
         assert max(loads) <= most * sum(loads) / places

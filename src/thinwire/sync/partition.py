@@ -37,7 +37,7 @@ class _NothingPlan(BucketPlan):
 NOTHING = _NothingPlan((), ())
 
 
-class Division:
+class Partitioner:
     """Divides parameters evenly among the places of a machine: all processes ask alike, and find the same."""
 
     # If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it
@@ -175,31 +175,31 @@ def _joined(slices: Iterable[slice]) -> list[slice]:
     return joined
 
 
-class Places:
+class IntraNodePartition:
     """Which process of this machine averages and remembers which part of each parameter."""
 
     def __init__(self, inside: Transport) -> None:
-        self.inside = inside  # the processes of this machine, by place
+        self.intra_node = inside  # the processes of this machine, by place
         self.forget()
 
     def divide(self, algorithm: Algorithm, model: Specs) -> None:
         """Divide the work by what an algorithm must average as one."""
-        self._division = Division(algorithm, self.inside.size, model)
+        self._partitioner = Partitioner(algorithm, self.intra_node.size, model)
 
-    def preview(self) -> Places:
+    def preview(self) -> IntraNodePartition:
         """Return a copy to plan with: a bucket that is asked for only here is not divided for the run."""
         preview = copy.copy(self)
-        preview._division = copy.deepcopy(self._division)
+        preview._partitioner = copy.deepcopy(self._partitioner)
         return preview
 
     def parts(self, bucket: Specs) -> BucketParts:
         """Return who averages what of a bucket."""
-        return BucketParts(bucket, self._division.of(bucket), self.inside.rank)
+        return BucketParts(bucket, self._partitioner.of(bucket), self.intra_node.rank)
 
     def routes(self, bucket: Specs, planned: Callable[[Specs], BucketPlan]) -> Iterator[Route]:
         """Yield how the parameters of a bucket travel, with what all places send of them."""
         found, parts = defaultdict(list), self.parts(bucket)
-        for place in range(self.inside.size):
+        for place in range(self.intra_node.size):
             for route in planned(parts.specs_of(place)).routes:
                 found[route.label].append((place, route))
         whole = {route.label: route for route in planned(bucket).routes}
@@ -228,7 +228,7 @@ class Places:
 
     def held(self, name: str) -> slice:
         """Return which elements of a parameter memory holds here."""
-        return self._held[name][self.inside.rank]
+        return self._held[name][self.intra_node.rank]
 
     def held_parts(self, specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
         """Return those parts of parameters of which memory may hold something here."""
@@ -262,15 +262,15 @@ class Places:
             for name in moved.keys() & tensors.keys()
         ]
         # A process may remember something of a kind of which the others have nothing.
-        everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
+        everyone = gather_bytes(json.dumps(own).encode(), self.intra_node, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
         for kind, is_local, name in sorted({tuple(entry) for said in everyone for entry in json.loads(said)}):
             tensors = memory[slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))]
             whole = torch.zeros(moved[name].numel, dtype=moved[name].memory_dtype, device=on)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
-            self.inside.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
-            some = ranges[name][self.inside.rank]
+            self.intra_node.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
+            some = ranges[name][self.intra_node.rank]
             if _length(some):
                 tensors[name] = whole[some].clone()
 
@@ -289,8 +289,8 @@ class Places:
         """
         is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
         whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-        mine = ((self.inside.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
-        everyone = tensors_of_all(own, is_elementwise, self.inside) if of_all else mine
+        mine = ((self.intra_node.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
+        everyone = tensors_of_all(own, is_elementwise, self.intra_node) if of_all else mine
         for place, (slot, label, tensor) in everyone:
             spec = specs.get(label)
             # From one process alone it is packed in the parameter's shape.
