@@ -184,11 +184,11 @@ def test_ddps_adapter_holds_up_no_gradient_and_does_not_race(
     assert bool(RecordedGraph.num_replays) == is_recorded
 
 
-@pytest.mark.parametrize("missing", ["rejoin", "every wait for a stream"])
+@pytest.mark.parametrize("missing", ["current_waits", "every wait for a stream"])
 def test_a_race_with_ddps_adapter_is_found(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders the stream beside the backward pass."""
-    if missing == "rejoin":
-        monkeypatch.setattr(streams.CommStream, "rejoin", lambda self: None)
+    if missing == "current_waits":
+        monkeypatch.setattr(streams.CommStream, "current_waits", lambda self: None)
     else:
         monkeypatch.setattr(Stream, "wait_stream", lambda self, other: None)
     assert train_ddp(PowerSGD(matrix_rank=2), monkeypatch)[0].races
