@@ -96,7 +96,7 @@ class Step:
         with by_triton() if self.by_triton else nullcontext():
             found, _ = counted(step, untold=4 if self.machines else 1 + self.by_triton)
         is_exact = isinstance(self.algorithm, AllReduce)
-        assert is_exact or self.machines or engine.counts().compression_ratio > 1.5
+        assert is_exact or self.machines or engine.reporter.counts().compression_ratio > 1.5
         return found
 
     def check(self, found: Counted | None = None) -> None:
@@ -193,7 +193,7 @@ def test_that_others_must_be_healthy_too_makes_the_host_wait_no_more(
 ) -> None:
     """Of the processes of a machine, and of the shards of a replica."""
     others, machines = OfTwoBackends(), None
-    settings = Settings(host_check=host_check, together=None if of_a_machine else others)
+    settings = Settings(host_check=host_check, health_group=None if of_a_machine else others)
     if of_a_machine:
         machines = Machines(others, Alike())
     engine = Engine(PowerSGD(matrix_rank=4), Alike(), settings=settings, machines=machines)
@@ -380,7 +380,7 @@ def test_the_adapter_of_local_sgd() -> None:
         LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, replicas=Alike()) as local,
     ):
         found, _ = counted(optimizer.step)
-        assert engine_of(local.sync).counts().compression_ratio > 5
+        assert engine_of(local.sync).reporter.counts().compression_ratio > 5
     of_one_layer(RANK_4, 225, 23.3, 3).check(found)
 
 

@@ -188,7 +188,7 @@ def test_later_messages_leave_before_the_last_gradients() -> None:
         one = engine.begin(pipelined=True)
         for specs, flat in zip(buckets, flats_of(buckets), strict=True):
             one.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        sent = engine.counts().messages
+        sent = engine.reporter.counts().messages
         one.finish()
     # With each bucket but the first, the second message of the one before.
-    assert (sent, engine.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))
+    assert (sent, engine.reporter.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))
