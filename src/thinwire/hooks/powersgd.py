@@ -236,7 +236,12 @@ class PowerSGDState:
     def algorithm(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
     ) -> PowerSGD | BatchedPowerSGD:
-        """Return the settings as an algorithm, for `thinwire.attach`, with messages in 16 bits if asked."""
+        """Return the settings as an algorithm, for `thinwire.attach`.
+
+        Args:
+            kind: PowerSGD for `powerSGD_hook`, BatchedPowerSGD for `batched_powerSGD_hook`.
+            wire_dtype: What `fp16_compress_wrapper` or `bf16_compress_wrapper` would make of the messages.
+        """
         return kind(**self._settings, wire_dtype=wire_dtype)
 
     def run(

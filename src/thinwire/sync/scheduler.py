@@ -28,6 +28,7 @@ from thinwire.algorithms import (
 from thinwire.comm import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.tensors.layout import as_one
+from thinwire.torch_private import is_profiling
 
 
 class Task:
@@ -238,8 +239,7 @@ class CollectiveScheduler:
 
 def shown(name: str) -> AbstractContextManager[object]:
     """Return a context that is a range in `torch.profiler`'s picture; nothing while that is off."""
-    is_on: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return record_function(name) if is_on else nullcontext()
+    return record_function(name) if is_profiling() else nullcontext()
 
 
 def _one_bool(answer: object) -> torch.Tensor:
