@@ -26,7 +26,7 @@ from torch.utils import _pytree
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Autograd. The first three are torch's functions themselves: hooks call them for each bucket or gradient.
+# Autograd. These are torch's functions themselves: hooks call them for each bucket or gradient.
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the backward pass that this thread is in, the innermost one; -1 outside of any."""
@@ -40,10 +40,8 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_e
 not_compiled = _disable_dynamo
 """Decorate a function that `torch.compile` must call as it is."""
 
-
-def is_profiling() -> bool:
-    """Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
 
 
 # Modules, tensors and optimizers.
