@@ -173,7 +173,7 @@ class PowerSGDState:
         """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
         if self._adapter is None:
             return 0 if self._loaded is None else int(self._loaded["step"])
-        counts = self._adapter.engine.counts()
+        counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
@@ -266,7 +266,7 @@ class PowerSGDState:
         adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
         if self._loaded is not None:
             adapter.sync.load_state_dict(self._loaded, strict=self._strict)
-        adapter.engine.observers.append(partial(self._log, adapter.engine))
+        adapter.engine.reporter.observers.append(partial(self._log, adapter.engine))
         # Only now: if the adapter was refused, the state is still there for a second try.
         self._adapter, self._loaded, self._used_with = adapter, None, used_with
         return adapter
@@ -275,7 +275,7 @@ class PowerSGDState:
         # Statistics cost norms and a host synchronisation, so only for those who read them.
         every = max(1, self.compression_stats_logging_frequency)
         if logger.isEnabledFor(logging.INFO) and engine.steps % every == 0:
-            stats = engine.stats()
+            stats = engine.reporter.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
 
 
