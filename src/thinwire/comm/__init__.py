@@ -21,11 +21,13 @@ from thinwire.comm.process_group import (
     own_subgroup,
     round_trips_over_gloo,
 )
-from thinwire.comm.transport import Collective, Message, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work, Wrapped
 
 __all__ = [
     "CALL",
     "Collective",
+    "CombinedWork",
+    "CompletedWork",
     "Description",
     "InProcessTransport",
     "Layout",
@@ -38,6 +40,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
+    "Wrapped",
     "agree",
     "alone",
     "checked_group",
