@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from thinwire.algorithms import PowerSGD
 from thinwire.comm import InProcessTransport, run_members
-from thinwire.comm.transport import Message, Work, Wrapped
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError
 from thinwire.local_sgd import LocalSGD
 from training import batch_of, flat, new_model, new_optimizer, train

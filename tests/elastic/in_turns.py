@@ -14,7 +14,7 @@ from thinwire.algorithms import Quantize
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Message, Work, run_members
 from thinwire.comm.in_process import wait_for
-from thinwire.comm.transport import Wrapped
+from thinwire.comm.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.errors import CommunicationError
 from thinwire.local_sgd.member import Member

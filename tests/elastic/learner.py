@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.comm import Message, Work
-from thinwire.comm.transport import Wrapped
+from thinwire.comm.metered import Wrapped
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
 from thinwire.local_sgd.groups import torchft_group

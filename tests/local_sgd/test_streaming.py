@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from members import NESTEROV, Failing, Member, in_each_member
 from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
-from thinwire.comm.transport import Message, Work, Wrapped
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import Message, Work
 from thinwire.errors import CommunicationError, StateError, StepError
 from thinwire.local_sgd.fragment import fragments_of, layer_of
 from thinwire.local_sgd.model import AveragedModel

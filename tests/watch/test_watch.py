@@ -30,7 +30,7 @@ from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, Message, Work
-from thinwire.comm.transport import Wrapped
+from thinwire.comm.metered import Wrapped
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.sync.stats import Stats

@@ -1,4 +1,4 @@
-"""Transports around others: `Metered` counts what goes through, and `Recording` notes it."""
+"""Transports around others: `Wrapped` delegates, `Metered` counts messages, `Recording` notes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,33 @@ from typing import Any
 
 import torch
 
-from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work, Wrapped
+from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
+
+
+class Wrapped(Transport):
+    """Hands messages to `transport`, which may change; a subclass does more in `start`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.transport.size
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        return self.transport.rank
+
+    @property
+    def control_device(self) -> torch.device:
+        return self.transport.control_device
+
+    @property
+    def data_device(self) -> torch.device:
+        return self.transport.data_device
+
+    def start(self, message: Message) -> Work:
+        return self.transport.start(message)
 
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:

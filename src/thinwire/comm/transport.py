@@ -116,29 +116,3 @@ class Transport(ABC):
                 copy.wait()
 
         return CombinedWork(wait)
-
-
-class Wrapped(Transport):
-    """Hands messages to `transport`, which may change; a subclass does more in `start`."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.transport.size
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        return self.transport.rank
-
-    @property
-    def control_device(self) -> torch.device:
-        return self.transport.control_device
-
-    @property
-    def data_device(self) -> torch.device:
-        return self.transport.data_device
-
-    def start(self, message: Message) -> Work:
-        return self.transport.start(message)

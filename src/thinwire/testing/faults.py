@@ -16,7 +16,7 @@ import torch
 
 from thinwire.checks import number, whole_number
 from thinwire.comm import InProcessTransport, Message, Transport, Work
-from thinwire.comm.transport import Wrapped
+from thinwire.comm.metered import Wrapped
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine, GradientSync, Synced, engine_of
 

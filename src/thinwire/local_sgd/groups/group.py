@@ -9,7 +9,7 @@ from typing import Any, Literal
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.comm import InProcessTransport, Transport
 from thinwire.comm.in_process import Awaited, wait_for
-from thinwire.comm.transport import Wrapped
+from thinwire.comm.metered import Wrapped
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.local_sgd.groups.state_transfer import packed, unpacked
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
-from thinwire.comm.transport import CombinedWork, Wrapped
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import packed, unpacked
