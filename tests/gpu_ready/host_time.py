@@ -95,7 +95,7 @@ def host_time(algorithm: Algorithm, *, recorded: bool, **settings: Any) -> HostT
     units, hooks, ends = [], [], []
     with (
         by_triton(),
-        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
         patch.object(replay, "can_record", lambda device: recorded),
         patch.object(replay, "cuda_graphs", lambda device: NoGraph),

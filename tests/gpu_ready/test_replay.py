@@ -31,7 +31,7 @@ SHAPES: list[dict[str, tuple[int, ...]]] = [
 
 @pytest.fixture(autouse=True)
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (replace(dispatch.TORCH, is_recordable=True),))
     monkeypatch.setattr(RecordedGraph, "num_replays", 0)
 
@@ -152,9 +152,9 @@ def test_steps_that_are_taken_back_are_replayed_too(name: str, monkeypatch: pyte
 class Waiting(UncompressedPlan):
     """Says that it can be recorded, and waits for the device."""
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         assert float(bucket.flat.abs().max()) >= 0
-        yield from super().exchange(bucket, memory)
+        yield from super().run(bucket, memory)
 
     def variant(self, memory: Memory, device: torch.device) -> int:
         return 0

@@ -104,7 +104,7 @@ class Engine(Lanes):
         if self._plans:  # before the first step no one knows what is stale
             self._forget_stale()
             for plan in self._plans:
-                plan.adopt(self.memory)
+                plan.on_state_loaded(self.memory)
 
     # Steps.
 
@@ -472,7 +472,7 @@ class Engine(Lanes):
         self._close_all()
         self._unchecked = None if self.all_known else loaded
         for plan in self.plans if self.all_known else ():
-            warning = plan.adopt(self.memory)
+            warning = plan.on_state_loaded(self.memory)
             if warning:
                 warnings.warn(warning, stacklevel=4)
 

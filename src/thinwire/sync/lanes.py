@@ -318,7 +318,7 @@ class Lanes:
                         loaded = loaded[self.partition.held(spec.name)].clone()
                     if spec.name in plan.labels:  # else all of it is of other processes of the machine
                         self.memory[slot][spec.name] = loaded
-        warning = plan.adopt(self.memory)
+        warning = plan.on_state_loaded(self.memory)
         if warning and self._unchecked is not None:
             warnings.warn(warning, stacklevel=6)
         self._open[specs] = Lane(specs, plan, parts, machine_bytes)

@@ -20,7 +20,7 @@ from thinwire.comm import Message, Transport, Work
 from thinwire.errors import CommunicationError, StepError, ThinwireError
 from thinwire.kernels.device_tables import uploading_by
 from thinwire.sync.scheduler import CollectiveScheduler, Round, Task
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 enabled = True
 """Whether steps are recorded at all; read at each step."""
@@ -66,7 +66,7 @@ class CudaGraph:
                     warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                     self._graph.capture_end()
         for table, made in self._tables:
-            table.copy_(sent_to(table.device, made))
+            table.copy_(to_device_async(table.device, made))
 
     def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Filled after the recording, which must contain no copy from the host."""

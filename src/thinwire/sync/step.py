@@ -113,7 +113,7 @@ class Step:
                 self._used[specs] = (
                     used_flags(Bucket(specs, flat))
                     if used is None
-                    else accelerators.sent_to(flat.device, torch.tensor(used, dtype=torch.float32))
+                    else accelerators.to_device_async(flat.device, torch.tensor(used, dtype=torch.float32))
                 )
             # Buckets are sent in the order in which they came: after one that waits, all wait.
             if isinstance(lane, Lane) and not self._held:
@@ -153,7 +153,7 @@ class Step:
         """Send the first message of what this process averages of a bucket."""
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.inter_node.rank)
         memory = self._engine.memory_at(self._number)
-        self._scheduler.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
+        self._scheduler.start(lane.plan.run(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
         if self._pipelined:
             self._scheduler.advance_earlier()
@@ -295,7 +295,7 @@ class Step:
         if not settings.host_check:
             engine.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
-            if accelerators.pays_per_launch(is_healthy.device):
+            if accelerators.is_accelerator(is_healthy.device):
                 traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
@@ -338,7 +338,9 @@ class Step:
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
         device = partition.intra_node.data_device
-        told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        told = accelerators.to_device_async(
+            device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64)
+        )
         told[0] = ~is_healthy.to(device)
         partition.intra_node.all_reduce(told, purpose).wait()
         return told
@@ -348,7 +350,7 @@ class Step:
         by_themselves, memory = [], self._engine.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
         for task, lane, bucket in zip(self._scheduler.tasks, self._lanes, self._buckets, strict=True):
-            keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
+            keeps_to_it = isinstance(task.request, Commit) and task.request.commits_on_device
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
             else:
@@ -408,7 +410,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
     Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
     few launches.
     """
-    if accelerators.pays_per_launch(bucket.flat.device):
+    if accelerators.is_accelerator(bucket.flat.device):
         # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     # A used gradient mostly shows at once.
