@@ -90,7 +90,7 @@ def adapter_of(
     specs = [
         ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
     ]
-    settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
+    settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
     return adapter

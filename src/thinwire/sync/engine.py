@@ -22,6 +22,7 @@ from thinwire.sync.lanes import Lane, Lanes, Parts, Remembered
 from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.partition import Specs
 from thinwire.sync.precision import full_precision
+from thinwire.sync.scheduler import CollectiveScheduler
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, average_local, checked_state, combine, fitting, packed_state
 from thinwire.sync.stats import Stats
@@ -125,10 +126,7 @@ class Engine(Lanes):
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        # Beside a different step, or if it may lack parameters, a step is not as the one before.
-        is_as_before = not self._steps and self.num_parts == 1 and not self.settings.may_be_unused
-        plans = self._plans if is_as_before and self.settings.gradients_stay else ()
-        exchange = self.replays.exchange(plans, self.memory, self.device, self.wire, f"step {number}")
+        exchange = CollectiveScheduler(self.wire, f"step {number}")
         self._steps.append(Step(self, exchange, self.clock, number, self._ended, pipelined=pipelined))
         return self._steps[-1]
 

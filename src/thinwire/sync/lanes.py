@@ -15,7 +15,6 @@ from thinwire.comm import CALL, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.partition import NOTHING, BucketParts, IntraNodePartition, Ranges, Specs
-from thinwire.sync.replay import Replays
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, combine, in_memory_order
 from thinwire.version import __version__
@@ -82,7 +81,7 @@ class Lanes:
         self.machines = None if machines is None else machines.rows
         self.known_specs = {spec.name: spec for spec in specs}  # in the order of the model
         self.all_known = bool(self.known_specs)
-        self.memory, self.replays = Memory(), Replays()
+        self.memory = Memory()
         self.nonfinite_steps = 0  # as far as the host knows
         self.torn = ""  # the step that has written memory, and whose means did not come
         self.differing: set[str] = set()  # parameters whose local slots have changed since they were averaged
@@ -181,7 +180,6 @@ class Lanes:
     def go_back(self, before: Remembered) -> None:
         """Remember again what `remembered` has returned."""
         self.memory.restore(before.memory)
-        self.replays.bring_home(self.memory)
         self.differing = before.differing
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
         # Lanes that were opened since then have made memory fit their plans.

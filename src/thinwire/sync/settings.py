@@ -87,7 +87,6 @@ class Settings:
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
     together: Transport | None = None
-    gradients_stay: bool = False  # in the same memory from step to step, as in DDP's buckets
     typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

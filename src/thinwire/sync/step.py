@@ -167,7 +167,7 @@ class Step:
             return None
         # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
         if device not in self._scales:
-            self._scales[device] = self._scheduler.loss_scale(self._loss_scale(device).reshape(()))
+            self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
     # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
@@ -260,7 +260,6 @@ class Step:
                 self._engine.note(self._lanes, committed=committed)
                 if self._engine.torn == self._name:
                     self._engine.torn = ""
-                self._engine.replays.keep(self._scheduler)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()
