@@ -8,7 +8,7 @@ import torch
 from gpu_ready.counting import counted
 from thinwire.algorithms import Bucket
 from thinwire.plan import ParameterSpec
-from thinwire.sync.step import used_flags
+from thinwire.sync.unused import used_flags
 from thinwire.tensors import accelerators
 
 SIZES = {"zeros": 300, "last": 300, "empty": 0, "nan": 1, "tiny": 3}

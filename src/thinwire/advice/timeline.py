@@ -19,7 +19,7 @@ from thinwire.comm import (
     message_bytes_of,
     wire_bytes,
 )
-from thinwire.sync.streams import marked
+from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
 
 
@@ -107,7 +107,7 @@ class Stopwatch:
         self._mark: Callable[[], Any] = time.perf_counter
         if self._device.type != "cpu":
             # On the stream that computes there: hooks may have a different one than the training loop.
-            self._mark = partial(marked, self._device)
+            self._mark = partial(record_event, self._device)
         self.transport = Recording(Echo(size), self._mark)
         self._start: Any = 0.0
 

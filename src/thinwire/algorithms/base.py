@@ -241,6 +241,9 @@ class Algorithm(ABC):
     # that drop memory the host may wait.
     decides_on_device: ClassVar[bool] = False
 
+    # The first steps, in which gradients travel uncompressed.
+    warmup_steps: int = 0
+
     # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False
 

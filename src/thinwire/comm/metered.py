@@ -84,10 +84,8 @@ class Traffic:
         message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
         rounds: Length of the longest chain of dependent messages: each was sent when the one before had come.
         waiting_seconds: Time the host was blocked until results had come back.
-        machine_bytes: Bytes of the messages of all local ranks, if they share them; counted by each, or by
-            the plan where the host reads no answer.
+        machine_bytes: Bytes of the messages of all local ranks, if they share them: as planned.
         members: Size of the largest group that messages were sent to.
-        counted_bytes: Bytes of the messages of this rank that `machine_bytes` includes.
         inside_bytes: Bytes that this rank has sent to its local ranks for that.
     """
 
@@ -97,13 +95,7 @@ class Traffic:
     waiting_seconds: float = 0.0
     machine_bytes: int = 0
     members: int = 1
-    counted_bytes: int = 0
     inside_bytes: int = 0
-
-    def count_machine(self, sent_bytes: int) -> None:
-        """Count what the processes of this machine have sent in a step."""
-        self.machine_bytes += sent_bytes
-        self.counted_bytes = self.message_bytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
