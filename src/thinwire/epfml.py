@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import was_unscaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -354,8 +355,7 @@ def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: _Synchronised)
     scaler = aggregator.grad_scaler
     if scaler is None or not scaler.is_enabled():
         return None
-    # The scaler has no public word for it.
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+    if was_unscaled(scaler, optimizer):
         words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
         raise StepError(f"{words} averaged yet; leave it out")
     return scaler

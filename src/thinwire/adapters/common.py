@@ -21,6 +21,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of,
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+from thinwire.torch_private import backward_pass, leave_join
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +99,6 @@ class Shadow(JoinHook):
         self._end(is_last_joiner)
 
 
-def leave_join(adapter: Joinable) -> None:
-    """Let an adapter's later steps notify no join context any more."""
-    # Torch leaves that switched on: each later step would go on sending what the context needs.
-    adapter._join_config = type(adapter._join_config).construct_disabled_join_config()
-
-
 # Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
 _averaged: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
 
@@ -169,7 +164,7 @@ def _look_at_steps() -> RemovableHandle:
 
 
 def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if torch._C._current_graph_task_id() == -1:
+    if backward_pass() == -1:
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):

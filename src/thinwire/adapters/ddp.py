@@ -9,7 +9,6 @@ from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,6 +49,7 @@ from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
+from thinwire.torch_private import at_end_of_backward, backward_pass, comm_hooks, ddp_parameters, running_node
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # what errors advise
@@ -155,10 +155,10 @@ class DDPAdapter:
             return completed_future(flat)
         # Check at the end of each pass, nested ones included, whether all buckets have come. -1 is outside of
         # any pass: there a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
+        current = backward_pass()
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
+            at_end_of_backward(self._check_finished)
         try:
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
@@ -234,8 +234,7 @@ class DDPAdapter:
 
             # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
             # hook has returned: what our callback queues comes behind it, and the model stays usable.
-            queue_callback = Variable._execution_engine.queue_callback
-            queue_callback(lambda: queue_callback(raise_it))
+            at_end_of_backward(lambda: at_end_of_backward(raise_it))
         for name, gradient, before in self._kept:
             if name in step.unused:
                 gradient.copy_(before)
@@ -287,7 +286,7 @@ class DDPAdapter:
         """
         num_started = 0 if self._open_step is None else self._open_step.num_parameters
         # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
-        if not num_started or torch._C._current_autograd_node() is not None:
+        if not num_started or running_node() is not None:
             return
         # On a separate thread: this one will block in DDP's code until the futures have results. A daemon,
         # so that a process that fails meanwhile can end.
@@ -307,14 +306,14 @@ class DDPAdapter:
                 )
 
         # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
-        Variable._execution_engine.queue_callback(after_ddp)
+        at_end_of_backward(after_ddp)
 
 
 class _StaticGraph:
     """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
+        self._num_expected = num_trained(ddp_parameters(model))  # 0 after the first step
         self.num_taken = 0
 
     def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
@@ -417,7 +416,7 @@ def switched(
     model: DistributedDataParallel, adapter_now: Callable[[], DDPAdapter | None], taken_by: str
 ) -> Switch:
     """Let adapters average a model's gradients, by the hook that it has from before, or a new one."""
-    hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
+    hooks = [state for _, state in comm_hooks(model) if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch(model)
     if hooks:
         guard(model)

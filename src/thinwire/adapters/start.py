@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.sync import Engine
+from thinwire.torch_private import scales_now
 
 logger = logging.getLogger(__name__)
 
@@ -91,10 +92,7 @@ def misfits(engine: Engine, owned: set[int]) -> list[str]:
 
 def _scales_now(found: Any) -> bool:
     """Return whether it is a scaler of a loss, and no gradients have been unscaled yet."""
-    # A disabled one, and one that was never used, have no scale.
-    if not isinstance(found, GradScaler) or getattr(found, "_scale", None) is None:
-        return False
-    return all(state["stage"] is OptState.READY for state in found._per_optimizer_states.values())
+    return isinstance(found, GradScaler) and scales_now(found)
 
 
 def _is_adam_of(found: Any, owned: set[int]) -> bool:
