@@ -88,13 +88,11 @@ class Shadow(JoinHook):
         self._adapter, self._step, self._end = adapter, step, end
 
     def main_hook(self) -> None:
-        """Take part in a step of the others. Collective."""
         # Otherwise the adapter would tell the join context, from within its own end, that it has input.
         leave_join(self._adapter)
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the last active process's model to all. Collective."""
         leave_join(self._adapter)
         self._end(is_last_joiner)
 

@@ -129,8 +129,7 @@ class _Counter(Joinable):
             self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
-        return JoinHook()
+        return JoinHook()  # it shadows nothing: DDP's own runs our communication hook, with zeros
 
     @property
     def join_device(self) -> torch.device:

@@ -152,7 +152,6 @@ class GradientListAdapter(Joinable):
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
-        """Return, for a join context, how this process shadows the others once it has no more input."""
         self._divides_by_initial = options.get("divide_by_initial_world_size", True)
         return Shadow(
             self,
@@ -163,12 +162,10 @@ class GradientListAdapter(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the join context's own messages."""
         return self.parameters[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group that is joined."""
         if self._group is None:
             raise AttachError(
                 "there is no process group to join: this averages over this process alone; call "
