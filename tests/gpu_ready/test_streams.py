@@ -55,7 +55,7 @@ def buckets() -> list[tuple[ParameterSpec, ...]]:
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Let what is run on the CPU run on the streams of a device."""
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
     with Device() as device:

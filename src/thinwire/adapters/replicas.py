@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 # Types as wide as the numbers of a tensor, to read their bits as whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,7 +60,7 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
         if any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places):
             remedy = 'pass replicas=mesh["replicate"]'
             raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
-    tensors = [held_of(parameter) for parameter in model.parameters()]
+    tensors = [local_tensor(parameter) for parameter in model.parameters()]
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()

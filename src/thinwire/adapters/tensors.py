@@ -134,7 +134,7 @@ class GradientListAdapter(Joinable):
         # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
-        flags = accelerators.sent_to(self.engine.metered.control_device, flags)
+        flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
         if self.engine.partition is not None:
             self.engine.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()

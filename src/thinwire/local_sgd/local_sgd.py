@@ -31,7 +31,7 @@ from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
 from thinwire.local_sgd.state import checked_state, go_on_from, packed_state
 from thinwire.sync.precision import full_precision
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -170,7 +170,7 @@ class LocalSGD(ModelAverager, Joinable):
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
-            copy_from(group.rank == 0, map(held_of, tensors), group)
+            copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
                 fragment.take()
         else:

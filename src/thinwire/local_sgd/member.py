@@ -48,7 +48,7 @@ from thinwire.sync import Engine, Settings
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import in_memory_order
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 Entered = TypeVar("Entered", bound="Member")
 
@@ -172,7 +172,7 @@ class Member(Averager, Averageable):
         # Found by identity: a compiled block's names are not those it is averaged under.
         averaged = {id(item.tensor) for item in self._model.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {plain_name(name): held_of(tensor) for name, tensor in held if id(tensor) not in averaged}
+        return {plain_name(name): local_tensor(tensor) for name, tensor in held if id(tensor) not in averaged}
 
     @abstractmethod
     def _held(self) -> dict[str, torch.Tensor]:
@@ -371,7 +371,7 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state, of sharded parameters that of what this process holds."""
     state = optimizer.state_dict()
     held = {
-        number: {key: held_of(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
+        number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
         for number, of_one in state["state"].items()
     }
     return {**state, "state": held}
@@ -384,7 +384,7 @@ def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Opt
     for number, state in states.items():
         parameter = parameters[number]
         if hasattr(parameter, "to_local"):
-            shape = held_of(parameter).shape
+            shape = local_tensor(parameter).shape
             held[number] = {
                 key: as_sharded(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
                 for key, value in state.items()

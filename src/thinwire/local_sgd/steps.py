@@ -20,7 +20,7 @@ from thinwire.local_sgd.model import Optimizers, as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.settings import Streaming
 from thinwire.local_sgd.state import LoadedState
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Steps(Member):
@@ -116,7 +116,7 @@ class Steps(Member):
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
         for parameter, part in self._parts(flats):
-            part.zero_() if parameter.tensor.grad is None else part.copy_(held_of(parameter.tensor.grad))
+            part.zero_() if parameter.tensor.grad is None else part.copy_(local_tensor(parameter.tensor.grad))
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:

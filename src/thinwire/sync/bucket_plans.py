@@ -98,7 +98,7 @@ class BucketPlans:
         if self._plans:  # before the first step no one knows what is stale
             self._forget_stale()
             for plan in self._plans:
-                plan.adopt(self.state.memory)
+                plan.on_state_loaded(self.state.memory)
 
     @property
     def settings(self) -> Settings:
@@ -194,7 +194,7 @@ class BucketPlans:
             machine_bytes = sum(r.message_bytes for r in self.partition.routes(specs, self._planned))
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         state.take_pending(specs, plan.labels, device)
-        warning = plan.adopt(state.memory)
+        warning = plan.on_state_loaded(state.memory)
         if warning and state.is_unchecked:
             warnings.warn(warning, stacklevel=6)
         self._open[specs] = BucketState(specs, plan, parts, machine_bytes)

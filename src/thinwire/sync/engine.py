@@ -271,6 +271,6 @@ class Engine:
         self.reporter.forget_errors()  # they were of a step that this memory has not seen
         self.buckets.close_all()
         for plan in self.buckets.plans if self.state.all_known else ():
-            warning = plan.adopt(self.state.memory)
+            warning = plan.on_state_loaded(self.state.memory)
             if warning:
                 warnings.warn(warning, stacklevel=3)

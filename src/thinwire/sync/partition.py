@@ -29,7 +29,7 @@ Ranges = tuple[slice, ...]
 class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Send nothing: this process averages no part of the bucket."""
         yield Commit(all_finite, writes=False)
 
@@ -44,7 +44,7 @@ class Partitioner:
     # lies, so nothing is copied.
 
     def __init__(self, algorithm: Algorithm, num_places: int, model: Specs) -> None:
-        self._indivisible = algorithm.indivisible
+        self._indivisible = algorithm.split_granularity
         self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
         self._ranges: dict[str, Ranges] = {}
         self._loads = [0] * num_places

@@ -17,17 +17,17 @@ from thinwire.algorithms import (
     AllGather,
     AllToAll,
     Bucket,
+    CollectiveRequest,
     Commit,
     Jointly,
     Mean,
-    Message,
     Request,
     Requests,
     all_finite,
 )
 from thinwire.comm import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.tensors.layout import as_one
+from thinwire.tensors.layout import concat_view
 from thinwire.torch_private import is_profiling
 
 
@@ -41,7 +41,9 @@ class Task:
                 "request, and Commit as the last one"
             )
         self.requests = requests
-        self.request: Request | tuple[Message, ...] | None = None  # what it asks for; None at its end
+        self.request: Request | tuple[CollectiveRequest, ...] | None = (
+            None  # what it asks for; None at its end
+        )
         self.gate: Commit | None = None  # its commit, once it has come there
         self.is_committed = False  # whether it has passed that
         self.answer(None)  # a generator that has not begun takes nothing else
@@ -315,7 +317,7 @@ class Round:
 def _checked(message: object, num_members: int, asker: Requests) -> torch.Tensor:
     """Return a message's tensor, if it can be sent."""
     name = getattr(asker, "__qualname__", "an algorithm")
-    if not isinstance(message, Message):
+    if not isinstance(message, CollectiveRequest):
         raise ConfigError(
             f"{name} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
             "may stand in a tuple; or, alone, Jointly or Commit"
@@ -355,6 +357,6 @@ def _packed(
         answers = partial(gathered.split_with_sizes, sizes, dim=1)
         return comm.Message("all_gather", flat, gathered, purpose), answers
     # One alone is not copied, so its mean comes to lie where the request was.
-    flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
+    flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
     mean = comm.Message("all_reduce", flat, flat, purpose, "mean")
     return mean, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes)

@@ -117,7 +117,7 @@ class Step:
                 self._used[specs] = (
                     used_flags(Bucket(specs, flat))
                     if used is None
-                    else accelerators.sent_to(flat.device, torch.tensor(used, dtype=torch.float32))
+                    else accelerators.to_device_async(flat.device, torch.tensor(used, dtype=torch.float32))
                 )
             # Buckets are sent in the order in which they came: after one that waits, all wait.
             if isinstance(lane, BucketState) and not self._held:
@@ -157,7 +157,7 @@ class Step:
         """Send the first message of what this process averages of a bucket."""
         bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._rank)
         memory = self._state.memory_at(self._number)
-        self._scheduler.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
+        self._scheduler.start(lane.plan.run(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
         if self._is_pipelined:
             self._scheduler.advance_earlier()
@@ -298,7 +298,7 @@ class Step:
         if not settings.host_check:
             state.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
-            if accelerators.pays_per_launch(is_healthy.device):
+            if accelerators.is_accelerator(is_healthy.device):
                 traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
                 self._commit_unseen(is_healthy, fill)
                 return True
@@ -341,7 +341,9 @@ class Step:
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = self._state.has(self._plans.algorithm.slots)
         device = partition.intra_node.data_device
-        told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        told = accelerators.to_device_async(
+            device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64)
+        )
         told[0] = ~is_healthy.to(device)
         partition.intra_node.all_reduce(told, purpose).wait()
         return told
@@ -351,7 +353,7 @@ class Step:
         by_themselves, memory = [], self._state.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
         for task, lane, bucket in zip(self._scheduler.tasks, self._lanes, self._buckets, strict=True):
-            keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
+            keeps_to_it = isinstance(task.request, Commit) and task.request.commits_on_device
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
             else:
@@ -411,7 +413,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
     Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
     few launches.
     """
-    if accelerators.pays_per_launch(bucket.flat.device):
+    if accelerators.is_accelerator(bucket.flat.device):
         # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     # A used gradient mostly shows at once.

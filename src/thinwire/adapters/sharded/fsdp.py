@@ -43,7 +43,7 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 from thinwire.torch_private import (
     at_end_of_backward,
     backward_pass,
@@ -332,7 +332,7 @@ class FSDPAdapter:
                     for piece in self._pieces
                 ]
                 # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
-                flags = sent_to(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
+                flags = to_device_async(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
                 purpose = f"step {engine.steps}, which parameters were used"
                 # After all buckets: how many were started before differs between replicas.
                 asked = engine.metered.all_reduce(flags, purpose, operation="max")
