@@ -88,7 +88,7 @@ class Shadow(JoinHook):
         self._adapter, self._step, self._end = adapter, step, end
 
     def main_hook(self) -> None:
-        # Otherwise the adapter would tell the join context, from within its own end, that it has input.
+        # Leave first; otherwise `notify_join_context` would report this process as active.
         leave_join(self._adapter)
         self._step()
 
@@ -97,7 +97,7 @@ class Shadow(JoinHook):
         self._end(is_last_joiner)
 
 
-# Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
+# Averager -> (model, transport). Weak keys: a garbage-collected averager releases its model.
 averaged_models: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
 
 
@@ -117,15 +117,14 @@ def refuse_averaged_twice(
     """Refuse to average gradients of a model that is itself averaged, over the same processes."""
     if not averaged_models:
         return
-    given = set(map(id, parameters))
+    ids = set(map(id, parameters))
     for module, other in list(averaged_models.values()):
-        # Over fewer processes, such as those of a machine, both are of use.
+        # Over fewer processes, such as those of a machine, both have a use.
         mine, theirs = _members_of(transport), _members_of(other)
-        if theirs and theirs <= mine and any(id(parameter) in given for parameter in module.parameters()):
+        if theirs and theirs <= mine and any(id(parameter) in ids for parameter in module.parameters()):
             raise error(
-                f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
-                "averages the model itself over the same processes; leave out one of the two: train the "
-                "plain module inside LocalSGD"
+                f"this {type(module).__name__} is averaged twice: its gradients in every step, and the model "
+                "itself by LocalSGD, over the same processes; train the plain module inside LocalSGD"
             )
 
 

@@ -58,12 +58,12 @@ ONE_EACH = "make one state for each model"  # what errors advise
 
 
 def attach_ddp(
-    given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
+    holder: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = ddp_inside(given)
+    model = ddp_inside(holder)
     if model is None:
-        raise AttachError(wrong_model(given))
+        raise AttachError(wrong_model(holder))
     check_attachable(model)
     transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
@@ -309,8 +309,8 @@ class DDPAdapter:
                 self.engine.abandon()
                 raise StepError(
                     f"DDP ended a step after {num_started} parameters without handing over the others, so "
-                    "nothing was averaged; build the DDP model without the option that leaves buckets out, "
-                    "and restart all processes from a checkpoint"
+                    "nothing was averaged; build the model without the option that leaves buckets out, and "
+                    "restart from a checkpoint"
                 )
 
         # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.

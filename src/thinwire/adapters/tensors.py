@@ -185,11 +185,11 @@ def _transport_over(process_group: dist.ProcessGroup | None, device: torch.devic
 def _checked(parameters: object) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
         raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
-    given = list(parameters)
-    wrong = [parameter for parameter in given if not isinstance(parameter, torch.Tensor)]
-    if wrong or not given:
+    tensors = list(parameters)
+    wrong = [parameter for parameter in tensors if not isinstance(parameter, torch.Tensor)]
+    if wrong or not tensors:
         got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
         raise ConfigError(f"expected the model's parameters, got {got}")
-    if len(set(map(id, given))) < len(given):
+    if len(set(map(id, tensors))) < len(tensors):
         raise ConfigError("a parameter is given more than once; pass model.parameters()")
-    return given
+    return tensors

@@ -133,8 +133,7 @@ def attach(
         ):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
-                "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
-                "with the ParallelismConfig of thinwire.integrations.accelerate"
+                "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
             )
     steps = checked_steps(isinstance(algorithm, Algorithm), host_check, on_nonfinite, machines)
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
