@@ -409,6 +409,6 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
 
     with on_meta():
         for bucket in adapter._buckets:
-            bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
     found, _ = counted(step)
     of_one_layer(RANK_4, *((175, 13.3) if host_check else (187, 16.3, 0))).check(found)

@@ -84,18 +84,20 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
         return model
     if not isinstance(model, torch.nn.Module):
         return None
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    ddp_models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     kind = type(model).__name__
-    if len(found) > 1:
-        raise AttachError(f"the {kind} holds {len(found)} DDP models, expected one; give them one by one")
-    inside = {id(parameter) for module in found for parameter in module.parameters()}
+    if len(ddp_models) > 1:
+        raise AttachError(
+            f"the {kind} holds {len(ddp_models)} DDP models, expected one; give them one by one"
+        )
+    inside = {id(parameter) for module in ddp_models for parameter in module.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-    if found and outside:
+    if ddp_models and outside:
         raise AttachError(
             f"{plain_name(outside[0])} of the {kind} is trained outside of the DDP model inside, and only "
             "that would be averaged; wrap all of it in DistributedDataParallel, or give the DDP model"
         )
-    return found[0] if found else None
+    return ddp_models[0] if ddp_models else None
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
@@ -152,30 +154,30 @@ WAYS_IN = {
 }
 
 
-def way_in(given: object) -> str:
+def way_in(model: object) -> str:
     """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__]
     return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
 
 
-def wrong_model(given: object) -> str:
+def wrong_model(model: object) -> str:
     """Return the message for an object that is not a DDP model."""
-    if way := way_in(given):
-        return f"expected a DistributedDataParallel model, got {type(given).__name__}; {way}"
-    if not isinstance(given, torch.nn.Module):
-        return f"expected a DistributedDataParallel model, got {shown(given)}; give the model"
+    if way := way_in(model):
+        return f"expected a DistributedDataParallel model, got {type(model).__name__}; {way}"
+    if not isinstance(model, torch.nn.Module):
+        return f"expected a DistributedDataParallel model, got {shown(model)}; give the model"
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
     ddp = "torch.nn.parallel.DistributedDataParallel"
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
     rest = f"; {first}wrap it first: {ddp}(model)"
-    if is_sharded(given):
+    if is_sharded(model):
         rest = f", sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2): {remedy}"
-    elif isinstance(given, torch.nn.DataParallel):
+    elif isinstance(model, torch.nn.DataParallel):
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
-    elif any(hasattr(parameter, "to_local") for parameter in given.parameters()):
+    elif any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
-    return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
+    return f"expected a DistributedDataParallel model, got {type(model).__name__}{rest}"
 
 
 def check_attachable(model: DistributedDataParallel) -> None:
@@ -230,7 +232,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
         torch_private.forget_refused_hook(model, before)
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; if it is Thinwire's, call "
-            "sync.use(…), or sync.detach() first; a copy takes one until its first forward pass: copy again"
+            "sync.use(…) or sync.detach(). A copy takes one until its first forward pass"
         ) from error
     if hook_of(model)[1]:
         guard(model)
@@ -341,9 +343,8 @@ class _Guard:
 def _refuse_to_train_copy(model: DistributedDataParallel) -> None:
     def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
         raise AttachError(
-            "this DDP model is a copy of one that averages with Thinwire, and DDP copies no "
-            "communication hook, so it would train uncompressed; copy again and "
-            "attach(copied_model, …) before its first step"
+            "this DDP model is a copy, without the communication hook, and would train uncompressed; copy "
+            "the original again, and attach(copied_model, …) before its first step"
         )
 
     if hook_of(model) == ("", False):

@@ -82,8 +82,8 @@ def join(
     refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
     try:
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
-            # The counter first: of several, only the first notifies the context, and DDP's own notification
-            # would make DDP divide, too.
+            # Register our counter before DDP: Join notifies the first joinable only, and DDP's notification
+            # would make DDP divide as well.
             counter = _Counter(model)
             with counter.counting(), Join([counter, model], *options):
                 yield
@@ -106,7 +106,7 @@ def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         name = type(optimizer).__name__
         raise ConfigError(
             f"{name}.step() sends parameters, and in thinwire.join no process without input takes part in "
-            "that; use torch.distributed.algorithms.join.Join([ddp_model, optimizer]) in its place"
+            "that; use torch's Join([ddp_model, optimizer])"
         )
 
 
@@ -129,8 +129,7 @@ class _Counter(Joinable):
             self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
-        return JoinHook()
+        return JoinHook()  # it shadows nothing: DDP's own runs our communication hook, with zeros
 
     @property
     def join_device(self) -> torch.device:
@@ -173,6 +172,6 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
     if name and not is_ours:
         raise ConfigError(
             f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
-            "divides by the members of the group; leave it True, or register one of thinwire.hooks instead"
+            "divides by the members of the group; leave it True, or register one of thinwire.hooks"
         )
     return bool(name)

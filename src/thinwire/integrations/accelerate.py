@@ -178,9 +178,8 @@ class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # ty
         """
         return attached(
             self.syncs[0] if len(self._syncs) == 1 else None,
-            f"expected one attached model, got {len(self._syncs)}; a model is attached by "
-            "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
-            "and if there are several, handler.syncs has them all",
+            f"expected one attached model, got {len(self._syncs)}; accelerator.prepare(model) attaches in a "
+            "run of several processes with a comm_hook other than NO, and handler.syncs has all models",
         )
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:

@@ -75,7 +75,7 @@ class Engine:
             settings,
             transport,
             self.traffic,
-            num_members=self.inter_node.size,
+            inter_node=self.inter_node,
             partition=self.partition,
             parts=parts,
         )

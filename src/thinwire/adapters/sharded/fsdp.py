@@ -152,7 +152,7 @@ class _Bucket:
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
     device: torch.device
-    lane: BucketState | None = None  # None before the first step
+    opened: BucketState | None = None  # None before the first step
     flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
 
@@ -289,7 +289,7 @@ class FSDPAdapter:
     def _start_complete(self) -> None:
         """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
         # Opening them is collective, and how far its pass has come differs between processes.
-        if not self._are_lanes_open:
+        if not self._are_all_open:
             return
         # One that is complete waits for those before it, or replicas would send in different orders.
         while self._num_started < self._num_early:
@@ -313,7 +313,7 @@ class FSDPAdapter:
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
         bucket.flat = bucket.gradients()
-        self._step.start(cast(BucketState, bucket.lane), bucket.flat)
+        self._step.start(cast(BucketState, bucket.opened), bucket.flat)
         self._num_started += 1
 
     def average(self) -> None:
@@ -324,7 +324,7 @@ class FSDPAdapter:
         engine = self.engine
         try:
             with engine.clock.inside(engine.traffic), self._beside_the_pass():
-                self._open_lanes()
+                self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
                 used = [
@@ -390,11 +390,11 @@ class FSDPAdapter:
             yield
 
     @property
-    def _are_lanes_open(self) -> bool:
-        return all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets)
+    def _are_all_open(self) -> bool:
+        return all(bucket.opened is not None and bucket.opened.is_current for bucket in self._buckets)
 
-    def _open_lanes(self) -> None:
-        if self._are_lanes_open:
+    def _open_all(self) -> None:
+        if self._are_all_open:
             return
         engine = self.engine
         # Over the shards as well: if replicas of one shard differ and raise, those of the others would go on
@@ -406,7 +406,7 @@ class FSDPAdapter:
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
     def _unused(self, asked: Work, flags: torch.Tensor) -> set[str]:
         """Return the parameters that no replica has used since the last step; nothing is averaged of them."""

@@ -218,41 +218,41 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas."""
-    own, group = sharded.mesh(), replicas
+    mesh, group = sharded.mesh(), replicas
     if isinstance(replicas, DeviceMesh):
-        is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
-        group = sharded.replicate_group if is_own else _group_of(replicas, own)
+        is_own = sharded.is_native and replicas.mesh.tolist() == mesh.mesh.tolist()
+        group = sharded.replicate_group if is_own else _group_of(replicas, mesh)
     if group is None and not sharded.is_averaged_by_torch:
-        name = (own.mesh_dim_names or ("shard",))[0]
+        name = (mesh.mesh_dim_names or ("shard",))[0]
         raise AttachError(
-            f"nothing tells which processes hold the same shards as {own.mesh.tolist()}; build a mesh of two "
-            f'dimensions, ("replicate", "{name}"), give mesh["{name}"] to fully_shard, and mesh["replicate"] '
-            "to thinwire.attach or LocalSGD"
+            f"nothing tells which processes hold the same shards as {mesh.mesh.tolist()}; build a mesh of "
+            f'("replicate", "{name}"), give mesh["{name}"] to fully_shard and mesh["replicate"] to '
+            "thinwire.attach or LocalSGD"
         )
     checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
-    given = dist.get_process_group_ranks(checked)
+    ranks = dist.get_process_group_ranks(checked)
     if sharded.is_averaged_by_torch:
         known = dist.get_process_group_ranks(sharded.replicate_group)
-        if given != known:
-            words = f"the model is replicated over processes {known}, got a group of {given}"
+        if ranks != known:
+            words = f"the model is replicated over processes {known}, got a group of {ranks}"
             raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
         return sharded.replicate_group
     # A group across replicas meets this one in one process only: this process.
-    shared = sorted(set(given) & set(own.mesh.flatten().tolist()))
+    shared = sorted(set(ranks) & set(mesh.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
-            f"the group given is of processes {given}, of which {shared} hold different shards of one "
+            f"the group given is of processes {ranks}, of which {shared} hold different shards of one "
             'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
         )
     return checked
 
 
-def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
+def _group_of(mesh: DeviceMesh, mesh_of_model: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     # The dimension that is not the shards'.
     names: Sequence[str] = mesh.mesh_dim_names or ()
-    others = [name for name in names if name not in (own.mesh_dim_names or ())]
+    others = [name for name in names if name not in (mesh_of_model.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
         expected = 'the dimension of the replicas, such as mesh["replicate"]'
         raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")
