@@ -54,14 +54,6 @@ class Position(NamedTuple):
         return f"process {self.rank} of {self.world_size}, {self.local_size} a machine{where}"
 
 
-class Layout(NamedTuple):
-    """What the state of one process says of that process."""
-
-    position: Position
-    differing: tuple[str, ...] = ()  # parameters whose local tensors are no mean over the processes
-    cuts: Cuts = {}  # noqa: RUF012 - never written
-
-
 class SavedState(NamedTuple):
     """A state, unpacked."""
 
@@ -70,7 +62,8 @@ class SavedState(NamedTuple):
     skipped_steps: int  # that were not finite
     shapes: Mapping[str, tuple[int, ...]]  # of all the parameters that are trained, by name
     slots: Tensors
-    layout: Layout | None = None  # None in the state of all processes
+    position: Position | None = None  # of the process that has saved it for itself; None if it is of all
+    cuts: Cuts = {}  # noqa: RUF012 - never written
     digest: int = 0  # for processes to compare what they have loaded
 
 
@@ -106,13 +99,8 @@ def pack(state: SavedState) -> dict[str, Any]:
     }
     for slot, tensors in state.slots.items():
         packed[slot.name] = tuple((label, tensors[label].contiguous()) for label in sorted(tensors))
-    if state.layout is not None:
-        position, differing, cuts = state.layout
-        packed["layout"] = {
-            **position._asdict(),
-            "differing": differing,
-            "cuts": tuple(sorted(cuts.items())),
-        }
+    if state.position is not None:
+        packed["layout"] = {**state.position._asdict(), "cuts": tuple(sorted(state.cuts.items()))}
     return packed
 
 
@@ -159,25 +147,28 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
         whole_number("skipped_steps", state["skipped_steps"], minimum=0, error=StateError),
         {name: tuple(map(int, shape)) for name, shape in state["parameters"]},
         slots,
-        layout_of(state),
+        position_of(state),
+        _cuts_of(state),
     )
     return loaded._replace(digest=_digest(loaded))
 
 
-def layout_of(state: Mapping[str, Any]) -> Layout | None:
+def position_of(state: Mapping[str, Any]) -> Position | None:
     """Return which process has saved a state for itself; None if it is of all processes."""
-    values = state_0_2.updated(state).get("layout")
-    if values is None:
+    layout = state_0_2.updated(state).get("layout")
+    if layout is None:
         return None
-    rank, world_size, local_rank, local_size = (int(values[name]) for name in Position._fields[:4])
-    machines = values["machines"] and tuple(map(tuple, values["machines"]))
+    rank, world_size, local_rank, local_size = (int(layout[name]) for name in Position._fields[:4])
+    machines = layout["machines"] and tuple(map(tuple, layout["machines"]))
     position = Position(rank, world_size, local_rank, local_size, machines)
     if not (0 <= rank < world_size and 0 <= local_rank < local_size) or world_size % local_size:
         raise StateError(f"the state is of {position}, which can't be; {EARLIER}")
-    cuts = {name: (tuple(map(int, shape)), dim) for name, (shape, dim) in values["cuts"]}
-    if any(dim is not None and dim not in range(len(shape)) for shape, dim in cuts.values()):
-        raise StateError(f"the state is cut along dimensions that its parameters do not have; {EARLIER}")
-    return Layout(position, tuple(map(str, values["differing"])), cuts)
+    return position
+
+
+def _cuts_of(state: Mapping[str, Any]) -> Cuts:
+    cuts = state.get("layout", {}).get("cuts", ())
+    return {name: (tuple(map(int, shape)), dim and range(len(shape))[dim]) for name, (shape, dim) in cuts}
 
 
 def _copied(tensor: object) -> torch.Tensor:
@@ -206,13 +197,12 @@ def _check_inside(loaded: SavedState) -> None:
 
 def _digest(loaded: SavedState) -> int:
     """Digest what all processes must have loaded alike: without what one process has saved of its own."""
-    algorithm, step, skipped_steps, shapes, slots, layout, _ = loaded
-    if layout is None:
-        return digest_of((algorithm, step, skipped_steps, shapes, slots))
-    # Processes of a machine or of a replica remember different parts.
-    is_alike = layout.position.local_size == 1
-    common = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
-    return digest_of((algorithm, step, skipped_steps, layout.cuts or shapes, common))
+    algorithm, step, skipped_steps, shapes, slots, position, cuts, _ = loaded
+    if position is not None:
+        # Processes of a machine or of a replica remember different parts.
+        is_alike = position.local_size == 1
+        slots = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
+    return digest_of((algorithm, step, skipped_steps, cuts or shapes, slots))
 
 
 def digest_of(value: object, crc: int = 0) -> int:
