@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
+from sync.test_local_state import damaged
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
@@ -263,6 +265,20 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
         with pytest.raises(StateError, match=message):
             sync.load_state_dict(bad if replaced is None else replaced)
     assert_same_state(simulation.state_dicts()[0], state)
+
+
+@pytest.mark.filterwarnings("ignore:.*of a different matrix rank")
+def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
+    simulation, draw, refused = loaded(state, num_workers=1), random.Random(0), 0
+    for _ in range(300):
+        try:
+            simulation.syncs[0].load_state_dict(damaged(state, draw))
+        except StateError:
+            refused += 1
+            assert_same_state(simulation.state_dicts()[0], state)
+        else:
+            simulation.syncs[0].load_state_dict(state)
+    assert refused > 150
 
 
 def test_a_factor_of_a_large_bucket_is_taken() -> None:

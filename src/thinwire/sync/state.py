@@ -69,7 +69,7 @@ class SavedState(NamedTuple):
 
 
 def tensors_to_save(
-    algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], unclaimed: Tensors
+    algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], pending: Tensors
 ) -> Tensors:
     """Return what is remembered as copies on the CPU, with what was loaded and is not in memory yet."""
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
@@ -84,7 +84,7 @@ def tensors_to_save(
             else:
                 tensors[label] = tensor.to("cpu", copy=True)
         # What was loaded for a bucket that has not come yet is still to be sent.
-        tensors |= {name: tensor.clone() for name, tensor in unclaimed.get(slot, {}).items()}
+        tensors |= {name: tensor.clone() for name, tensor in pending.get(slot, {}).items()}
     return slots
 
 
@@ -132,8 +132,7 @@ def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
 
 
 def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
-    if isinstance(state, Mapping):
-        state = state_0_2.updated(state)
+    state = state_0_2.updated(state)
     check_kind(state, KEYS, "state_dict()")
     slots: Tensors = {}
     for name, (is_local, is_elementwise) in state["slots"]:
