@@ -241,9 +241,6 @@ OTHERS = {
     "TopK by Triton": of_one_layer(TopK(), 12, 6.3, by_triton=True),
     "TopK by Triton, 16-bit gradients": of_one_layer(TopK(), 12, 9.6, dtype=BF16, by_triton=True),
     "TopK by Triton, no host check": of_one_layer(TopK(), 12, 6.3, 0, UNCHECKED, by_triton=True),
-    # What asks the host for an answer has its residual copied, and put back.
-    "TopK, no host check": of_one_layer(TopK(), 526, 40.4, 0, settings=UNCHECKED),
-    "4 bits, no host check": of_one_layer(FEEDBACK, 369, 85.8, 0, settings=UNCHECKED),
 }
 
 

@@ -134,29 +134,6 @@ class Memory:
                 else:
                     tensors[label] = was
 
-    def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
-        """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
-
-        What was written where nothing of its shape was before becomes zeros. To take back what was dropped
-        costs a host synchronisation.
-
-        Args:
-            is_healthy: One bool.
-            before: From `copied`, with the same labels.
-            labels: What the writer may have touched.
-        """
-        for slot, tensors in self.slots.items():
-            old = before[slot]
-            dropped = old.keys() - tensors.keys()
-            # A key is the host's, so here it waits for the device.
-            if dropped and not is_healthy:
-                tensors.update({label: old[label] for label in dropped})
-            for label in (key for key in labels if key in tensors and key not in dropped):
-                new, was = tensors[label], old.get(label)
-                # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
-                kept = torch.zeros_like(new) if was is None or was.shape != new.shape else was
-                torch.where(is_healthy.to(new.device), new, kept, out=new)
-
 
 class Diagnosis(NamedTuple):
     """How well the last step's approximations were, by route.

@@ -74,8 +74,8 @@ class Commit:
         writes: Whether memory is written behind the commit. If nothing of the step writes, no one asks.
         commits_on_device: Whether the plan keeps to the answer: None if the step is healthy; or one bool, not
             read back, if the host does not ask. If it is false, the exchange leaves memory as it was and
-            makes all gradients NaN. For an exchange without this, a copy of its memory is made and put back.
-            After its commit it may ask for `Jointly`.
+            makes all gradients NaN. For a plan without this the host asks in any case. After its commit it
+            may ask for `Jointly`.
     """
 
     is_healthy: Callable[[], torch.Tensor] | AllFinite
