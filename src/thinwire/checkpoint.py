@@ -33,7 +33,7 @@ import torch
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync import GradientSync
 from thinwire.sync.local_state import merge
-from thinwire.sync.state import check_kind, layout_of
+from thinwire.sync.state import check_kind, position_of
 from thinwire.sync.state_0_2 import updated
 
 __all__ = ["load", "load_local", "merge", "save", "save_local"]
@@ -184,8 +184,7 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
     folder = Path(folder)
     own = folder / LOCAL_NAME.format(sync.position.rank)
     state = load(own) if own.exists() else None
-    layout = None if state is None else layout_of(state)
-    if state is None or layout is None or layout.position != sync.position:
+    if state is None or position_of(state) != sync.position:
         files = sorted(folder.glob(LOCAL_NAME.format("*")))
         if not files:
             raise StateError(f"{folder} has no file of save_local(); load an earlier one")

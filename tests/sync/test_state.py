@@ -285,7 +285,7 @@ def test_the_residual_is_averaged_in_messages_of_a_limited_size(
     limit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of parameters are not as many messages, nor a second residual on the device."""
-    monkeypatch.setattr(state_messages, "MESSAGE_BYTES", limit_bytes)
+    monkeypatch.setattr(state_messages, "MEAN_BYTES", limit_bytes)
     simulation = trained()
     own = [dict(engine.state.memory[ERROR]) for engine in simulation.engines]
     expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}

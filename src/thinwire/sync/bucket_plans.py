@@ -59,7 +59,7 @@ class BucketPlans:
         transport: Transport,
         traffic: Traffic,
         *,
-        num_members: int,
+        inter_node: Transport,
         partition: IntraNodePartition | None,
         parts: Parts,
     ) -> None:
@@ -69,7 +69,7 @@ class BucketPlans:
         self.has_agreed = False
         self.last_used: Sequence[BucketState] = ()  # in the last step
         self._transport, self._traffic = transport, traffic
-        self._num_members = num_members
+        self._inter_node = inter_node  # members may come and go: its size is asked for every plan
         self._has_parts = len(parts) > 1
         self._open: dict[Specs, BucketState] = {}
         self._buckets: tuple[Specs, ...] = ()  # of the last step; of parts, all
@@ -155,7 +155,7 @@ class BucketPlans:
         if not specs:
             return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self._num_members)
+        return algorithm.prepare(specs, num_members=self._inter_node.size)
 
     # Open buckets.
 

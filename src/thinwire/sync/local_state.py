@@ -10,7 +10,7 @@ import torch
 from thinwire.algorithms import Slot
 from thinwire.errors import StateError
 from thinwire.plan import SHARD_MARK
-from thinwire.sync.state import Layout, SavedState, Tensors, pack, read_state
+from thinwire.sync.state import Position, SavedState, Tensors, pack, read_state
 from thinwire.tensors.layout import shape_of_shard, shard_of
 
 
@@ -34,10 +34,9 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     dtypes = dict[tuple[Slot, str], torch.dtype]()
     for state in states:
         loaded = read_state(state)
-        if loaded.layout is None:
+        if (position := loaded.position) is None:
             raise StateError("expected a state made by local_state_dict(), got one of all processes")
-        position, _, cuts = loaded.layout
-        run = (position.world_size, position.local_size, cuts, loaded.digest)
+        run = (position.world_size, position.local_size, loaded.cuts, loaded.digest)
         if first is None:
             first, first_run, num_processes = loaded, run, position.world_size
         if run != first_run or position.rank in ranks:
@@ -45,7 +44,7 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 "the states are not of one step of one run, or one is there twice; merge those that were "
                 "saved together"
             )
-        _add(loaded, loaded.layout, merged, dtypes, is_first=position.local_rank not in local_ranks)
+        _add(loaded, position, merged, dtypes, is_first=position.local_rank not in local_ranks)
         ranks.add(position.rank)
         local_ranks.add(position.local_rank)
     if first is None or ranks != set(range(num_processes)):
@@ -55,21 +54,20 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         )
     for (slot, label), dtype in dtypes.items():
         merged[slot][label] = merged[slot][label].to(dtype)
-    cuts = first.layout.cuts if first.layout else {}
-    shapes = {name: shape for name, (shape, _) in cuts.items()} or first.shapes
-    return pack(first._replace(shapes=shapes, slots=merged, layout=None))
+    shapes = {name: shape for name, (shape, _) in first.cuts.items()} or first.shapes
+    return pack(first._replace(shapes=shapes, slots=merged, position=None))
 
 
 def _add(
     loaded: SavedState,
-    layout: Layout,
+    position: Position,
     merged: Tensors,
     dtypes: dict[tuple[Slot, str], torch.dtype],
     *,
     is_first: bool,
 ) -> None:
     """Add the state of one process to those before it; it may be the first of its local rank."""
-    (_, world_size, local_rank, local_size, _), _, cuts = layout
+    (_, world_size, local_rank, local_size, _), cuts = position, loaded.cuts
     for slot, tensors in loaded.slots.items():
         of_slot = merged.setdefault(slot, {})
         for label, tensor in tensors.items():

@@ -13,5 +13,5 @@ def updated(state: Any) -> Any:
     if "own" not in state:
         return state
     layout = {name: state[before] for name, before in NAMES.items()}
-    layout |= {"machines": state.get("machines"), "differing": state["differing"]}
-    return {**state["own"], "layout": {**layout, "cuts": state.get("cuts", ())}}
+    layout |= {"machines": state.get("machines"), "cuts": state.get("cuts", ())}
+    return {**state["own"], "layout": layout}
