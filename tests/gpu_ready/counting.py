@@ -239,7 +239,7 @@ def by_triton() -> AbstractContextManager[object]:
     triton = Backend(
         "Triton",
         lambda: triton_kernels.TABLES,
-        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and (matrix_rank or 1) <= FACTOR_ROWS,
+        serves=lambda _, dtype, rank: dtype in GRADIENT_TYPES and (rank or 1) <= FACTOR_ROWS,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

@@ -35,6 +35,8 @@ def batched(
 ) -> list[Result]:
     """Compute results for all items, those of one kind in one call; return them in the items' order."""
     groups = group_indices(items, kind)
+    if len(groups) == 1:
+        return list(compute(list(items)))
     return in_order(groups, [compute([items[index] for index in group]) for group in groups])
 
 
