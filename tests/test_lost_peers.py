@@ -71,7 +71,7 @@ def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """All that is saved of its memory, as copies."""
     return {
         f"{slot.name} {label}": tensor.clone()
-        for slot, tensors in engine_of(sync).memory.slots.items()
+        for slot, tensors in engine_of(sync).state.memory.slots.items()
         for label, tensor in tensors.items()
         if slot.is_saved
     }
@@ -102,7 +102,7 @@ def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm,
         assert type(raised.value.__cause__) is RuntimeError
     assert sync.steps == AT
     assert are_same(before, remembered(sync))
-    assert (engine_of(sync).error_norm() > 0) == isinstance(algorithm, PowerSGD)
+    assert (engine_of(sync).state.error_norm() > 0) == isinstance(algorithm, PowerSGD)
     dist.destroy_process_group()
     assert crash.threads() <= threads_before
     assert not crash.children()
@@ -158,7 +158,7 @@ def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
     assert "2 machines of 2 processes" in str(sync)
     assert sync.steps == AT
     assert are_same(before, remembered(sync))
-    assert (engine_of(sync).error_norm() > 0) == algorithm.remembers
+    assert (engine_of(sync).state.error_norm() > 0) == algorithm.remembers
 
 
 def test_a_peer_that_is_only_slow_changes_nothing() -> None:

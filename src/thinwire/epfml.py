@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import was_unscaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,7 +98,7 @@ class _Synchronised(Aggregator):
         adapter = self._adapter_for(gradients)
         means, committed = adapter.average(gradients)
         if not committed:
-            adapter.engine.warn_of_nonfinite()
+            adapter.engine.reporter.warn_of_nonfinite()
         # A step that was not committed has sent nothing, so the input stays.
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
@@ -105,7 +106,7 @@ class _Synchronised(Aggregator):
         return means
 
     def _leave_error(self, adapter: GradientListAdapter, index: int, gradient: torch.Tensor) -> None:
-        error = adapter.engine.take_error(adapter.name_of(index))
+        error = adapter.engine.state.take_error(adapter.name_of(index))
         if error is None:
             gradient.zero_()
             return
@@ -117,7 +118,7 @@ class _Synchronised(Aggregator):
         residual = error - held / scale
         # The part that the gradient's type can't hold stays here.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
-            adapter.engine.put_error(adapter.name_of(index), residual)
+            adapter.engine.state.put_error(adapter.name_of(index), residual)
 
 
 class AllReduce(_Synchronised):
@@ -354,8 +355,7 @@ def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: _Synchronised)
     scaler = aggregator.grad_scaler
     if scaler is None or not scaler.is_enabled():
         return None
-    # The scaler has no public word for it.
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+    if was_unscaled(scaler, optimizer):
         words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
         raise StepError(f"{words} averaged yet; leave it out")
     return scaler

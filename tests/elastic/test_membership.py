@@ -426,7 +426,7 @@ def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytes
 
     monkeypatch.setattr(InProcessTransport, "start", noted)
     in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.memory[ERROR].values())
+    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.state.memory[ERROR].values())
     assert sent == [residual_bytes]
     sent.clear()
     monkeypatch.setattr(state_transfer, "PART_BYTES", 500)

@@ -427,7 +427,7 @@ def test_few_entries_by_triton_are_those_of_pytorch(
             flat = bits_of_each.view(torch.float16 if dtype == torch.float32 else dtype).to(dtype)
             assert engine.average([(specs, flat)])
             found.append(flat)
-        found += [engine.memory[ERROR][spec.name] for spec in specs]
+        found += [engine.state.memory[ERROR][spec.name] for spec in specs]
     assert all(map(torch.equal, found[:6], found[6:]))
     assert 0 < found[0].count_nonzero() < len(found[0]) / 50
 
@@ -460,7 +460,7 @@ def test_what_does_not_overlap_is_timed_by_events() -> None:
     for _ in range(STEPS):
         engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
     torch.cuda.synchronize()
-    assert 0 < engine.stats().exposed_seconds < time.perf_counter() - start
+    assert 0 < engine.reporter.stats().exposed_seconds < time.perf_counter() - start
 
 
 @needs_gpu

@@ -132,7 +132,7 @@ def test_a_planted_early_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders a step's streams."""
     for name in ("gather", "release"):
         monkeypatch.setattr(streams.Streams, name, lambda self: None)
-    assert train(PowerSGD(matrix_rank=2), LAYOUTS["a stream a bucket"], monkeypatch).early_frees
+    assert train(Quantize(bits=4), LAYOUTS["a stream a bucket"], monkeypatch).early_frees
 
 
 def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[Device, set[int], int]:
@@ -188,7 +188,7 @@ def test_later_messages_leave_before_the_last_gradients() -> None:
         one = engine.begin(pipelined=True)
         for specs, flat in zip(buckets, flats_of(buckets), strict=True):
             one.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        sent = engine.counts().messages
+        sent = engine.reporter.counts().messages
         one.finish()
     # With each bucket but the first, the second message of the one before.
-    assert (sent, engine.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))
+    assert (sent, engine.reporter.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))

@@ -12,18 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from catalog import spec
 from kernel_calls import asked, wanted
-from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
-from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
-from thinwire.sync import Engine
-from thinwire.sync.stats import Stats
 from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
@@ -82,7 +77,7 @@ def test_without_numba_products_are_taken_in_silence_and_nothing_is_loaded(
 
 
 def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda device, dtype, matrix_rank: False),))
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda *_: False),))
     with pytest.raises(AssertionError, match=r"no backend of PyTorch serves torch\.float32"):
         kernels_for(torch.ones(8, 8), 4)
 
@@ -108,9 +103,7 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
 ) -> None:
     given: list[list[tuple[str, int]]] = [[], []]
     small, large = (counting(each) for each in given)
-    small_backend = replace(
-        TORCH, serves=lambda device, dtype, rank: (rank or 0) <= 2, load=lambda: small
-    )
+    small_backend = replace(TORCH, serves=lambda device, dtype, rank: (rank or 0) <= 2, load=lambda: small)
     monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
     generator = torch.Generator().manual_seed(0)
 

@@ -88,7 +88,7 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
     simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
     sync = simulation.syncs[0]
     made(simulation, 0)
-    before = {name: error.clone() for name, error in simulation.engines[0].memory[ERROR].items()}
+    before = {name: error.clone() for name, error in simulation.engines[0].state.memory[ERROR].items()}
     assert before
     with suppress(KeyError), sync.dry() as keep:
         made(simulation, 1)
@@ -98,7 +98,7 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
         raise KeyError
     with refused(StepError, "keep() was called after its dry() had ended"):
         keep()
-    after = simulation.engines[0].memory[ERROR]
+    after = simulation.engines[0].state.memory[ERROR]
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert sync.steps == 1
@@ -113,6 +113,6 @@ def test_an_exception_leaves_no_trace_either_and_calls_that_would_be_undone_are_
 def test_nothing_is_copied_where_nothing_is_remembered() -> None:
     simulation = Simulation(Quantize(bits=4), buckets(), num_workers=2)
     made(simulation, 0)
-    assert simulation.engines[0].memory_bytes() == 0
+    assert simulation.engines[0].state.memory_bytes() == 0
     made_dry(simulation, [1], keeps=False)
     assert simulation.syncs[0].steps == 1

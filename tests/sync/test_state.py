@@ -20,8 +20,8 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, Recording
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
+from thinwire.sync import Engine, GradientSync
 from thinwire.sync import state as state_room
-from thinwire.sync.engine import Engine
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -88,7 +88,7 @@ def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any])
 
 def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: dict[str, Any]) -> None:
     engine = unknowing()
-    engine.load_state_dict(state)
+    GradientSync(engine).load_state_dict(state)
     assert_same_state(engine.state_dict(), state)
     assert engine.state_dict()["parameters"] == state["parameters"]
 
@@ -107,7 +107,7 @@ def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
     for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
         simulation = Simulation(algorithm, [(each,)], num_workers=1)
         for _ in range(30):  # to convergence: the first factor is random in the order of memory
-            simulation.engines[0].memory[ERROR].clear()
+            simulation.engines[0].state.memory[ERROR].clear()
             simulation.step([[flat.clone()]])
         saved = simulation.state_dicts()[0]
         errors.append(dict(saved["error"])["conv"])
@@ -306,21 +306,21 @@ def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict
     file.seek(0)
     engine = unknowing()
     with pytest.raises(StateError, match="expanded"):
-        engine.load_state_dict(torch.load(file, weights_only=True))
+        GradientSync(engine).load_state_dict(torch.load(file, weights_only=True))
     assert engine.steps == 0
 
 
 def test_an_error_above_the_models_range_is_refused_where_it_becomes_known(state: dict[str, Any]) -> None:
     BAD["an error above the range of the model's memory"][0](state)
     engine = unknowing()
-    engine.load_state_dict(state)
+    GradientSync(engine).load_state_dict(state)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
         engine.average([((spec("head.weight", 64, 32),), torch.zeros(64 * 32))])
 
 
 def test_the_state_of_another_shape_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
     engine = unknowing()
-    engine.load_state_dict(state)
+    GradientSync(engine).load_state_dict(state)
     with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
         engine.average([((spec("head.weight", 32, 64),), torch.zeros(64 * 32))])
 
@@ -360,18 +360,18 @@ def test_the_residual_is_averaged_in_messages_of_a_limited_size(
     """Hundreds of parameters are not as many messages, nor a second residual on the device."""
     monkeypatch.setattr(state_room, "MEAN_BYTES", limit_bytes)
     simulation = trained()
-    own = [dict(engine.memory[ERROR]) for engine in simulation.engines]
+    own = [dict(engine.state.memory[ERROR]) for engine in simulation.engines]
     expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}
     recordings = []
     for engine in simulation.engines:
-        engine.inter_node = Recording(engine.inter_node)
-        recordings.append(engine.inter_node)
+        recording = engine.state._inter_node = Recording(engine.inter_node)
+        recordings.append(recording)
     saved, _ = simulation.state_dicts()
     assert {name: tensor.flatten() for name, tensor in saved["error"]}.keys() == expected.keys()
     for name, tensor in saved["error"]:
         assert torch.equal(tensor.flatten(), expected[name]), name
         for engine in simulation.engines:
-            assert torch.equal(engine.memory[ERROR][name], expected[name]), name
+            assert torch.equal(engine.state.memory[ERROR][name], expected[name]), name
     sizes = {name: tensor.nbytes for name, tensor in expected.items()}
     for recording in recordings:
         sent = [note.handed_bytes for note in recording.notes if "error from" in note.purpose]

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.adapters.ddp import attach_ddp
-from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, uncompiled
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

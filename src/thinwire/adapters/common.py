@@ -21,6 +21,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of,
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+from thinwire.torch_private import backward_pass, leave_join
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +34,14 @@ def new_engine(
     layout: Layout,
 ) -> Engine:
     """Return an engine that sends once for each machine of several processes. Collective."""
-    machines, why_flat = None, ""
+    machines = None
     if isinstance(transport, ProcessGroupTransport):
-        machines, why_flat = machines_of(transport, layout)
-        if layout is True and machines is None and not why_flat:
-            why_flat = why_by_itself(transport)
-            if why_flat and not transport.rank:
-                logger.warning("%s", why_flat)
-    engine = Engine(algorithm, transport, specs, settings, machines=machines)
-    if why_flat:
-        engine.shortfalls[why_flat] = None
-    return engine
+        machines, uneven = machines_of(transport, layout)
+        if layout is True and machines is None and not uneven:
+            why = why_by_itself(transport)
+            if why and not transport.rank:
+                logger.warning("%s", why)
+    return Engine(algorithm, transport, specs, settings, machines=machines)
 
 
 # Contributors are the processes that still have input: `join` counts them, and adapters divide by that.
@@ -99,12 +97,6 @@ class Shadow(JoinHook):
         """Copy the last active process's model to all. Collective."""
         leave_join(self._adapter)
         self._end(is_last_joiner)
-
-
-def leave_join(adapter: Joinable) -> None:
-    """Let an adapter's later steps notify no join context any more."""
-    # Torch leaves that switched on: each later step would go on sending what the context needs.
-    adapter._join_config = type(adapter._join_config).construct_disabled_join_config()
 
 
 # Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
@@ -172,7 +164,7 @@ def _look_at_steps() -> RemovableHandle:
 
 
 def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if torch._C._current_graph_task_id() == -1:
+    if backward_pass() == -1:
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):

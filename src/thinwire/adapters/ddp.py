@@ -9,7 +9,6 @@ from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,10 +45,11 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane
+from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
+from thinwire.torch_private import at_end_of_backward, backward_pass, comm_hooks, ddp_parameters, running_node
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # what errors advise
@@ -134,7 +134,7 @@ class DDPAdapter:
         self._model = None if model is None else weakref.ref(model)
         self._parameters = _Parameters(names)
         self._comm_stream = CommStream()
-        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._lanes: dict[tuple[int, ...], BucketState] = {}
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
         self._step: Step | None = None
@@ -155,10 +155,10 @@ class DDPAdapter:
             return completed_future(flat)
         # Check at the end of each pass, nested ones included, whether all buckets have come. -1 is outside of
         # any pass: there a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
+        current = backward_pass()
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
+            at_end_of_backward(self._check_finished)
         try:
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
@@ -204,7 +204,7 @@ class DDPAdapter:
         self._step = self.engine.begin(pipelined=True)
         return self._step
 
-    def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
+    def _lane_of(self, parameters: list[torch.Tensor]) -> BucketState | Specs:
         """Return the bucket's lane; if none is open, its parameters."""
         # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
@@ -212,7 +212,7 @@ class DDPAdapter:
         if lane is not None and lane.is_current:
             return lane
         specs = self._parameters.specs_of(parameters)
-        opened = self.engine.opened(specs)
+        opened = self.engine.buckets.opened(specs)
         if opened is None:
             return specs
         self._lanes[key] = opened
@@ -225,7 +225,7 @@ class DDPAdapter:
             committed = step.finish()
             self.engine.raise_unless(committed)
             if not committed:
-                self.engine.warn_of_nonfinite()
+                self.engine.reporter.warn_of_nonfinite()
         except NonfiniteError as error:
             refusal = error
 
@@ -234,8 +234,7 @@ class DDPAdapter:
 
             # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
             # hook has returned: what our callback queues comes behind it, and the model stays usable.
-            queue_callback = Variable._execution_engine.queue_callback
-            queue_callback(lambda: queue_callback(raise_it))
+            at_end_of_backward(lambda: at_end_of_backward(raise_it))
         for name, gradient, before in self._kept:
             if name in step.unused:
                 gradient.copy_(before)
@@ -262,11 +261,11 @@ class DDPAdapter:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
             self._used = Used(names_of(model.module, model.parameters_to_ignore))
 
-    def _keep_unused(self, bucket: GradBucket, lane: Lane | Specs, used: list[bool] | None) -> None:
+    def _keep_unused(self, bucket: GradBucket, lane: BucketState | Specs, used: list[bool] | None) -> None:
         """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
-        specs = lane.specs if isinstance(lane, Lane) else lane
+        specs = lane.specs if isinstance(lane, BucketState) else lane
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad
@@ -287,7 +286,7 @@ class DDPAdapter:
         """
         num_started = 0 if self._open_step is None else self._open_step.num_parameters
         # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
-        if not num_started or torch._C._current_autograd_node() is not None:
+        if not num_started or running_node() is not None:
             return
         # On a separate thread: this one will block in DDP's code until the futures have results. A daemon,
         # so that a process that fails meanwhile can end.
@@ -307,14 +306,14 @@ class DDPAdapter:
                 )
 
         # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
-        Variable._execution_engine.queue_callback(after_ddp)
+        at_end_of_backward(after_ddp)
 
 
 class _StaticGraph:
     """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
+        self._num_expected = num_trained(ddp_parameters(model))  # 0 after the first step
         self.num_taken = 0
 
     def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
@@ -417,7 +416,7 @@ def switched(
     model: DistributedDataParallel, adapter_now: Callable[[], DDPAdapter | None], taken_by: str
 ) -> Switch:
     """Let adapters average a model's gradients, by the hook that it has from before, or a new one."""
-    hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
+    hooks = [state for _, state in comm_hooks(model) if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch(model)
     if hooks:
         guard(model)

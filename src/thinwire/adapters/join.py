@@ -12,13 +12,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.adapters.common import counted, leave_join
+from thinwire.adapters.common import counted
 from thinwire.adapters.ddp import Switch
 from thinwire.adapters.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
 from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
 from thinwire.tensors import accelerators
+from thinwire.torch_private import divide_by_all_members, leave_join
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def join(
         leave_join(joinable)
         # Otherwise it would divide by the last number of contributors forever.
         if model is not None:
-            model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+            divide_by_all_members(model)
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

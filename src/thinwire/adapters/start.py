@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.sync import Engine
+from thinwire.torch_private import scales_now
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
         parameters: The model's.
         averages: What averages models, and how often; "" if gradients are averaged in every step.
     """
-    together = engine.settings.together
+    together = engine.settings.health_group
     if engine.transport.rank or (together is not None and together.rank):
         return
     if engine.transport.size == 1:
@@ -60,13 +61,13 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
 
 def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
     def look(committed: bool) -> None:
-        engine.observers.remove(look)
+        engine.reporter.observers.remove(look)
         for words in misfits(engine, owned):
             logger.warning("%s", words)
 
     # Then the loss has been scaled, and there is an optimizer. Neither is known to a hook, so all objects are
     # looked through, in some 0.1 s: once.
-    engine.observers.append(look)
+    engine.reporter.observers.append(look)
 
 
 def misfits(engine: Engine, owned: set[int]) -> list[str]:
@@ -91,10 +92,7 @@ def misfits(engine: Engine, owned: set[int]) -> list[str]:
 
 def _scales_now(found: Any) -> bool:
     """Return whether it is a scaler of a loss, and no gradients have been unscaled yet."""
-    # A disabled one, and one that was never used, have no scale.
-    if not isinstance(found, GradScaler) or getattr(found, "_scale", None) is None:
-        return False
-    return all(state["stage"] is OptState.READY for state in found._per_optimizer_states.values())
+    return isinstance(found, GradScaler) and scales_now(found)
 
 
 def _is_adam_of(found: Any, owned: set[int]) -> bool:

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
+from thinwire.comm import (
+    Collective,
+    CompletedWork,
+    Message,
+    Recording,
+    Transport,
+    Work,
+    message_bytes_of,
+    wire_bytes,
+)
 from thinwire.sync.streams import marked
 from thinwire.tensors.accelerators import wait_for
 
@@ -125,11 +134,6 @@ class Stopwatch:
         return float(self._start.elapsed_time(mark)) / 1e3
 
 
-class _Done(NamedTuple):
-    def wait(self) -> None:
-        return
-
-
 class Echo(Transport):
     """A group in which all members send what this one sends, at once.
 
@@ -148,4 +152,4 @@ class Echo(Transport):
         elif message.collective == "all_to_all":
             # All send alike, so what each sends to this one is what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
-        return _Done()
+        return CompletedWork()

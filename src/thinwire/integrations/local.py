@@ -23,6 +23,7 @@ from thinwire.local_sgd import elastic
 from thinwire.local_sgd.core import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.torch_private import takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
 # Such as that, the same of thinwire.elastic, or thinwire.auto.
@@ -111,7 +112,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     if sending is not None:
         sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+    while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     try:
         local = make(model, optimizer, grad_scaler=grad_scaler)

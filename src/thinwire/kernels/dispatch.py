@@ -30,14 +30,14 @@ class Backend:
         load: Returns the tables, or None if they can't be used. Called only if they would serve, and cheap
             when called again.
         version: Returns that of the package, once the tables are loaded.
-        serves: Whether they serve matrices of a type on a device at a matrix rank or, if that is None, tensors
-            in few bits and few entries. Depends on nothing else but the number of threads.
+        serves: Whether they serve matrices of a type on a device at a matrix rank or, if that is None,
+            tensors in few bits and few entries. Depends on nothing else but the number of threads.
     """
 
     name: str
     load: Callable[[], Tables | None]
     version: Callable[[], str] = lambda: ""
-    serves: Callable[[torch.device, torch.dtype, int | None], bool] = lambda device, dtype, matrix_rank: True
+    serves: Callable[[torch.device, torch.dtype, int | None], bool] = lambda *_: True
 
 
 @cache

@@ -312,7 +312,7 @@ class LocalSGD(ModelAverager, Member):
             wanted = EXACT if step < warmup.steps else self._algorithm
         self._is_warming_up = step < warmup.steps
         if self._engine.algorithm != wanted:
-            self._engine.use(wanted)
+            self.sync.use(wanted)
 
     def _is_warm_up(self, step: int) -> bool:
         return 0 < step <= self._schedule.warmup.steps

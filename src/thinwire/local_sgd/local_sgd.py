@@ -294,7 +294,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Check the model first; if anything fails inside, forget what is in flight."""
         self._check_inside(call)
         self._check_copies()
-        if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
+        if not self._engine.buckets.has_agreed:  # perhaps because of a new algorithm since the last averaging
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
             # The step may stand under autocast, which would round the arithmetic on changes.

@@ -81,7 +81,7 @@ class Member(Averager, Averageable):
             _check_hold_all(self._sent_optimizers, averaged)
         specs, parts = [tensor.spec for tensor in averaged], layouts_of(averaged, streaming.fragments)
         # If each process has a part, a mean is finite if those of all are.
-        settings = Settings(together=self._group.inside if self._group.has_parts else None)
+        settings = Settings(health_group=self._group.inside if self._group.has_parts else None)
         engine = Engine(algorithm, self._group.transport, specs, settings, parts=parts)
         super().__init__(held, optimizers, engine, replica.sync_of(engine))
         self._device = averaged[0].tensor.device
@@ -183,7 +183,7 @@ class Member(Averager, Averageable):
     def _described(self) -> Description:
         sent = ", ".join(type(optimizer).__name__ for optimizer in self._sent_optimizers)
         return {
-            **self._engine.described("an averaging", self._device),
+            **self._engine.buckets.described("an averaging", self._device),
             "torch": torch.__version__.partition("+")[0],
             "group": self._group.kind,
             "kind": type(self).__name__,
@@ -210,7 +210,7 @@ class Member(Averager, Averageable):
             "sent_after": (step,),
             "in_flight": (),
             "last_average": self._held(),
-            "sync": self._engine.common_state() if sync is None else sync,
+            "sync": self._engine.state.common_state(self._engine.algorithm) if sync is None else sync,
             "outer": None if self._model.outer is None else self._model.outer.state_dict(),
         }
         state[MEMBERS_KEY] = {
@@ -218,7 +218,7 @@ class Member(Averager, Averageable):
             "commits": self._membership.commits,
             "turns": self._turns,
             "not_averaged": self._not_averaged(),
-            "residual_of": tuple(sorted(self._engine.memory[ERROR])),
+            "residual_of": tuple(sorted(self._engine.state.memory[ERROR])),
             "optimizers": [_own_state(optimizer) for optimizer in self._sent_optimizers],
         }
         return with_checksum(state)
@@ -256,7 +256,7 @@ class Member(Averager, Averageable):
             # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
-                self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
+                self._engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
         for tensors, targets in (loaded.last_average, held), (members["not_averaged"], others):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)

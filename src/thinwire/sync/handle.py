@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.errors import AttachError, StateError
+from thinwire.errors import AttachError, StateError, StepError
 from thinwire.plan import Plan
+from thinwire.sync.algorithm_state import Remembered
 from thinwire.sync.engine import Engine
-from thinwire.sync.local_state import Position
+from thinwire.sync.local_state import Position, is_local, own_state
+from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class GradientSync:
 
         Cost: one norm for each compressed parameter and one host synchronisation.
         """
-        return self._engine.stats()
+        return self._engine.reporter.stats()
 
     @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
@@ -78,7 +80,8 @@ class GradientSync:
             GradientError: A parameter's gradient can't be averaged by it.
             StepError: A step is under way.
         """
-        self._engine.use(algorithm)
+        self._engine.check_between_steps("use()")
+        self._engine.buckets.use(algorithm)
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -125,12 +128,19 @@ class GradientSync:
         Raises:
             StepError: A step is under way.
         """
-        return self._engine.local_state_dict()
+        engine = self._engine
+        engine.check_between_steps("local_state_dict()")
+        engine.check_whole("local_state_dict()")
+        with full_precision(torch.device("cpu")):
+            return engine.state.save_local(engine.algorithm, self.position)
 
     @property
     def position(self) -> Position:
         """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
-        return self._engine.position
+        engine, local_rank, local_size = self._engine, 0, 1
+        if engine.partition is not None:
+            local_rank, local_size = engine.partition.intra_node.rank, engine.partition.intra_node.size
+        return Position(engine.transport.rank, engine.transport.size, local_rank, local_size, engine.machines)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
@@ -153,7 +163,19 @@ class GradientSync:
             StepError: A step is under way.
         """
         with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
-            self._engine.load_state_dict(state, strict=strict)
+            if is_local(state):
+                self._load_local(state, strict=strict)
+            else:
+                self._engine.load(self._engine.check_state_dict(state, strict=strict))
+
+    def _load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Go on from what a process has saved for itself, if it is this one."""
+        own = own_state(state, self.position)
+        loaded = self._engine.check_state_dict(own, strict=strict)
+        # All members compare what is the same in their files.
+        self._engine.load(loaded._replace(checksum=state["common"]))
+        self._engine.state.unsynced_names = set(state["differing"])
+        self._engine.state.pending_of = "process"
 
     def distributed_state(self) -> Stateful:
         """Return a state for `torch.distributed.checkpoint` to save and load, beside model and optimizer.
@@ -176,7 +198,8 @@ class GradientSync:
         """
         return self
 
-    def dry(self) -> AbstractContextManager[Callable[[], None]]:
+    @contextmanager
+    def dry(self) -> Iterator[Callable[[], None]]:
         """Return a context whose steps leave no trace: for gradients that are dropped, or may be.
 
         What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
@@ -211,7 +234,29 @@ class GradientSync:
             >>> sync.steps
             1
         """
-        return self._engine.dry()
+        engine = self._engine
+        engine.check_between_steps("dry()", also_dry=False)
+        before: Remembered | None = engine.state.remembered()
+        opened, is_over = engine.buckets.open_now(), False
+
+        def keep() -> None:
+            nonlocal before
+            if is_over:
+                raise StepError("keep() was called after its dry() had ended; call it inside")
+            before = None
+
+        engine.num_dry += 1
+        try:
+            yield keep
+        finally:
+            engine.num_dry -= 1
+            is_over = True
+            if before is not None:
+                engine.state.go_back(before)
+                # Buckets that were opened since then have made memory fit their plans.
+                if engine.buckets.open_now() != opened:
+                    engine.buckets.close_all()
+                engine.reporter.forget_errors()
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
@@ -257,7 +302,7 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """Makes steps and counts them: an `Engine`, and an adapter that has one but counts different steps."""
+    """Counts steps: an engine's `Reporter`, and an adapter that has one but counts different steps."""
 
     observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
 
@@ -297,7 +342,7 @@ def engine_of(target: GradientSync | Synced) -> Engine:
 def handle_of(target: object) -> Handle | None:
     """Return the counter of the steps that the user of `target` knows; None if it makes none."""
     if isinstance(target, GradientSync):
-        return target._engine
+        return target._engine.reporter
     # A local SGD counts optimizer steps, of which its engine averages but some.
     if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
         return target

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from thinwire import torch_private
+
 FULL_PRECISION = ("ieee", "none")
 
 
@@ -78,9 +80,8 @@ class _FullProducts:
 
 _products = _FullProducts()
 
-# A backend ("generic" for all) and an operation of it ("all" for all).
-_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+_precision: Any = torch_private.fp32_precision
+_set_precision: Any = torch_private.set_fp32_precision
 
 
 def _own_precision(backend: str) -> str:

@@ -28,6 +28,7 @@ from thinwire.algorithms import (
 from thinwire.comm import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.tensors.layout import concat_view
+from thinwire.torch_private import is_profiling
 
 
 class Task:
@@ -40,8 +41,9 @@ class Task:
                 "request, and Commit as the last one"
             )
         self.requests = requests
-        # What it asks for; None at its end.
-        self.request: Request | tuple[CollectiveRequest, ...] | None = None
+        self.request: Request | tuple[CollectiveRequest, ...] | None = (
+            None  # what it asks for; None at its end
+        )
         self.gate: Commit | None = None  # its commit, once it has come there
         self.is_committed = False  # whether it has passed that
         self.answer(None)  # a generator that has not begun takes nothing else
@@ -228,8 +230,7 @@ class CollectiveScheduler:
 
 def shown(name: str) -> AbstractContextManager[object]:
     """Return a context that is a range in `torch.profiler`'s picture; nothing while that is off."""
-    is_on: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return record_function(name) if is_on else nullcontext()
+    return record_function(name) if is_profiling() else nullcontext()
 
 
 def _one_bool(answer: object) -> torch.Tensor:

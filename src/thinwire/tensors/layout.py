@@ -7,12 +7,14 @@ from itertools import accumulate
 
 import torch
 
+from thinwire.torch_private import storage_key
+
 
 def concat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors one after the other, flat: a view if they lie so already, else a copy."""
     start, sizes = tensors[0].storage_offset(), [tensor.numel() for tensor in tensors]
     starts = list(accumulate(sizes[:-1], initial=start))
-    is_one = len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+    is_one = len({storage_key(tensor) for tensor in tensors}) == 1
     is_dense = all(tensor.is_contiguous() for tensor in tensors)
     if is_one and is_dense and [tensor.storage_offset() for tensor in tensors] == starts:
         return tensors[0].as_strided((sum(sizes),), (1,))

@@ -53,7 +53,7 @@ class ShardedSync(GradientSync):
     @torch.inference_mode(False)
     def local_state_dict(self) -> dict[str, Any]:
         """As `GradientSync.local_state_dict`: of this process's shards."""
-        state, shards = self._engine.local_state_dict(), self.shards
+        state, shards = super().local_state_dict(), self.shards
         if shards.size == 1:
             return state
         cuts = tuple(sorted((name, (piece.shape, piece.dim)) for name, piece in self.pieces.items()))
@@ -77,7 +77,7 @@ class ShardedSync(GradientSync):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
         if is_local(state):
-            self._engine.load_local(state, self.position, strict=strict)
+            self._load_local(state, strict=strict)
         else:
             self._engine.load(self.own_part(state, strict=strict))
 

@@ -35,7 +35,9 @@ def serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) ->
     if dtype not in GRADIENT_TYPES:
         return warn_fallback(f"Triton's kernels do not take {dtype}")
     if matrix_rank is not None and matrix_rank > FACTOR_ROWS:
-        return warn_fallback(f"Triton's kernels take matrix ranks up to {FACTOR_ROWS}, this one is {matrix_rank}")
+        return warn_fallback(
+            f"Triton's kernels take matrix ranks up to {FACTOR_ROWS}, this one is {matrix_rank}"
+        )
     return True
 
 

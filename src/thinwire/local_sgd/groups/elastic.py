@@ -264,7 +264,7 @@ class Elastic:
                 min_members=group.min_members,
                 weight=0.0 if is_new else part.weight,
                 weight_behind_doubt=behind.weight,
-                error_norm=self._engine.error_norm(),
+                error_norm=self._engine.state.error_norm(),
                 is_finite=part.is_finite and behind.is_finite,
                 is_leaving=self.is_leaving,
                 is_new=is_new,
@@ -449,7 +449,7 @@ class Elastic:
         received = self._group.received
         if received is None:
             return
-        lost = self._engine.error_norm()
+        lost = self._engine.state.error_norm()
         # If a run resumes, the members that went on before this one have what it owed.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
@@ -478,7 +478,7 @@ class Elastic:
         """Let those who stay take over, in equal parts, the residual of those who leave."""
         stayers = [rank for rank, presence in enumerate(present) if not presence.is_leaving]
         leavers = [rank for rank, presence in enumerate(present) if presence.is_leaving]
-        errors, transport = self._engine.memory[ERROR], self._group.transport
+        errors, transport = self._engine.state.memory[ERROR], self._group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
         if not stayers or not names:

@@ -143,25 +143,23 @@ class Fixed:
         specs = [tensor.spec for tensor in averaged]
         parts = layouts_of(averaged, schedule.streaming.fragments)
         # The processes of a subgroup have the same changes, so each sends a part of them.
-        machines, why_flat = None, ""
+        machines = None
         if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
-            machines, why_flat = machines_of_subgroups(group, within)
+            machines, _ = machines_of_subgroups(group, within)
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-        settings = Settings(together=shards)
+        settings = Settings(health_group=shards)
         self.engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
-        if why_flat:
-            self.engine.shortfalls[why_flat] = None
         # All that averages over the group counts together; a subgroup has a faster network.
         traffic, clock = self.engine.traffic, self.engine.clock
         counts: dict[str, Any] = {"traffic": traffic, "clock": clock, "machines": machines}
-        settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
+        settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=shards)
         self._exact = self.warmup = Engine(EXACT, group, specs, settings, **counts)
         # A separate engine: it remembers gradients, not the parameters averaged when the warm-up ends.
         if schedule.warmup.algorithm is not None:
             self.warmup = Engine(schedule.warmup.algorithm, group, specs, settings, **counts)
         self._within = None if within is None else Engine(EXACT, within, specs, settings)
         # The processes of a machine have the same changes, so they need not ask each other.
-        self._together = self.engine.settings.together if self.engine.partition is None else None
+        self._together = self.engine.settings.health_group if self.engine.partition is None else None
         self._asked: list[Consensus] = []  # and not read yet, in this order
 
     def gradients(self, owner: object) -> AbstractContextManager[None]:
@@ -176,7 +174,8 @@ class Fixed:
     def end_warmup(self) -> None:
         """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
         if self.warmup.algorithm != EXACT and self.step >= self._schedule.warmup.steps - 1:
-            self.warmup.use(EXACT)
+            self.warmup.check_between_steps("use()")
+            self.warmup.buckets.use(EXACT)
 
     @property
     def is_due(self) -> bool:
@@ -203,7 +202,7 @@ class Fixed:
             self._average_now(changes, self._read(asked))
             return
         # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
-        if not self.engine.has_agreed:
+        if not self.engine.buckets.has_agreed:
             self._read(asked)
         self.pending_averages.append(PendingAverage(changes, self.engine, asked, is_delayed=True))
         for fragment in sent:
