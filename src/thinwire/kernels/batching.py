@@ -16,7 +16,11 @@ def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> li
     """Return the items of each kind, by index."""
     found: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
-        found.setdefault(kind(item), []).append(index)
+        key = kind(item)
+        if key in found:
+            found[key].append(index)
+        else:
+            found[key] = [index]
     return list(found.values())
 
 

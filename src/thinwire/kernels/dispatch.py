@@ -157,9 +157,6 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     # One launch may serve many shapes, but only on one device, and a model's parameters may lie on several. A
     # kernel that got an address in a different device's memory would fault, or write anywhere.
     def kind(item: Any) -> tuple[Kernels, torch.device]:
-        if isinstance(item, Write):
-            # Writing is the same at every matrix rank.
-            return kernels_for(item.target, 1), item.target.device
         if item.group is None:
             return kernels_for(item.rows, item.rows.shape[1]), item.rows.device
         return _kernels_of(item.group), item.group.device
@@ -175,8 +172,17 @@ products: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_ba
 projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "projections")
 subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
 reconstruct: Callable[[Sequence[Reconstruction]], list[None]] = partial(_by_backend, "reconstruct")
-write: Callable[[Sequence[Write]], list[None]] = partial(_by_backend, "write")
 orthonormal_bases: Callable[[Sequence[Rows]], list[torch.Tensor]] = partial(_by_backend, "orthonormal_rows")
+
+
+def write(items: Sequence[Write]) -> list[None]:
+    """Call `Kernels.write` for all items of a device and type; it is the same at every matrix rank."""
+
+    def compute(some: list[Write]) -> list[None]:
+        kernels_for(some[0].target, 1).write(some)
+        return [None] * len(some)
+
+    return batched(items, lambda item: (item.target.device, item.target.dtype), compute)
 
 
 def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.exact import exchange_uncompressed, wire_dtype_of
+from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import Rooms, Round, SlotBatches, StartingBases, resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
@@ -39,11 +39,6 @@ class LowRankPlan(BucketPlan):
     def compressed(self) -> tuple[LowRankRoute, ...]:
         """The routes of matrices."""
         return tuple(route for route in self.routes if route.is_compressed)
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return [spec.name for spec in self.specs]
 
     @cached_property
     def memory_dtype(self) -> torch.dtype:
@@ -87,8 +82,12 @@ class LowRankPlan(BucketPlan):
             yield from self.compress(bucket, memory)
             return
         wire_dtype = self.config.wire_dtype
-        yield from exchange_uncompressed(
-            bucket, memory, None if wire_dtype is None else wire_dtype_of(wire_dtype), always_checks=True
+        yield from average_uncompressed(
+            self.names,
+            bucket,
+            memory,
+            None if wire_dtype is None else wire_dtype_of(wire_dtype),
+            always_checks=True,
         )
         # All was sent: what a step before has sent of it no longer says how much was not.
         for label in self.labels:
@@ -143,13 +142,14 @@ class LowRankPlan(BucketPlan):
         """
         writes = list(beside)
         for slot, batches in kept.items():
+            tensors = memory[slot]
             for group, new, start in zip(groups, batches, started_from, strict=True):
                 before: Sequence[torch.Tensor | None] = ()
                 # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not
                 # healthy.
                 if is_healthy is not None:
-                    before = [memory[slot].get(label) for label in group.labels]
-                    before = start.unbind() if slot == BASIS else before
+                    is_basis = slot is BASIS
+                    before = start.unbind() if is_basis else list(map(tensors.get, group.labels))
                 batch = self.batches.place(memory, slot, group.labels, new, before)
                 writes.append(Write(batch, new, stays=True, is_healthy=is_healthy))
         # For all buckets: on an accelerator one launch writes what all of them leave.

@@ -239,8 +239,9 @@ class PowerSGDPlan(LowRankPlan):
         yield from self.remember(memory, kept, M, starts, is_healthy, writes)
         keep_remainder(memory, names, sent, means)
         # All of it was sent: what a step before has sent no longer says how much was not.
+        sent_before = memory[SENT]
         for name in names:
-            memory[SENT].pop(name, None)
+            sent_before.pop(name, None)
 
     def _two_rounds(
         self,
