@@ -136,7 +136,7 @@ def test_a_planted_race_is_found(algorithm: Algorithm, monkeypatch: pytest.Monke
 def test_a_planted_early_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders a step's streams."""
     monkeypatch.setattr(streams.CommStream, "current_waits", lambda self: None)
-    device = train(PowerSGD(matrix_rank=2), LAYOUTS["a stream a bucket"], monkeypatch)
+    device = train(Quantize(bits=4), LAYOUTS["a stream a bucket"], monkeypatch)
     assert device.early_frees or device.races
 
 

@@ -76,6 +76,9 @@ class Slot:
         default=None, compare=False, repr=False
     )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for hundreds of times a step
+
     def __post_init__(self) -> None:
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
@@ -105,7 +108,10 @@ class Memory:
 
     def __getitem__(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the tensors of a slot by label, to read and to write."""
-        return self.slots.setdefault(slot, {})
+        tensors = self.slots.get(slot)
+        if tensors is None:
+            tensors = self.slots[slot] = {}
+        return tensors
 
     def copied(self, labels: Collection[str]) -> Memory:
         """Return a memory with copies of what is kept under some labels."""
@@ -176,10 +182,14 @@ class BucketPlan(ABC):
         """
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(spec.name for spec in self.specs)
+
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels that memory may have for tensors of this bucket."""
-        names = [spec.name for spec in self.specs]
-        return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
+        return tuple(dict.fromkeys([*self.names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
         """Return the names of kernels that all members must have in common; none if all give the same."""

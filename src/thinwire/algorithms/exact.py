@@ -19,10 +19,7 @@ class _Uncompressed(Algorithm):
     """Remembers nothing, and divides anywhere."""
 
     slots = (ERROR,)
-
-    @property
-    def remembers(self) -> bool:
-        return False
+    remembers = False
 
     @property
     def split_granularity(self) -> int:
@@ -65,16 +62,21 @@ class UncompressedPlan(BucketPlan):
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round, of the flat gradient."""
-        yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
+        yield from average_uncompressed(self.names, bucket, memory, self.wire_dtype)
 
 
-def exchange_uncompressed(
-    bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
+def average_uncompressed(
+    names: Sequence[str],
+    bucket: Bucket,
+    memory: Memory,
+    wire_dtype: torch.dtype | None,
+    *,
+    always_checks: bool = False,
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    names = [spec.name for spec in bucket.specs] if memory.slots.get(ERROR) else []
     # The same on all members, whose residuals have the same names: it decides the length of the message.
-    has_residual = bool(names) and not memory[ERROR].keys().isdisjoint(names)
+    residuals = memory.slots.get(ERROR)
+    has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
     message = bucket.flat
     if has_residual:
         sent = with_residual(bucket, memory, range(len(names)), wire_dtype)

@@ -12,7 +12,7 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factors import FactorMessages
-from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
+from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
@@ -84,7 +84,7 @@ class BatchedPlan(LowRankPlan):
         # All full rows where they lie, and a copy of the last one if the bucket ends within it: to fill up
         # the whole square would copy the bucket.
         heights = [len(matrix) for matrix in matrices]
-        messages = FactorMessages(self.config.message_dtype(bucket.flat.dtype))
+        messages = FactorMessages(self.message_dtype, self.rooms)
         # One part is enough: both are rows of one square, and have its right factor in common.
         (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
@@ -104,9 +104,8 @@ class BatchedPlan(LowRankPlan):
         if self.config.error_feedback and residual is None:
             residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
-        kept = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
+        kept = yield from self.to_remember(memory, parts[:1], [[Factors(left, own, mean)]], scale)
         is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=True)
-        yield from self.remember(memory, kept, by_label([[label]], starts), is_healthy)
         reconstructions = [
             Reconstruction(
                 part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale, is_healthy
@@ -114,6 +113,7 @@ class BatchedPlan(LowRankPlan):
             for index, (part, basis) in enumerate(zip(parts, lefts, strict=True))
         ]
         yield Jointly(reconstruct, reconstructions)
+        yield from self.remember(memory, kept, parts[:1], starts, is_healthy)
         _write_last_row(flat, matrices[-1])
         if residual is not None:
             _write_last_row(residual, errors[-1])
