@@ -34,8 +34,8 @@ class BatchedPowerSGD(LowRank):
     and in the first step after a state was loaded, unless its buckets are those of the state.
 
     Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
-    and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
-    check (none without `host_check`).
+    and copies of both until the step's end; one host synchronisation, for the finite check (none without
+    `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
