@@ -57,7 +57,7 @@ def forgetful(patch: pytest.MonkeyPatch) -> None:
     load = GradientSync.load_state_dict
 
     def wrong(self: GradientSync, state: Any, *, strict: bool = True) -> None:
-        load(self, {**state, "error": (), "checksum": None}, strict=strict)
+        load(self, {**state, "error": ()}, strict=strict)
 
     patch.setattr(GradientSync, "load_state_dict", wrong)
 

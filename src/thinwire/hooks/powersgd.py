@@ -26,8 +26,7 @@ from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
-from thinwire.sync.state import checked_state as checked_saved_state
-from thinwire.sync.state import packed_state
+from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -217,7 +216,8 @@ class PowerSGDState:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         # An empty one: a checkpoint of before the first step has what a later one has.
-        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
+        algorithm = PowerSGD(**self._settings)
+        return pack(SavedState(repr(algorithm), 0, 0, {}, tensors_to_save(algorithm, Memory(), {}, {})))
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
@@ -225,7 +225,7 @@ class PowerSGDState:
             self._adapter.sync.load_state_dict(state, strict=strict)
         else:
             # Check what can be checked without a model; the first step shows the rest.
-            checked_saved_state(state, specs=None)
+            read_state(state)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:

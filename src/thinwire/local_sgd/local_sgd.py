@@ -228,7 +228,7 @@ class LocalSGD(ModelAverager, Joinable):
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(self._model.outer),
-            LOADED: self._loaded is not None and self._loaded.checksum,
+            LOADED: self._loaded is not None and self._loaded.digest,
         }
         return {subject: str(value) for subject, value in described.items()}
 

@@ -43,11 +43,10 @@ from thinwire.local_sgd.model import (
 from thinwire.local_sgd.outer import held_by
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.settings import Streaming
-from thinwire.local_sgd.state import MEMBERS_KEY, STATE_VERSION, LoadedState, checked_state, members_of
+from thinwire.local_sgd.state import MEMBERS_KEY, LoadedState, checked_state, members_of
 from thinwire.sync import Engine, Settings
-from thinwire.sync.checksum import with_checksum
 from thinwire.sync.precision import full_precision
-from thinwire.sync.state import in_memory_order
+from thinwire.sync.state import FORMAT, in_memory_order
 from thinwire.tensors.layout import local_tensor
 
 Entered = TypeVar("Entered", bound="Member")
@@ -205,7 +204,7 @@ class Member(Averager, Averageable):
         # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
         step = self._steps - self._pending_steps
         state: dict[str, Any] = {
-            "version": STATE_VERSION,
+            "version": FORMAT,
             "step": step,
             "sent_after": (step,),
             "in_flight": (),
@@ -221,7 +220,7 @@ class Member(Averager, Averageable):
             "residual_of": tuple(sorted(self._engine.state.memory[ERROR])),
             "optimizers": [_own_state(optimizer) for optimizer in self._sent_optimizers],
         }
-        return with_checksum(state)
+        return state
 
     def _checked(self, state: Mapping[str, Any]) -> LoadedState:
         """Return a state that was saved or received, if it is one of this model."""

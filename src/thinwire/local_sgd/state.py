@@ -16,11 +16,9 @@ from thinwire.local_sgd.outer import load_outer, saved_outer
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
-from thinwire.sync.state import DTYPES
+from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of, shown_kind
 
-STATE_VERSION = 4
-KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
+KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
 WARMUP_KEY = "warmup"  # there if an algorithm of the warm-up still remembers something
 MEMBERS_KEY = "members"  # of those that come and go
 COUNTS = ("lineage", "commits", "turns")
@@ -39,7 +37,7 @@ class LoadedState(NamedTuple):
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
     warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
-    checksum: str  # of all of it, for processes to compare what they loaded
+    digest: int  # of all of it, for processes to compare what they loaded
     members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 
 
@@ -56,7 +54,7 @@ def packed_state(
     in_flight = [item for pending_average in pending_averages for item in pending_average.changes.items()]
     # Several of these values are collective: in one order on all processes, of the shards of a replica too.
     state = {
-        "version": STATE_VERSION,
+        "version": FORMAT,
         "step": step,
         "sent_after": tuple(fragment.sent_after for fragment in fragments),
         "in_flight": tuple(
@@ -68,7 +66,7 @@ def packed_state(
     }
     if warmup is not None:
         state[WARMUP_KEY] = warmup.state_dict()
-    return with_checksum(state)
+    return state
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
@@ -76,7 +74,7 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
     if loaded.members is not None:
         return loaded.members
     # Members that load the same state are of one lineage.
-    lineage = int(loaded.checksum.rpartition(":")[2], 16) | 1
+    lineage = loaded.digest | 1
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
 
@@ -129,14 +127,10 @@ def checked_state(
     has_warmup: bool = False,
 ) -> LoadedState:
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
-    check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
+    check_kind(state, KEYS, "LocalSGD.state_dict()")
     assert isinstance(state, Mapping)
-    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
-        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
-    # Before anything is believed of it.
-    checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
-    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
+    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "digest": digest_of(state)}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if state[WARMUP_KEY] is not None and not has_warmup:

@@ -14,12 +14,12 @@ from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.fragment import Averaged, Buckets
 from thinwire.local_sgd.groups.averageable import Part
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.loads import checksum_of
 from thinwire.local_sgd.member import Member
 from thinwire.local_sgd.model import Optimizers, as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.settings import Streaming
 from thinwire.local_sgd.state import LoadedState
+from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
 
 
@@ -86,7 +86,7 @@ class Steps(Member):
 
     def _in_loop(self) -> AbstractContextManager[None]:
         # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
-        return self._model.loads.noted(self.module, (), lambda: checksum_of(list(self._held().values())))
+        return self._model.loads.noted(self.module, (), lambda: digest_of(list(self._held().values())))
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all who are there, and let the optimizer step. Collective.

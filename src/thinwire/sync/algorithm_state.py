@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,18 +11,20 @@ from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Transport
 from thinwire.plan import ParameterSpec
-from thinwire.sync.checksum import with_checksum
-from thinwire.sync.local_state import Position
 from thinwire.sync.partition import IntraNodePartition, Ranges
 from thinwire.sync.state import (
-    LoadedState,
-    average_local,
+    Cuts,
+    Layout,
+    Position,
+    SavedState,
+    Tensors,
     check_model,
-    combine,
     fitting,
     in_memory_order,
-    packed_state,
+    pack,
+    tensors_to_save,
 )
+from thinwire.sync.state_messages import assemble, average_local, combine, parts_of, parts_of_all
 from thinwire.tensors import accelerators
 
 # Steps of which the host does not learn whether they were finite, counted in one launch.
@@ -33,7 +35,7 @@ class Remembered(NamedTuple):
     """All that steps change, as it was at one time."""
 
     memory: Memory
-    pending_state: dict[Slot, dict[str, torch.Tensor]]
+    pending_state: Tensors
     pending_of: Literal["all", "machine", "process"]
     held: dict[str, Ranges]  # parts of parameters, if processes of a machine share the work
     unsynced_names: set[str]
@@ -54,7 +56,7 @@ class AlgorithmState:
         nonfinite_steps: Steps that were not finite, as far as the host knows.
         may_remember: Whether some process of this machine may have something in memory.
         torn: The step that has written memory, and whose means did not come; "" if there is none.
-        loaded_checksum: Of what was loaded last.
+        loaded_digest: Of what was loaded last, for processes to compare.
         unchecked: A loaded state of which no one knows yet whether it is of this model.
     """
 
@@ -68,17 +70,17 @@ class AlgorithmState:
         self.specs = {spec.name: spec for spec in specs}
         self.all_known = bool(self.specs)
         self.memory = Memory()
-        self.pending_state: dict[Slot, dict[str, torch.Tensor]] = {}
+        self.pending_state: Tensors = {}
         self.pending_of: Literal["all", "machine", "process"] = "all"
         self.unsynced_names: set[str] = set()
         self.nonfinite_steps = 0
         self.may_remember = False
         self.torn = ""
-        self.loaded_checksum: str | None = None
-        self.unchecked: LoadedState | None = None
+        self.loaded_digest: int | None = None
         self._inter_node, self._partition, self._num_parts = inter_node, partition, num_parts
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
+        self.unchecked: SavedState | None = None
 
     # Steps.
 
@@ -175,7 +177,7 @@ class AlgorithmState:
                 tensor.mul_(error_scale)
         # Only some members may have loaded a state or averaged their residuals; both must be the same on all
         # members, so reset them.
-        self.loaded_checksum, self.unsynced_names = None, set(self.specs)
+        self.loaded_digest, self.unsynced_names = None, set(self.specs)
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
@@ -200,7 +202,7 @@ class AlgorithmState:
 
     # Saving.
 
-    def save(self, algorithm: Algorithm, device: torch.device, purpose: str) -> dict[str, Any]:
+    def save(self, algorithm: Algorithm, device: torch.device, purpose: str) -> SavedState:
         """Return all of it, the same on every process, with mean residuals here as well. Collective."""
         self._drop_unsaved()
         if self.unsynced_names:
@@ -215,37 +217,21 @@ class AlgorithmState:
             combine(self.pending_state, self._inter_node, "mean", purpose, names=self.unsynced_names)
             self.pending_of = "all"
         self.unsynced_names.clear()
-        if self._partition is None:
-            return self._packed(algorithm, self.memory, self.pending_state)
-        pending = {slot.name: tensors for slot, tensors in self.pending_state.items()}
-        return self._partition.whole_state(self._packed(algorithm, self.memory, {}), self.specs, pending)
+        return self._saved(algorithm, self.memory, self.pending_state)
 
-    def save_local(self, algorithm: Algorithm, position: Position) -> dict[str, Any]:
+    def save_local(self, algorithm: Algorithm, position: Position, cuts: Cuts) -> SavedState:
         """Return all that this process remembers, and who it is; no message is sent."""
-        partition, common = self._partition, self.common_state(algorithm)
         self._drop_unsaved()
-        if partition is None:
-            own = self._packed(algorithm, self.memory, self.pending_state)
-        else:
-            # The processes of a machine are added up: what all of them have loaded is saved by one.
-            is_saved_here = self.pending_of == "process" or partition.intra_node.rank == 0
-            pending = {slot.name: tensors for slot, tensors in self.pending_state.items() if is_saved_here}
-            own = self._packed(algorithm, self.memory, {})
-            own = partition.whole_state(own, self.specs, pending, of_all=False)
-            common = self._packed(algorithm, Memory(self.memory.step), {})  # they remember different parts
-        return with_checksum(
-            {
-                "own": own,
-                **position._asdict(),
-                "differing": tuple(sorted(self.unsynced_names)),
-                "common": common["checksum"],
-            }
-        )
+        # The processes of a machine are added up: what all of them have loaded is saved by one.
+        is_mine = self._partition is None or self.pending_of == "process" or not position.local_rank
+        pending = self.pending_state if is_mine else {}
+        saved = self._saved(algorithm, self.memory, pending, of_all=False)
+        return saved._replace(layout=Layout(position, tuple(sorted(self.unsynced_names)), cuts))
 
     def common_state(self, algorithm: Algorithm) -> dict[str, Any]:
         """Return the state without what differs between processes, for one that joins; no message is sent."""
         common = {slot: tensors for slot, tensors in self.memory.slots.items() if not slot.is_local}
-        return self._packed(algorithm, Memory(self.memory.step, common), {})
+        return pack(self._saved(algorithm, Memory(self.memory.step, common), {}, of_all=False))
 
     def _drop_unsaved(self) -> None:
         """Drop what a resumed run won't have: both must continue bit for bit alike."""
@@ -253,24 +239,27 @@ class AlgorithmState:
             if slot.is_local and not slot.is_saved:
                 tensors.clear()
 
-    def _packed(
-        self, algorithm: Algorithm, memory: Memory, pending: Mapping[Slot, Mapping[str, torch.Tensor]]
-    ) -> dict[str, Any]:
-        specs = self.specs
-        if self._partition is not None:
-            specs = {part.name: part for part in self._partition.held_parts(specs.values())}
-        skipped_steps = self.nonfinite_steps
-        return packed_state(algorithm, memory, specs, self._shapes, pending, skipped_steps=skipped_steps)
-
-    @property
-    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of all parameters, as far as the model or the loaded state has them."""
-        loaded = {} if self.unchecked is None else self.unchecked.shapes
-        return {**loaded, **{name: spec.shape for name, spec in self.specs.items()}}
+    def _saved(
+        self, algorithm: Algorithm, memory: Memory, pending: Tensors, *, of_all: bool = True
+    ) -> SavedState:
+        """Return a memory and what is pending, of this process or of all processes of its machine."""
+        if (partition := self._partition) is None:
+            slots = tensors_to_save(algorithm, memory, self.specs, pending)
+        else:
+            held = {part.name: part for part in partition.held_parts(self.specs.values())}
+            own, rank = tensors_to_save(algorithm, memory, held, {}), partition.intra_node.rank
+            parts = parts_of_all(own, partition.intra_node) if of_all else parts_of(own, rank)
+            slots = assemble(own, parts, self.specs, partition.view_of)
+            for slot, tensors in pending.items():
+                slots.setdefault(slot, {}).update(tensors)
+        # The shapes of all parameters, as far as the loaded state or the model has them.
+        shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
+        shapes |= {name: spec.shape for name, spec in self.specs.items()}
+        return SavedState(repr(algorithm), memory.step, self.nonfinite_steps, shapes, slots)
 
     # Loading.
 
-    def load(self, loaded: LoadedState) -> None:
+    def load(self, loaded: SavedState) -> None:
         """Go on from a checked state; if parameters are not known yet, the first step checks the model."""
         loaded = fitting(loaded, self.specs if self.all_known else None)
         slots = {slot: dict(tensors) for slot, tensors in loaded.slots.items()}
@@ -279,12 +268,13 @@ class AlgorithmState:
         )
         # Into memory when buckets are opened: its order there, and the device, are not known before.
         self.pending_state = {s: tensors for s, tensors in slots.items() if s.is_elementwise}
-        self.pending_of = "all"
+        self.pending_of = "all" if loaded.layout is None else "process"
         if self._partition is not None:
             self._partition.forget()
         self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
-        self.unsynced_names, self.loaded_checksum = set(), loaded.checksum
+        self.unsynced_names = set() if loaded.layout is None else set(loaded.layout.differing)
+        self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
 
     def check_loaded(self) -> None:

@@ -281,7 +281,7 @@ class BucketPlans:
             described |= {
                 "committed steps": str(self.state.memory.step),
                 "steps that were not finite": str(self.state.nonfinite_steps),
-                "loaded state": self.state.loaded_checksum or "none",
+                "loaded state": "none" if self.state.loaded_digest is None else str(self.state.loaded_digest),
                 "averaged error": str(not self.state.unsynced_names),
             }
         for spec in self.specs:

@@ -21,7 +21,7 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.reporter import Reporter
 from thinwire.sync.scheduler import CollectiveScheduler
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, checked_state
+from thinwire.sync.state import Position, SavedState, check_model, check_position, pack, read_state
 from thinwire.sync.step import Step
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
@@ -245,8 +245,8 @@ class Engine:
 
     # Saved state; `GradientSync` has more of it.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that is remembered, the same on every process; see `GradientSync`."""
+    def save(self) -> SavedState:
+        """Return all that is remembered, the same on every process; see `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
         self.check_whole("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
@@ -257,20 +257,36 @@ class Engine:
             self.reporter.keep_errors()
             return self.state.save(self.algorithm, self.buckets.device, purpose)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `save` returns, packed."""
+        return pack(self.save())
+
     def check_state_dict(
         self,
         state: Mapping[str, Any],
         *,
         strict: bool = True,
-        specs: Mapping[str, ParameterSpec] | None = None,
-    ) -> LoadedState:
-        """Return the state that `load` would load, and change nothing."""
-        self.check_between_steps("load_state_dict()")
-        if specs is None and self.state.all_known:
-            specs = self.state.specs
-        return checked_state(state, specs, slots=self.algorithm.slots, strict=strict)
+        position: Position | None = None,
+        whole: Mapping[str, ParameterSpec] | None = None,
+    ) -> SavedState:
+        """Return the state that `load` would load, and change nothing.
 
-    def load(self, loaded: LoadedState) -> None:
+        Args:
+            state: As `GradientSync.load_state_dict` takes it.
+            strict: As of `GradientSync.load_state_dict`.
+            position: Of this process, if it may load what it has saved for itself.
+            whole: The whole parameters, if those here are shards.
+        """
+        self.check_between_steps("load_state_dict()")
+        loaded = read_state(state, self.algorithm.slots)
+        if loaded.layout is not None:
+            check_position(loaded.layout.position, position)
+        if self.state.all_known:
+            specs = self.state.specs if whole is None or loaded.layout is not None else whole
+            check_model(loaded, specs, strict=strict)
+        return loaded
+
+    def load(self, loaded: SavedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it.
 
         If the parameters are not known yet, whether it is of this model shows at the first step.

@@ -13,8 +13,8 @@ from thinwire.errors import AttachError, StateError, StepError
 from thinwire.plan import Plan
 from thinwire.sync.algorithm_state import Remembered
 from thinwire.sync.engine import Engine
-from thinwire.sync.local_state import Position, is_local, own_state
 from thinwire.sync.precision import full_precision
+from thinwire.sync.state import Cuts, Position, SavedState, pack
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class GradientSync:
             `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
 
         Cost: a gather of 32 bytes from each process, one exact average of all error memory (none if there was
-        no step since the last time), a copy of it to the CPU and its checksum. The average sends as much as
+        no step since the last time), and a copy of it to the CPU. The average sends as much as
         exact averaging of fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between
         two processes at 100 Mbit/s (`thinwire advise` tells it for your model and link;
         `local_state_dict` sends nothing). `Quantize` and `Cast` have none. If other processes do not call it
@@ -122,7 +122,7 @@ class GradientSync:
 
         Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
 
-        Cost: a copy of what is remembered to the CPU, and its checksum. On machines of several processes
+        Cost: a copy of what is remembered to the CPU. On machines of several processes
         each state has zeros for the parts that other processes of the machine remember.
 
         Raises:
@@ -132,7 +132,11 @@ class GradientSync:
         engine.check_between_steps("local_state_dict()")
         engine.check_whole("local_state_dict()")
         with full_precision(torch.device("cpu")):
-            return engine.state.save_local(engine.algorithm, self.position)
+            return pack(engine.state.save_local(engine.algorithm, self.position, self._cuts()))
+
+    def _cuts(self) -> Cuts:
+        """Return how a sharded model is cut."""
+        return {}
 
     @property
     def position(self) -> Position:
@@ -145,7 +149,7 @@ class GradientSync:
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
 
-        Of `local_state_dict`, each process loads its own.
+        Each process must pass its own `local_state_dict()`.
 
         The number of processes may differ, and so may the buckets. The algorithm in use is kept: a state
         saved with other settings (what does not fit is cut or extended, with a warning), or by a different
@@ -163,19 +167,10 @@ class GradientSync:
             StepError: A step is under way.
         """
         with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
-            if is_local(state):
-                self._load_local(state, strict=strict)
-            else:
-                self._engine.load(self._engine.check_state_dict(state, strict=strict))
+            self._engine.load(self._checked(state, strict=strict))
 
-    def _load_local(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Go on from what a process has saved for itself, if it is this one."""
-        own = own_state(state, self.position)
-        loaded = self._engine.check_state_dict(own, strict=strict)
-        # All members compare what is the same in their files.
-        self._engine.load(loaded._replace(checksum=state["common"]))
-        self._engine.state.unsynced_names = set(state["differing"])
-        self._engine.state.pending_of = "process"
+    def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
+        return self._engine.check_state_dict(state, strict=strict, position=self.position)
 
     def distributed_state(self) -> Stateful:
         """Return a state for `torch.distributed.checkpoint` to save and load, beside model and optimizer.
