@@ -61,6 +61,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     with Device() as device:
         with device.on(NCCL):
             pass
+        monkeypatch.setattr(streams, "WITHOUT_STREAMS", ())
         monkeypatch.setattr(streams, "current_stream", device.current_stream)
         monkeypatch.setattr(streams, "new_stream", device.new_stream)
         monkeypatch.setattr(streams, "launching_on", lambda stream: device.on(stream.number))

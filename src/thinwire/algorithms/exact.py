@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR, WithResidual, keep_remainder, with_residual
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -72,13 +72,13 @@ def exchange_uncompressed(
     bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    names = [spec.name for spec in bucket.specs]
+    names = [spec.name for spec in bucket.specs] if memory.slots.get(ERROR) else []
     # The same on all members, whose residuals have the same names: it decides the length of the message.
-    has_residual = not memory[ERROR].keys().isdisjoint(names)
-    sent = (
-        with_residual(bucket, memory, range(len(names)), wire_dtype) if has_residual else WithResidual([], {})
-    )
-    message = torch.cat(sent.parts) if has_residual else bucket.flat
+    has_residual = bool(names) and not memory[ERROR].keys().isdisjoint(names)
+    message = bucket.flat
+    if has_residual:
+        sent = with_residual(bucket, memory, range(len(names)), wire_dtype)
+        message = torch.cat(sent.parts)
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
     # Without a residual the bucket travels where it lies, and its mean comes back there.
     if mean is not bucket.flat:

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
-from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
-from thinwire.adapters.ddp_model import dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, dense_buffer
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, translated

@@ -21,6 +21,8 @@ from thinwire.sync.streams import refuse_capture
 from thinwire.sync.unused import UnusedParameters
 from thinwire.tensors import accelerators
 
+ENDED = "this step has ended; begin a new one"
+
 
 class Step:
     """A step in flight. `Engine.begin` makes one; several may be open side by side, over different buckets.
@@ -99,7 +101,8 @@ class Step:
         Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
         for those whose gradient is not zero.
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         if flat.is_cuda:
             refuse_capture()
         opened = bucket if isinstance(bucket, BucketState) else None
@@ -182,23 +185,21 @@ class Step:
         is sent in between must be in the same order everywhere. Returns whether there is a round under way;
         if not, only `finish` is left to do.
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         # The last gradients were ready when their bucket was started, and all since then is exposed.
         with self._working(are_ready=False):
             try:
-                return self._advance()
+                if not self._has_all:
+                    self._send_rest()
+                return self._scheduler.advance()
             except BaseException:
                 self.abandon()
                 raise
 
-    def _advance(self) -> bool:
-        if not self._has_all:
-            self._send_rest()
-            self._has_all = True
-        return self._scheduler.advance()
-
     def _send_rest(self) -> None:
-        """Send all that waited until all buckets are there."""
+        """Send all that waited until all buckets were there."""
+        self._has_all = True
         if not self._started and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         if self._held:
@@ -225,16 +226,19 @@ class Step:
         If a mean was not finite, it was not: memory is as it was, and all gradients are NaN, so that a
         `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         on_cpu, is_under_way = self._plans.device.type == "cpu", True
         with self._working(are_ready=False):
             try:
+                if not self._has_all:
+                    self._send_rest()
                 while is_under_way:
                     # Answers are written while the last messages travel: an accelerator does that
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
-                    is_under_way = self._advance()
+                    is_under_way = self._scheduler.advance()
                 with profiler_range("thinwire: commit"):
                     committed = self._commit()
                 if self._reduces is not None:
@@ -373,7 +377,3 @@ class Step:
         if self._reduces is not None:
             self._reduces.drain()
         self._scheduler.drain()
-
-    def _check_open(self) -> None:
-        if not self.is_open:
-            raise StepError("this step has ended; begin a new one")
