@@ -88,7 +88,7 @@ class Shadow(JoinHook):
         self._adapter, self._step, self._end = adapter, step, end
 
     def main_hook(self) -> None:
-        # Leave first; otherwise `notify_join_context` would report this process as active.
+        # Leave first; otherwise the averaging would report this process as active to the join context.
         leave_join(self._adapter)
         self._step()
 
