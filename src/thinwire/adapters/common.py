@@ -37,7 +37,7 @@ def new_engine(
     if isinstance(transport, ProcessGroupTransport):
         machines, why_flat = machines_of(transport, layout)
         if layout is True and machines is None and not why_flat:
-            why_flat = why_by_itself(transport)
+            why_flat = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
             if why_flat and not transport.rank:
                 logger.warning("%s", why_flat)
     engine = Engine(algorithm, transport, specs, settings, machines=machines)
