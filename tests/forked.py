@@ -2,15 +2,15 @@
 
 How tests start processes, from the most used on:
 
-    pool.in_each_process(n)     runs a test's body in n processes that stay, joined by Gloo
-    forked.process(body, …)     one process, which ends with the test
-    launcher.run_python(…)      `python script …` or `thinwire …`, and how it ended; `started_python` for one that is
-                                still running, `run_job` for the ranks of a job
-    stand_ins.stand_ins()       for what a launcher of others starts (torchrun, xdist, the lab): a small stand-in
-                                asks a server to fork what is to run
+    pool.in_each_process(n)   runs a test's body in n processes that stay, joined by Gloo
+    forked.process(body, …)   one process, which ends with the test
+    launcher.run_python(…)    `python script …` or `thinwire …`, and how it ended; `started_python`: while it
+                              still runs; `run_job`: the ranks of a job
+    stand_ins.stand_ins()     what a launcher of others starts (torchrun, xdist, the lab): a small stand-in asks
+                              a server to fork what is to run
 
-To debug a process that fails, run its test alone with `-n 0 -s`, and put `faulthandler.dump_traceback_later(20)`
-into the body: its stacks are printed where it hangs. A pool's process that hangs is named with its stacks.
+To debug a process that hangs, run its test alone with `-n 0 -s`, and put
+`faulthandler.dump_traceback_later(20)` into the body. A pool says itself where its processes hang.
 """
 
 from __future__ import annotations
