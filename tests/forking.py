@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
 from thinwire import cli, launch
@@ -26,7 +27,6 @@ class Forked:
         stderr: IO[bytes],
         env: Mapping[str, str],
         start_new_session: bool,
-        preexec_fn: Callable[[], None],
     ) -> None:
         assert (stdin, stdout) == (subprocess.DEVNULL, None)
         assert start_new_session
@@ -34,7 +34,6 @@ class Forked:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                preexec_fn()
                 _be(command[command.index("-m") + 1 :], stderr.fileno(), env)
             except BaseException:
                 traceback.print_exc()
@@ -55,6 +54,7 @@ def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> 
     os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     os._exit(0)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
@@ -23,7 +22,7 @@ from launcher import run_python, started_python
 from thinwire import ConfigError, launch
 from thinwire.cli.common import run_here
 from thinwire.elastic_job import ElasticJob
-from thinwire.launch import Job, LocalJob, end_signals, end_with_parent, python_module
+from thinwire.launch import Job, LocalJob, end_signals, ending_with_this, python_module
 
 WITHIN_SECONDS = 60.0
 
@@ -160,13 +159,9 @@ def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
 def test_who_starts_after_its_launcher_has_ended_does_not_begin() -> None:
-    command = [sys.executable, "-S", "-c", "print('begun')"]
-    ends = [
-        subprocess.run(
-            command, preexec_fn=partial(end_with_parent, launcher), capture_output=True, check=False
-        )
-        for launcher in (os.getpid() + 1, os.getpid())
-    ]
+    begin = ending_with_this([sys.executable, "-S", "-c", "print('begun')"])
+    of_another = [f"{os.getpid() + 1}" if argument == f"{os.getpid()}" else argument for argument in begin]
+    ends = [subprocess.run(command, capture_output=True, check=False) for command in (of_another, begin)]
     assert [(ended.returncode, ended.stdout) for ended in ends] == [(1, b""), (0, b"begun\n")]
 
 

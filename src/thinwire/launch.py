@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import os
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
@@ -30,16 +28,19 @@ STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: th
 LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
 LAST_WORDS_SECONDS = 5.0  # for the output of a process that has ended: its children may have that open still
-PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+# Becomes a command that Linux kills when its parent ends: by PR_SET_PDEATHSIG, 1 in <sys/prctl.h>.
+END_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]): sys.exit(1)  # it ended before the request
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
-def end_with_parent(parent: int) -> None:
-    """Let Linux kill this process when its parent has ended. On macOS it goes on until a message fails."""
-    if _libc is not None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the request
-            os._exit(1)
+def ending_with_this(command: Sequence[str]) -> list[str]:
+    """Return a command that ends when this process does; on macOS, only when its messages fail."""
+    first = [sys.executable, "-I", "-S", "-c", END_WITH_PARENT, str(os.getpid())]
+    return [*(first if sys.platform == "linux" else []), *command]
 
 
 @contextmanager
@@ -98,7 +99,7 @@ class Process:
         self.seconds: float | None = None  # how long it ran, once its end is seen
         self._start, self._as_group = time.monotonic(), as_group
         self._process = subprocess.Popen(
-            command,
+            ending_with_this(command),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if out is not None else None,
             stderr=subprocess.STDOUT if out is not None else errors,
@@ -106,7 +107,6 @@ class Process:
             env={"OMP_NUM_THREADS": "1", **os.environ, LAUNCHER: str(os.getpid()), **variables},
             # Ctrl-C on a terminal reaches all processes of a session: only this one, which ends the others.
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid()),  # noqa: PLW1509 - takes no lock
         )
         self._reader: threading.Thread | None = None
         if out is not None:
