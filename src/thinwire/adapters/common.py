@@ -38,7 +38,7 @@ def new_engine(
     if isinstance(transport, ProcessGroupTransport):
         machines, uneven = machines_of(transport, layout)
         if layout is True and machines is None and not uneven:
-            why = why_by_itself(transport)
+            why = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
             if why and not transport.rank:
                 logger.warning("%s", why)
     return Engine(algorithm, transport, specs, settings, machines=machines)
