@@ -176,8 +176,8 @@ def test_newcomers_are_sent_no_state_while_there_are_too_few(job: Job) -> None:
             sizes: list[int] = []
             while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
                 for group in groups:
-                    group.conclude(False) if sizes else None
-                list(threads.map(TorchftGroup.meet, groups))
+                    group.commit(False) if sizes else None
+                list(threads.map(TorchftGroup.start_quorum, groups))
                 sizes = [group.transport.size for group in groups]
         assert {each.args[0] for each in sent.call_args_list} == {None}
         assert [group.received for group in groups] == [None, None]
@@ -191,19 +191,19 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
     group = TorchftGroup(job.address, timeout_seconds=5, wait_seconds=20, hostname="127.0.0.1")
     try:
         for answer in ({"return_value": False}, {"side_effect": TimeoutError("no answer")}):
-            group.meet()
+            group.start_quorum()
             with patch.object(group._manager, "should_commit", **answer):
-                group.conclude(True)
+                group.commit(True)
         assert group._manager.current_step() == 2
-        group.meet()
-        group.conclude(False)
+        group.start_quorum()
+        group.commit(False)
         assert group._manager.current_step() == 2
         cause = Mock(original_exception=StateError("it can't be sent"))
         with (
             patch.object(group._manager, "errored", return_value=cause),
             pytest.raises(StateError, match="can't be sent"),
         ):
-            group.meet()
+            group.start_quorum()
         asked: list[timedelta] = []
 
         def no_answer(timeout: timedelta) -> None:
@@ -217,7 +217,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             patch.object(group._manager, "start_quorum", no_answer),
             patch("thinwire.local_sgd.groups.torchft_group.PAUSE_SECONDS", 0.0),
         ):
-            group.meet()
+            group.start_quorum()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
@@ -227,7 +227,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
             pytest.raises(LeftError, match=r"the lighthouse .* does not answer"),
         ):
-            group.meet()
+            group.start_quorum()
     finally:
         group.leave()
 
@@ -235,7 +235,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchft_group, "LOOK_SECONDS", 0.01)
     server = socket.create_server(("127.0.0.1", 0))
-    line = torchft_group._Line(f"http://127.0.0.1:{server.getsockname()[1]}")
+    line = torchft_group._LivenessProbe(f"http://127.0.0.1:{server.getsockname()[1]}")
     asked, ended = threading.Event(), threading.Event()
 
     def unanswered(**_: Any) -> None:
@@ -248,7 +248,7 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         server.close()
         connection.close()
 
-    client = torchft_group._Client(Mock(_quorum=unanswered), Mock(), Mock(), line)
+    client = torchft_group._QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), line)
     threading.Thread(target=end).start()
     with pytest.raises(torchft_group._LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)
@@ -267,7 +267,7 @@ def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]
-    client = torchft_group._Client(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
+    client = torchft_group._QuorumClient(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
     known: list[bool] = []
     for _ in quorums:
         known.append(client._quorum(step=4).quorum_id == manager._quorum_id)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.loads import checksum_of
+from thinwire.local_sgd.loaded_weights import checksum_of
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import held_of
 

@@ -154,13 +154,13 @@ class TorchftGroup(Group):
                 f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
-        self._line = _Line(self._lighthouse)
+        self._line = _LivenessProbe(self._lighthouse)
         if folder := os.environ.get(ASKED):
             with suppress(OSError):  # the command has ended, and does not ask any more
                 Path(folder, name).touch()
-        self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
+        self._manager._client = _QuorumClient(self._manager._client, self._manager, self._group, self._line)
 
-    def meet(self) -> None:
+    def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
         said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
@@ -216,7 +216,7 @@ class TorchftGroup(Group):
                 time.sleep(PAUSE_SECONDS)
                 patience *= 1 if isinstance(error, _LighthouseGoneError) else 2
 
-    def conclude(self, committed: bool) -> None:
+    def commit(self, committed: bool) -> None:
         if not committed:
             # At once, so that the others' messages fail as well, and no one waits until they time out.
             self._group.abort()
@@ -229,23 +229,23 @@ class TorchftGroup(Group):
         if self._manager.current_step() != counted:
             # The members' last message has decided, and torchft only counts: with a different count than the
             # others' this member would be sent a model that it holds, or send them one.
-            self.start_over(counted)
+            self.reset(counted)
 
-    def start_over(self, commits: int = 0) -> None:
+    def reset(self, commits: int = 0) -> None:
         self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
     def break_off(self) -> None:
         self._group.abort()
 
-    def join_place(
+    def join_local_rank(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """Meet those of one place, in a store; return what this one starts from, if new."""
+        """Meet those of one local rank, in a store; return what this one starts from, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises what it likes
             raise CommunicationError(
-                f"the processes of this place in other members could not be joined: {error}"
+                f"the processes of this local rank in other members could not be joined: {error}"
             ) from error
         self._group.rank, self._group.size = rank, size
         self.transport.transport = transport = self._group.transport()
@@ -271,7 +271,7 @@ class _LighthouseGoneError(Exception):
     """The lighthouse's process has ended; a question that it had not answered is lost."""
 
 
-class _Line:
+class _LivenessProbe:
     """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
 
     def __init__(self, lighthouse: str) -> None:
@@ -311,7 +311,7 @@ class _Line:
             self._socket = None
 
 
-class _Client:
+class _QuorumClient:
     """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
 
     It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
@@ -321,7 +321,7 @@ class _Client:
     processes that have ended.
     """
 
-    def __init__(self, inner: Any, manager: Any, group: _Configured, line: _Line) -> None:
+    def __init__(self, inner: Any, manager: Any, group: _Configured, line: _LivenessProbe) -> None:
         self._inner, self._manager, self._group, self._line = inner, manager, group, line
 
     def __getattr__(self, name: str) -> Any:
@@ -373,7 +373,7 @@ class _Configured:
         self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
-        # A separate place in the store: see `_Client`.
+        # A separate place in the store: see `_QuorumClient`.
         place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
         self.address = f"{store_addr}/{place}"
         self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)

@@ -1,4 +1,4 @@
-"""Members that come and go: who takes part in an averaging, which all commit or none, and who has gone."""
+"""Averagings with members that come and go: all commit one or none, and it is known who has gone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,40 +17,39 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import gather_bytes, gather_numbers
 from thinwire.comm.agreement import check_same
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
-from thinwire.local_sgd.groups.averageable import Averageable, Part
+from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.inner_settings import InnerSettings, difference, digest, set_otherwise
-from thinwire.local_sgd.groups.machine import PURPOSE, BrokenMemberError, described_together, heard, told
-from thinwire.local_sgd.groups.presence import (
+from thinwire.local_sgd.groups.machine_group import BrokenMemberError, described_together, in_all_processes
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
+from thinwire.local_sgd.inner_settings import InnerSettings, difference, digest, set_otherwise
+from thinwire.local_sgd.member_status import (
     NUMBER_BITS,
     MembershipStats,
-    Presence,
+    MemberStatus,
+    StatusGather,
     count_changes,
     kept_lineage,
     next_lineage,
     of_one_member,
 )
-from thinwire.local_sgd.groups.state_transfer import broadcast_residual
+from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.sync import Engine
 
 logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
 
 
-@dataclass
-class _Averaging:
+class _Averaging(NamedTuple):
     """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
 
-    pending_average: PendingAverage[Any] | None
+    pending: PendingAverage[Any] | None
     lineage: int
-    present: tuple[Presence, ...]
+    statuses: tuple[MemberStatus, ...]
 
     def abandon(self) -> None:
-        """Forget it; nothing has changed."""
-        if self.pending_average is not None:
-            self.pending_average.abandon()
+        if self.pending is not None:
+            self.pending.abandon()
 
 
 class _TryAgainError(Exception):
@@ -65,8 +63,8 @@ class _TooFewError(_TryAgainError):
 RETRIED = (CommunicationError, _TryAgainError)
 
 
-class Elastic:
-    """Lets an adapter average with all who are there, as often as it takes; keeps track of the members.
+class ElasticMembership(Membership):
+    """Averages with all who are there, as often as it takes; keeps track of the members.
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
@@ -76,15 +74,14 @@ class Elastic:
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
     """
 
-    def __init__(self, group: Group, engine: Engine, adapter: Averageable, device: torch.device) -> None:
+    def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
+        super().__init__(group, contributor)
         self.stats = MembershipStats()
         self.is_leaving = False  # to be set: whether to leave after the next averaging
-        self.has_left = False
         # The committed averagings that the model comes from, a digest and a number; newcomers take both.
         self.lineage = self.commits = 0
-        self._group, self._engine, self._adapter, self._device = group, engine, adapter, device
-        self._member = self._drawn()
-        self._present: tuple[Presence, ...] = ()  # at the last committed averaging
+        self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
+        self._kind, self._member = kind, self._drawn()
         # Over whose mean this member's residual counts; 0 for those who resume together.
         self._error_members = 1
         self._agreed_changes = 0
@@ -93,32 +90,34 @@ class Elastic:
         self._warned = ""  # of its optimizers' settings
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
+        self._is_delayed = False
         group.provide = self._provided
         group.is_leaving = lambda: self.is_leaving
 
     @property
     def is_open(self) -> bool:
-        """Whether an averaging was started, and not finished."""
         return self._open is not None
 
-    def average(self) -> None:
-        """Average once with all who are there, however often that must be tried. Collective."""
-        self.start()
-        self.finish()
-
-    def start(self) -> None:
-        """Meet, and send the first messages of an averaging. Collective."""
+    def start(self, *, is_delayed: bool = False, statuses: Sequence[MemberStatus] = ()) -> None:
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to rejoin")
+        if self.stats.averagings == 1:
+            plain(self.state())  # optimizers have their state only since the first step
+        self._is_delayed = is_delayed
         self._repeated(self._start)
 
+    def is_behind(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> bool:
+        return False  # a member that is lost meanwhile shows when the averaging is due, and it is done again
+
     def finish(self) -> None:
-        """Commit the averaging that was started; if it fails, all of it is done again. Collective."""
         self._repeated(self._finish)
         # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
-        if self._present[self._group.control.rank].is_leaving:
+        if self.statuses[self._group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def abandon(self) -> None:
+        pass  # what has failed is abandoned, or in doubt
 
     def save(self) -> dict[str, Any]:
         """Return the engine's state, with the mean residual of all who are there. Collective."""
@@ -130,10 +129,14 @@ class Elastic:
         finally:
             self._is_saving = False
 
-    def resume(self, lineage: int, commits: int) -> None:
+    def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        return self._contributor.state(self.lineage, self.commits, sync)
+
+    def stand_at(self, lineage: int, commits: int) -> None:
         """Stand where a saved state does, of which others may be, too."""
         self.lineage, self.commits, self._error_members = lineage, commits, 0
-        self._group.start_over(commits)
+        self._group.reset(commits)
 
     def leave(self) -> None:
         """Go at once. What has not been handed over is lost."""
@@ -147,7 +150,7 @@ class Elastic:
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
         """Try until it succeeds, or the group's patience is over."""
-        give_up_at, said = math.inf, ""
+        group, give_up_at, said = self._group, math.inf, ""
         while True:
             try:
                 attempt()
@@ -158,55 +161,39 @@ class Elastic:
             except RETRIED as error:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
-                give_up_at = min(give_up_at, now + self._group.wait_seconds)
+                give_up_at = min(give_up_at, now + group.wait_seconds)
                 # First of all: it breaks the others' messages off, which would wait for this member until
                 # they time out.
-                self._group.conclude(False)
+                group.commit(False)
                 self.stats.retries += not isinstance(error, _TooFewError)
                 if str(error) != said:  # who waits for others meets the same again and again
                     said, waits = str(error), isinstance(error, _TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
-                if self._group.decided(now >= give_up_at):
+                if group.broadcast_scalar(now >= give_up_at):
                     raise CommunicationError(
-                        f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
-                        f"{error}. Nothing was averaged; see whether the lighthouse and at least "
-                        f"min_members={self._group.min_members} members are there"
+                        f"no averaging has succeeded in {group.wait_seconds:g} s, the last because: {error}. "
+                        "Nothing was averaged; see whether the lighthouse and at least "
+                        f"min_members={group.min_members} members are there"
                     ) from error
 
     def _start(self) -> None:
-        group, (present, tensors) = self._group, self._met()
-        lineage = next_lineage(self.lineage, group.quorum_id, present)
-        total = sum(presence.weight for presence in present)
-        pending_average = None
+        group, contributor = self._group, self._contributor
+        statuses, tensors = self._met()
+        lineage = next_lineage(self.lineage, group.quorum_id, statuses)
+        total = sum(status.weight for status in statuses)
+        pending = None
         if total:
-            own = present[group.control.rank].weight
-            step = max(presence.step for presence in present)
-            pending_average = self._all_can(
-                lambda: self._adapter._start(tensors, own * len(present) / total, step)
+            scale = statuses[group.control.rank].weight * len(statuses) / total
+            step = max(status.step for status in statuses)
+            pending = self._all_can(
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed)
             )
-        self._open = _Averaging(pending_average, lineage, present)
+        self._open = _Averaging(pending, lineage, statuses)
 
     def _all_can(self, action: Callable[[], Any]) -> Any:
         """Do what all processes of this member must be able to do; if one can't, all raise."""
-        group = self._group
-        failure: BaseException | None = None
-        if group.inside.size == 1:
-            return action()
-        try:
-            result = action()
-        except BrokenMemberError:
-            raise
-        except BaseException as error:
-            # Before the others of this member know: those of this place wait for this process's messages.
-            group.break_off()
-            failure = error
-        everyone = gather_bytes(told(failure, RETRIED), group.inside, PURPOSE)
-        if failure is not None:
-            raise failure
-        for rank, words in enumerate(everyone):
-            heard(words, (CommunicationError, CommunicationError), rank)
-        return result
+        return in_all_processes(action, self._group, RETRIED)
 
     def _finish(self) -> None:
         if self._open is None:
@@ -214,9 +201,10 @@ class Elastic:
         assert self._open is not None
         opened, self._open = self._open, None
         try:
-            if opened.pending_average is not None:
-                with self._engine.clock.inside(self._engine.traffic):
-                    self._all_can(opened.pending_average.send)
+            if opened.pending is not None:
+                engine = self._contributor.engines[0]
+                with engine.clock.inside(engine.traffic):
+                    self._all_can(opened.pending.send)
             purpose = "whether all have received everything"
             try:
                 gather_numbers([1.0], self._group.control, purpose)
@@ -230,95 +218,95 @@ class Elastic:
             raise
         # No message lies between the last one and the commit; the hand-over comes behind it, so that its
         # failure takes nothing back.
-        self._group.conclude(True)
+        self._group.commit(True)
         self._commit(opened)
-        self._hand_over(opened.present)
+        self._hand_over(opened.statuses)
         # Members that leave have handed over what they owed, and would count it again.
-        is_anyone_leaving = any(presence.is_leaving for presence in opened.present)
-        if not is_anyone_leaving and any(presence.is_saving for presence in opened.present):
-            self._saved = self._all_can(self._engine.state_dict)
+        is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
+        if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
+            self._saved = self._all_can(self._contributor.engine.state_dict)
 
-    def _met(self) -> tuple[tuple[Presence, ...], Any]:
+    def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
         group = self._group
         start = time.perf_counter()
         try:
-            group.meet()
+            group.start_quorum()
         except LeftError:
             self.leave()
             raise
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
-        is_new, adapter = group.received is not None, self._adapter
-        part = adapter._part()
+        is_new, contributor = group.received is not None, self._contributor
+        contribution = contributor.contribution()
         # If others have committed what this member is in doubt of.
-        behind = Part(0.0, True, None) if self._doubt is None else adapter._part(1)
-        is_still_that, settings = not is_new and self._doubt is None, adapter._inner_settings()
-        own = self._of_all_processes(
-            Presence(
-                member=self._member,
-                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
-                doubt=0 if self._doubt is None else self._doubt.lineage,
-                step=0 if is_new else adapter.steps,
-                min_members=group.min_members,
-                weight=0.0 if is_new else part.weight,
-                weight_behind_doubt=behind.weight,
-                error_norm=self._engine.error_norm(),
-                is_finite=part.is_finite and behind.is_finite,
+        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
+        is_still_that, settings = not is_new and self._doubt is None, contributor.inner_settings()
+        own = self._reduced_over_local_processes(
+            MemberStatus(
+                step=0 if is_new else contributor.steps,
+                weight=0.0 if is_new else contribution.weight,
+                is_finite=contribution.is_finite and behind.is_finite,
                 is_leaving=self.is_leaving,
                 is_new=is_new,
                 is_saving=self._is_saving,
-                settings=digest(settings),
+                member=self._member,
+                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+                doubt=0 if self._doubt is None else self._doubt.lineage,
+                weight_behind_doubt=behind.weight,
+                min_members=group.min_members,
+                error_norm=contributor.engine.error_norm(),
+                inner_settings=digest(settings),
                 averagings=self.stats.averagings,
             )
         )
-        rows = gather_numbers(list(map(float, own)), group.control, "who takes part in an averaging")
-        present = tuple(map(Presence.of, rows))
+        statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
         # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
         # gone back to meet.
-        self._check_number(present)
-        present = self._of_one_lineage(present)
-        self._check_finite(present)
-        self._check_settings(present, settings)
+        self._check_number(statuses)
+        statuses = self._of_one_lineage(statuses)
+        self._check_finite(statuses)
+        self._check_settings(statuses, settings)
         if self._agreed_changes != group.num_changes:
             # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
             # fails: the next change of members starts from this number.
-            self._agree(present)
-            self._join(present)
+            self._agree(statuses)
+            self._join(statuses)
             self._adopt()
             # Members that resume from one state have its mean each; one that joins them has nothing.
-            before = self._error_members or sum(not presence.is_new for presence in present)
-            self._engine.regroup(group.control.size / before)
+            before = self._error_members or sum(not status.is_new for status in statuses)
+            for engine in contributor.engines:
+                engine.regroup(group.control.size / before)
             self._error_members = group.control.size
             self._agreed_changes = group.num_changes
-        return present, part.tensors if is_still_that else None
+        return statuses, contribution.tensors if is_still_that else None
 
-    def _of_all_processes(self, own: Presence) -> Presence:
-        """Return this member's report: work and health of all processes, the rest from the first one."""
+    def _reduced_over_local_processes(self, own: MemberStatus) -> MemberStatus:
+        """Return this member's status: work and health of all processes, the rest from the first one."""
         if self._group.inside.size == 1:
             return own
-        purpose = "what the processes of a member say of themselves"
-        rows = gather_numbers(list(map(float, own)), self._group.inside, purpose)
-        return of_one_member(list(map(Presence.of, rows)), have_parts=self._group.has_parts)
+        everyone = StatusGather(own, self._group.inside, "the status of each process of a member").read()
+        return of_one_member(everyone, have_parts=self._group.has_parts)
 
-    def _join(self, present: Sequence[Presence]) -> None:
+    def _join(self, statuses: Sequence[MemberStatus]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
-        group, are_new = self._group, [presence.is_new for presence in present]
+        group, are_new = self._group, [status.is_new for status in statuses]
         if group.has_parts and all(are_new):
             # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
-            group.start_over()
+            group.reset()
             raise _TryAgainError("no member is left that holds all parts of the model")
         self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:
         """Return the state that a newcomer starts from."""
-        if self._device.type != "cpu":
+        device = self._contributor.device
+        if device.type != "cpu":
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
-            torch.accelerator.synchronize(self._device)
+            torch.accelerator.synchronize(device)
         # Send what it is about to load: its own model is not shared yet.
-        return self._adapter._state() if self._group.received is None else self._group.received
+        return self.state() if self._group.received is None else self._group.received
 
     def _note_received(self) -> None:
         """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
@@ -338,20 +326,20 @@ class Elastic:
             return
         self._member = self._drawn()  # to the others, it is a new one
 
-    def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
+    def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
         """Return the members with their true lineage; others must start again."""
-        kept = kept_lineage(present)
+        kept = kept_lineage(statuses)
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
-        present = tuple(presence.without_doubt(kept) for presence in present)
-        if any(presence.lineage != kept for presence in present):
-            if present[self._group.control.rank].lineage != kept:
+        statuses = tuple(status.without_doubt(kept) for status in statuses)
+        if any(status.lineage != kept for status in statuses):
+            if statuses[self._group.control.rank].lineage != kept:
                 self._group.received = None
-                self._group.start_over()
+                self._group.reset()
             raise _TryAgainError(
                 "members come from different averagings, and some must start from the others"
             )
-        return present
+        return statuses
 
     def _resolve_doubt(self, *, was_committed: bool) -> None:
         assert self._doubt is not None
@@ -362,53 +350,53 @@ class Elastic:
         else:
             doubt.abandon()
 
-    def _check_number(self, present: Sequence[Presence]) -> None:
+    def _check_number(self, statuses: Sequence[MemberStatus]) -> None:
         # First: if some had enough and others had not, some would send, and others meet again.
         own = self._group.min_members
-        needed = [presence.min_members for presence in present if not presence.is_new]
-        usual = Counter(needed or [presence.min_members for presence in present]).most_common(1)[0][0]
+        needed = [status.min_members for status in statuses if not status.is_new]
+        usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
         error = AgreementError(
             f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
             "refused, and the others go on; start all with the same one"
         )
-        self._refuse([presence.min_members != usual for presence in present], "have other min_members", error)
-        if len(present) < own:
-            if present[self._group.control.rank].is_leaving:
+        self._refuse([status.min_members != usual for status in statuses], "have other min_members", error)
+        if len(statuses) < own:
+            if statuses[self._group.control.rank].is_leaving:
                 self.leave()
                 raise LeftError(
-                    f"this member has left the group, in which too few were left ({len(present)} of "
+                    f"this member has left the group, in which too few were left ({len(statuses)} of "
                     f"min_members={own}) to hand over to"
                 )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
-            there = "1 member is" if len(present) == 1 else f"{len(present)} members are"
+            there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
             raise _TooFewError(f"{there} there, and min_members={own} are needed")
 
-    def _check_finite(self, present: Sequence[Presence]) -> None:
+    def _check_finite(self, statuses: Sequence[MemberStatus]) -> None:
         error = StepError(
             "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
             "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
             "a GradScaler); started again, it takes the model of the others"
         )
-        self._refuse([not presence.is_finite for presence in present], "are not finite", error)
+        self._refuse([not status.is_finite for status in statuses], "are not finite", error)
 
-    def _check_settings(self, present: Sequence[Presence], own: InnerSettings) -> None:
+    def _check_settings(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
         """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
         # Newcomers are given theirs.
-        if len({presence.settings for presence in present if not presence.is_new}) < 2:
+        if len({status.inner_settings for status in statuses if not status.is_new}) < 2:
             return
         data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
         everyone: list[InnerSettings] = list(map(json.loads, data))
-        usual, others = set_otherwise(everyone, present)
+        usual, others = set_otherwise(everyone, statuses)
         if not others:
             return
         words = (
-            f"{difference(own, everyone[usual])} at step {present[usual].step}, as of a schedule that counts "
-            "each member's own steps; let it go by `steps` of this context, which a member that joins takes "
-            "over"
+            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as of a schedule that "
+            "counts each member's own steps; let it go by `steps` of this context, which a member that joins "
+            "takes over"
         )
-        if not self._adapter._may_be_set_otherwise:
+        if not self._contributor.tolerates_other_settings:
             refused = StepError(f"{words}. It was refused and has left, and the others go on")
-            self._refuse([rank in others for rank in range(len(present))], "have other settings", refused)
+            self._refuse([rank in others for rank in range(len(statuses))], "have other settings", refused)
         elif self._group.control.rank in others and words != self._warned:
             self._warned = words
             logger.warning("%s", words)
@@ -423,18 +411,15 @@ class Elastic:
         if ranks:
             raise _TryAgainError(f"members {ranks} {why}, and are refused")
 
-    def _agree(self, present: Sequence[Presence]) -> None:
+    def _agree(self, statuses: Sequence[MemberStatus]) -> None:
         """Refuse a member that is configured otherwise than those who were here before."""
         group, purpose = self._group, "joining a group"
-        # A member that joins uses what the others do, however far they are.
-        step = None if group.received is None else group.received.get("step")
-        if isinstance(step, int):
-            self._adapter._follow(step)
-        described = described_together(self._adapter._described(), group)
+        description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
+        described = described_together(description, group)
         data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
         everyone: list[dict[str, str]] = list(map(json.loads, data))
         texts = [json.dumps(description, sort_keys=True) for description in everyone]
-        before = [text for text, presence in zip(texts, present, strict=True) if not presence.is_new] or texts
+        before = [text for text, status in zip(texts, statuses, strict=True) if not status.is_new] or texts
         counts = Counter(before)
         usual = max(counts, key=lambda text: counts[text])
         refused = AgreementError()
@@ -446,39 +431,38 @@ class Elastic:
         self._refuse([text != usual for text in texts], "are configured otherwise", refused)
 
     def _adopt(self) -> None:
-        received = self._group.received
+        received, contributor = self._group.received, self._contributor
         if received is None:
             return
-        lost = self._engine.error_norm()
+        lost = contributor.engine.error_norm()
         # If a run resumes, the members that went on before this one have what it owed.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
             logger.warning("this member was away: it starts from the others%s", owed)
             self.stats.lost_error += lost
-        self._adapter._adopt(received)
+        contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
         self._error_members = self._group.control.size
-        self._present = ()
-        self._group.received = None
+        self.statuses, self._group.received = (), None
 
     def _commit(self, averaging: _Averaging) -> None:
-        pending_average, present = averaging.pending_average, averaging.present
-        if pending_average is not None:
-            pending_average.land()  # whatever can raise: if a mean is not finite, nothing has moved
+        pending, _, statuses = averaging
+        if pending is not None:
+            pending.wait()  # whatever can raise: if a mean is not finite, nothing has moved
         self.lineage = averaging.lineage
         self.commits += 1
-        may_be_empty = any(presence.is_new or presence.is_saving for presence in present)
-        step = max(presence.step for presence in present)
-        self._adapter._committed(pending_average, step, len(present), may_be_empty=may_be_empty)
-        self.stats.averagings += pending_average is not None
-        count_changes(self.stats, self._present, present)
-        self._present = present
+        may_be_empty = any(status.is_new or status.is_saving for status in statuses)
+        step = max(status.step for status in statuses)
+        self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
+        self.stats.averagings += pending is not None
+        count_changes(self.stats, self.statuses, statuses)
+        self.statuses = statuses
 
-    def _hand_over(self, present: Sequence[Presence]) -> None:
+    def _hand_over(self, statuses: Sequence[MemberStatus]) -> None:
         """Let those who stay take over, in equal parts, the residual of those who leave."""
-        stayers = [rank for rank, presence in enumerate(present) if not presence.is_leaving]
-        leavers = [rank for rank, presence in enumerate(present) if presence.is_leaving]
-        errors, transport = self._engine.memory[ERROR], self._group.transport
+        stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
+        leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
+        errors, transport = self._contributor.engine.memory[ERROR], self._group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
         if not stayers or not names:
@@ -491,7 +475,7 @@ class Elastic:
                 logger.warning(
                     "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
                 )
-                self.stats.lost_error += sum(present[rank].error_norm for rank in leavers[place:])
+                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[place:])
                 return
             if transport.rank in stayers:
                 for name, part in zip(names, arrived, strict=True):
@@ -499,4 +483,4 @@ class Elastic:
 
     def _drawn(self) -> int:
         """Return a number that no other member has; whatever seeds the user's script sets."""
-        return int(self._group.decided(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))
+        return int(self._group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))
