@@ -418,7 +418,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.local_sgd.elastic_membership.PAUSE_SECONDS", 0.0),
+        patch("thinwire.local_sgd.admission.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):

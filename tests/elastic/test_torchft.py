@@ -26,7 +26,7 @@ from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
-from thinwire.local_sgd.groups import torchft_group
+from thinwire.local_sgd.groups import torchft_client
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -131,9 +131,9 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
 
 def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("0.2.0", "2026.8.1", "0.1.9"):
-        monkeypatch.setattr(torchft_group, "version", lambda _, found=found: found)
+        monkeypatch.setattr(torchft_client, "version", lambda _, found=found: found)
         if found != "0.1.9":
-            assert torchft_group._checked_version() == found
+            assert torchft_client.checked_version() == found
     with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
         TorchftGroup("http://127.0.0.1:1")
 
@@ -171,7 +171,7 @@ def test_newcomers_are_sent_no_state_while_there_are_too_few(job: Job) -> None:
     options: dict[str, Any] = {"min_members": 3, "wait_seconds": 20, "hostname": "127.0.0.1"}
     groups = [TorchftGroup(job.address, **options) for _ in range(2)]
     try:
-        send = patch.object(torchft_group, "send_state", wraps=torchft_group.send_state)  # type: ignore[attr-defined]
+        send = patch.object(torchft_client, "send_state", wraps=torchft_client.send_state)  # type: ignore[attr-defined]
         with send as sent, ThreadPoolExecutor() as threads:
             sizes: list[int] = []
             while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
@@ -209,7 +209,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         def no_answer(timeout: timedelta) -> None:
             asked.append(timeout)
             if len(asked) == 1:
-                raise torchft_group._LighthouseGoneError
+                raise torchft_client.LighthouseGoneError
             if len(asked) < 4:
                 raise TimeoutError("no answer")
 
@@ -233,9 +233,9 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 
 
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchft_group, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(torchft_client, "LOOK_SECONDS", 0.01)
     server = socket.create_server(("127.0.0.1", 0))
-    line = torchft_group._LivenessProbe(f"http://127.0.0.1:{server.getsockname()[1]}")
+    probe = torchft_client.LivenessProbe(f"http://127.0.0.1:{server.getsockname()[1]}")
     asked, ended = threading.Event(), threading.Event()
 
     def unanswered(**_: Any) -> None:
@@ -248,26 +248,26 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         server.close()
         connection.close()
 
-    client = torchft_group._QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), line)
+    client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), probe)
     threading.Thread(target=end).start()
-    with pytest.raises(torchft_group._LighthouseGoneError, match="ended before it answered"):
+    with pytest.raises(torchft_client.LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)
     asked.clear()
-    with pytest.raises(torchft_group._LighthouseGoneError, match="nothing listens"):
+    with pytest.raises(torchft_client.LighthouseGoneError, match="nothing listens"):
         client._quorum(step=0)
     assert not asked.is_set()  # such a question would be lost, and nobody would hear of it
     ended.set()
-    line.close()
+    probe.close()
 
 
 def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
     """A lighthouse that comes back begins to count again, and stores still hold what the dead have said."""
-    group = torchft_group._Configured(Mock())
+    group = torchft_client.ConfiguredGroup(Mock())
     manager = Mock(_quorum_id=7)
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]
-    client = torchft_group._QuorumClient(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
+    client = torchft_client.QuorumClient(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
     known: list[bool] = []
     for _ in quorums:
         known.append(client._quorum(step=4).quorum_id == manager._quorum_id)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import gather_bytes, gather_numbers
-from thinwire.comm.agreement import check_same
-from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
+from thinwire.comm import gather_numbers
+from thinwire.errors import CommunicationError, LeftError, StateError
+from thinwire.local_sgd.admission import Admission, TooFewError, TryAgainError
 from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.machine_group import BrokenMemberError, described_together, in_all_processes
+from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
 from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
-from thinwire.local_sgd.inner_settings import InnerSettings, difference, digest, set_otherwise
+from thinwire.local_sgd.inner_settings import digest
 from thinwire.local_sgd.member_status import (
     NUMBER_BITS,
     MembershipStats,
@@ -37,8 +35,6 @@ from thinwire.local_sgd.pending_average import PendingAverage
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 0.5
-
 
 class _Averaging(NamedTuple):
     """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
@@ -52,15 +48,7 @@ class _Averaging(NamedTuple):
             self.pending.abandon()
 
 
-class _TryAgainError(Exception):
-    """This averaging is not possible, but no message failed; every member knows, so all retry."""
-
-
-class _TooFewError(_TryAgainError):
-    """Others are waited for."""
-
-
-RETRIED = (CommunicationError, _TryAgainError)
+RETRIED = (CommunicationError, TryAgainError)
 
 
 class ElasticMembership(Membership):
@@ -81,13 +69,12 @@ class ElasticMembership(Membership):
         # The committed averagings that the model comes from, a digest and a number; newcomers take both.
         self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
-        self._kind, self._member = kind, self._drawn()
+        self._admission, self._member = Admission(group, contributor, kind, self.leave), self._drawn()
         # Over whose mean this member's residual counts; 0 for those who resume together.
         self._error_members = 1
         self._agreed_changes = 0
         self._open: _Averaging | None = None
         self._doubt: _Averaging | None = None
-        self._warned = ""  # of its optimizers' settings
         self._is_saving = False
         self._saved: dict[str, Any] | None = None
         self._is_delayed = False
@@ -165,9 +152,9 @@ class ElasticMembership(Membership):
                 # First of all: it breaks the others' messages off, which would wait for this member until
                 # they time out.
                 group.commit(False)
-                self.stats.retries += not isinstance(error, _TooFewError)
+                self.stats.retries += not isinstance(error, TooFewError)
                 if str(error) != said:  # who waits for others meets the same again and again
-                    said, waits = str(error), isinstance(error, _TooFewError)
+                    said, waits = str(error), isinstance(error, TooFewError)
                     happens = "waiting for more members" if waits else "an averaging failed and is repeated"
                     logger.warning("%s: %s", happens, error)
                 if group.broadcast_scalar(now >= give_up_at):
@@ -264,14 +251,13 @@ class ElasticMembership(Membership):
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
         # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
         # gone back to meet.
-        self._check_number(statuses)
+        self._admission.check_number(statuses)
         statuses = self._of_one_lineage(statuses)
-        self._check_finite(statuses)
-        self._check_settings(statuses, settings)
+        self._admission.check(statuses, settings)
         if self._agreed_changes != group.num_changes:
             # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
             # fails: the next change of members starts from this number.
-            self._agree(statuses)
+            self._admission.agree(statuses)
             self._join(statuses)
             self._adopt()
             # Members that resume from one state have its mean each; one that joins them has nothing.
@@ -296,7 +282,7 @@ class ElasticMembership(Membership):
             # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
             group.reset()
-            raise _TryAgainError("no member is left that holds all parts of the model")
+            raise TryAgainError("no member is left that holds all parts of the model")
         self._all_can(lambda: group.join(are_new))
 
     def _provided(self) -> Mapping[str, Any]:
@@ -336,9 +322,7 @@ class ElasticMembership(Membership):
             if statuses[self._group.control.rank].lineage != kept:
                 self._group.received = None
                 self._group.reset()
-            raise _TryAgainError(
-                "members come from different averagings, and some must start from the others"
-            )
+            raise TryAgainError("members come from different averagings, and some must start from the others")
         return statuses
 
     def _resolve_doubt(self, *, was_committed: bool) -> None:
@@ -349,86 +333,6 @@ class ElasticMembership(Membership):
             self._commit(doubt)
         else:
             doubt.abandon()
-
-    def _check_number(self, statuses: Sequence[MemberStatus]) -> None:
-        # First: if some had enough and others had not, some would send, and others meet again.
-        own = self._group.min_members
-        needed = [status.min_members for status in statuses if not status.is_new]
-        usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
-        error = AgreementError(
-            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
-            "refused, and the others go on; start all with the same one"
-        )
-        self._refuse([status.min_members != usual for status in statuses], "have other min_members", error)
-        if len(statuses) < own:
-            if statuses[self._group.control.rank].is_leaving:
-                self.leave()
-                raise LeftError(
-                    f"this member has left the group, in which too few were left ({len(statuses)} of "
-                    f"min_members={own}) to hand over to"
-                )
-            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
-            there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
-            raise _TooFewError(f"{there} there, and min_members={own} are needed")
-
-    def _check_finite(self, statuses: Sequence[MemberStatus]) -> None:
-        error = StepError(
-            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
-            "was averaged, and it has left the group. Find what diverged (learning rate, loss, fp16 without "
-            "a GradScaler); started again, it takes the model of the others"
-        )
-        self._refuse([not status.is_finite for status in statuses], "are not finite", error)
-
-    def _check_settings(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
-        """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
-        # Newcomers are given theirs.
-        if len({status.inner_settings for status in statuses if not status.is_new}) < 2:
-            return
-        data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
-        everyone: list[InnerSettings] = list(map(json.loads, data))
-        usual, others = set_otherwise(everyone, statuses)
-        if not others:
-            return
-        words = (
-            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as of a schedule that "
-            "counts each member's own steps; let it go by `steps` of this context, which a member that joins "
-            "takes over"
-        )
-        if not self._contributor.tolerates_other_settings:
-            refused = StepError(f"{words}. It was refused and has left, and the others go on")
-            self._refuse([rank in others for rank in range(len(statuses))], "have other settings", refused)
-        elif self._group.control.rank in others and words != self._warned:
-            self._warned = words
-            logger.warning("%s", words)
-
-    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
-        """Let some members leave with an error, and the others try again without them."""
-        if are_refused[self._group.control.rank]:
-            # Before it is raised: the others meet again at once, and should not wait for this member.
-            self.leave()
-            raise error
-        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
-        if ranks:
-            raise _TryAgainError(f"members {ranks} {why}, and are refused")
-
-    def _agree(self, statuses: Sequence[MemberStatus]) -> None:
-        """Refuse a member that is configured otherwise than those who were here before."""
-        group, purpose = self._group, "joining a group"
-        description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
-        described = described_together(description, group)
-        data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
-        everyone: list[dict[str, str]] = list(map(json.loads, data))
-        texts = [json.dumps(description, sort_keys=True) for description in everyone]
-        before = [text for text, status in zip(texts, statuses, strict=True) if not status.is_new] or texts
-        counts = Counter(before)
-        usual = max(counts, key=lambda text: counts[text])
-        refused = AgreementError()
-        try:
-            others = [everyone[texts.index(usual)], described]
-            check_same(others, f"{purpose}, of which process 0 is a member")
-        except AgreementError as error:
-            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
-        self._refuse([text != usual for text in texts], "are configured otherwise", refused)
 
     def _adopt(self) -> None:
         received, contributor = self._group.received, self._contributor

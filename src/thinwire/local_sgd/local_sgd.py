@@ -1,9 +1,8 @@
-"""`LocalSGD` and `DiLoCo`: what users enter around their training loop."""
+"""`LocalSGD`: what users enter around their training loop."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
@@ -17,8 +16,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow, averaging_model
 from thinwire.adapters.start import tell_start
-from thinwire.algorithms import Algorithm, Quantize
-from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from, gather_numbers, true_for_all
+from thinwire.algorithms import Algorithm
+from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
@@ -31,24 +30,22 @@ from thinwire.local_sgd.averaged_model import (
 )
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.engines import engines_of
-from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.local_sgd.fragment import Averaged, fragments_of
 from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer, described_outer, saved_outer
-from thinwire.local_sgd.pending_average import PendingAverage, are_finite, have_moved
+from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.saved_state import LoadedState, checked_state, load_fragments, packed_state
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.local_sgd.subgroup import SubgroupAverages
+from thinwire.local_sgd.settings import Streaming, Warmup
+from thinwire.local_sgd.static_averages import StaticAverages
 from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
 from thinwire.sync import Engine
 from thinwire.tensors.layout import held_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-logger = logging.getLogger(__name__)
 
 LOADED = "loaded state"
 
@@ -162,9 +159,7 @@ class LocalSGD(ModelAverager, Joinable):
         membership = Membership(StaticGroup(group), changes)
         super().__init__(held, optimizers, changes, membership, replica.sync_of(engines.main))
         self._engines = engines
-        self._subgroup = None
-        if schedule.has_inner_averagings and engines.subgroup is not None:
-            self._subgroup = SubgroupAverages(engines.subgroup, group, membership, changes)
+        self._averages = StaticAverages(engines, membership, changes)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -285,63 +280,7 @@ class LocalSGD(ModelAverager, Joinable):
             CommunicationError: A collective failed.
         """
         with self._collective("average()"):
-            self._average_all()
-
-    def _average_all(self) -> None:
-        """Apply what is under way, then average what steps have changed since each fragment was sent."""
-        model, membership, changes = self._model, self._membership, self._contributor
-        fragments, step = list(model.fragments), changes.steps
-        flats = {fragment: fragment.changes() for fragment in fragments}
-        is_finite = are_finite(flats, changes.together)
-        if self._subgroup is not None:
-            self._subgroup.agree(is_finite=is_finite)
-        # Weights that were loaded, or are those of an optimizer that nobody counts.
-        pending = () if membership.pending is None else membership.pending.changes
-        quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in pending}
-        membership.gather_status(
-            changes.own_weight,
-            is_finite=is_finite,
-            has_changed=bool(quiet) and have_moved(quiet, changes.together),
-            has_loaded=len(quiet) < len(fragments) and model.loads.have_changed(),
-        )
-        statuses = membership.read()
-        if any(status.has_changed for status in statuses):
-            self._take_over(list(quiet))
-        if membership.is_open:
-            membership.finish()
-        places = [place for place, fragment in enumerate(fragments) if step > fragment.sent_after]
-        # Each by itself as ever, those first that have waited longest: the same order everywhere.
-        turns = [[place] for place in sorted(places, key=lambda place: fragments[place].sent_after)]
-        if self._schedule.is_warm_up(step):
-            turns = [places] if places else []
-        try:
-            for changes.chosen in turns:
-                # All are known to be at this step: one question is enough for all turns.
-                membership.average(statuses)
-        finally:
-            changes.chosen = None
-
-    def _take_over(self, fragments: Sequence[Fragment]) -> None:
-        """Take what the model holds for the last average, or refuse it on all members alike. Collective."""
-        purpose, together = (
-            "comparing parameters that have changed without a step",
-            self._contributor.together,
-        )
-        checksum = float(Fragments(fragments).checksum())
-        rows = gather_numbers([checksum], self._engine.transport, purpose)
-        are_alike = torch.tensor(len({row[0] for row in rows}) == 1)
-        if together is not None:
-            are_alike = true_for_all(are_alike, together, purpose)
-        if not are_alike:
-            raise StepError(
-                "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given, and not on all processes alike; nothing was averaged, and each has its own. Pass all "
-                "optimizers that train the model, in the order of their steps; load the same weights on all"
-            )
-        for fragment in fragments:
-            fragment.take_parameters()
-        self._model.loads.forget()
-        logger.info("parameters that have changed without a step, on all processes alike, are taken over")
+            self._averages.average_all()
 
     # After each step.
 
@@ -351,11 +290,9 @@ class LocalSGD(ModelAverager, Joinable):
         super()._after_own_step()
 
     def _average_if_due(self) -> None:
-        changes, schedule = self._contributor, self._schedule
-        if self._subgroup is not None:
-            is_sent = not schedule.is_delayed(changes.steps) and changes.is_due()
+        if self._averages.has_subgroup:
             with self._collective("a step"):
-                self._subgroup.average(changes.places(changes.steps) if is_sent else ())
+                self._averages.average_within()
         super()._average_if_due()
         self._end_warmup()
 
@@ -528,44 +465,3 @@ class LocalSGD(ModelAverager, Joinable):
             changes.go_by_steps(fragment.sent_after)
             pending = PendingAverage({fragment: fragment.flat(means)}, None)
             self._membership.resume(pending, fragment.sent_after)
-
-
-class DiLoCo(LocalSGD):
-    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
-
-    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
-    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
-    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
-    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
-    errors are those of `LocalSGD`; a subgroup counts as one member.
-
-    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
-    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
-
-    Examples:
-        >>> import thinwire
-        >>> model = nn.Linear(64, 32)  # in a process group
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
-        ...     for _ in range(60):
-        ...         optimizer.zero_grad()
-        ...         model(torch.ones(1, 64)).sum().backward()
-        ...         optimizer.step()
-        >>> print(local)
-        DiLoCo(every_steps=30), Quantize(bits=4)
-        >>> local.stats().compression_ratio > 200
-        True
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        *,
-        every_steps: int = 30,
-        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
-        outer: Outer | None = Nesterov(),  # noqa: B008
-        **settings: Any,
-    ) -> None:
-        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
-        super().__init__(model, optimizer, **settings)
