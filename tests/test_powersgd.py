@@ -321,7 +321,7 @@ def _fed_back(dtype: torch.dtype, scale: float) -> None:
             total.add_(mean.double() / scale)
     kept = dict(powersgd.state_dict()["error"]).get("parameter[0]", torch.zeros(()))
     residual = held[0].double() / scale
-    remembered = powersgd.engine.memory[ERROR].get("parameter[0]", torch.zeros(0))
+    remembered = powersgd.engine.state.memory[ERROR].get("parameter[0]", torch.zeros(0))
     if len(remembered):  # whole: one process of a machine averages the matrix
         residual += remembered.view(40, 30) * (processes // 2)
     assert (kept.norm() > 0) == (dtype == torch.bfloat16)

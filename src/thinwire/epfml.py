@@ -97,7 +97,7 @@ class _Synchronised(Aggregator):
         adapter = self._adapter_for(gradients)
         means, committed = adapter.average(gradients)
         if not committed:
-            adapter.engine.warn_of_nonfinite()
+            adapter.engine.reporter.warn_of_nonfinite()
         # A step that was not committed has sent nothing, so the input stays.
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
@@ -105,7 +105,7 @@ class _Synchronised(Aggregator):
         return means
 
     def _leave_error(self, adapter: GradientListAdapter, index: int, gradient: torch.Tensor) -> None:
-        error = adapter.engine.take_error(adapter.name_of(index))
+        error = adapter.engine.state.take_error(adapter.name_of(index))
         if error is None:
             gradient.zero_()
             return
@@ -117,7 +117,7 @@ class _Synchronised(Aggregator):
         residual = error - held / scale
         # The part that the gradient's type can't hold stays here.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
-            adapter.engine.put_error(adapter.name_of(index), residual)
+            adapter.engine.state.put_error(adapter.name_of(index), residual)
 
 
 class AllReduce(_Synchronised):

@@ -193,7 +193,7 @@ def test_a_layer_is_frozen_after_the_model_was_wrapped(options: dict[str, Any], 
         train(model, range(step, step + 1))
         steps.append(sync.stats().steps)
     assert steps == [1, 2, 3]
-    assert len(engine_of(sync).plans) > 1
+    assert len(engine_of(sync).buckets.plans) > 1
     assert sync.stats().compression_ratio > 1.5
 
 

@@ -455,7 +455,7 @@ def _alive() -> tuple[int, int, list[list[str]]]:
     alive: list[list[str]] = []
 
     def note() -> None:
-        holding = {each for each in made if isinstance(each, Engine) and each.memory_bytes()}
+        holding = {each for each in made if isinstance(each, Engine) and each.state.memory_bytes()}
         # An adapter that was entered holds the last averages, and its engine's memory.
         entered = {each for each in made if isinstance(each, LocalSGD)}
         alive.append([str(each.algorithm) for each in holding - set(map(engine_of, entered))])

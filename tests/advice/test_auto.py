@@ -444,5 +444,5 @@ def _sharded() -> dict[str, Any]:
     fully_shard(model, mesh=mesh["shard"])
     told: list[str] = []
     chooser = _trained(model, told, replicas=mesh)
-    assert engine_of(chooser.sync).settings.together is not None
+    assert engine_of(chooser.sync).settings.health_group is not None
     return _found(chooser, told)

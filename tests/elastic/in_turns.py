@@ -156,7 +156,7 @@ class InTurns(ABC, Generic[Averageable]):
     def owed(self, member: int) -> torch.Tensor:
         """Return a member's residual, in the order of its parameters."""
         adapter = self.adapters[member]
-        errors, named = adapter._engine.memory[ERROR], adapter.module.named_parameters()
+        errors, named = adapter._engine.state.memory[ERROR], adapter.module.named_parameters()
         return torch.cat([errors.get(name, torch.zeros_like(each)).flatten() for name, each in named])
 
     def lasts(self, member: int) -> torch.Tensor:

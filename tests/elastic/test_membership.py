@@ -39,6 +39,7 @@ from thinwire.local_sgd.groups import state_transfer
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, count_changes
 from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
 
 EVERY = 2
@@ -440,7 +441,7 @@ def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytes
 
     monkeypatch.setattr(InProcessTransport, "start", noted)
     in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.memory[ERROR].values())
+    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.state.memory[ERROR].values())
     assert sent == [residual_bytes]
     sent.clear()
     monkeypatch.setattr(state_transfer, "PART_BYTES", 500)
@@ -563,10 +564,9 @@ def of_second(change: Callable[[Any], Any] | None = None) -> Callable[[dict[str,
 
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 4"),
-    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "version must be"),
+    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 5"),
+    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "reads version 5"),
     "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
-    "a long step": (lambda state: {"step": 10**5000}, "16610 bits"),
     "residuals of a number": (lambda state: {"residual_of": 3}, "a list of str, got a int"),
     "parameters that are no mapping": (lambda state: {"not_averaged": 3}, "not_averaged is of other tensors"),
     "too few optimizers": (of_second(), "of . optimizers, expected ."),
@@ -593,7 +593,7 @@ def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> d
     members = state["members"]
     others = change(state | members)
     inside = {key: others.pop(key) for key in members.keys() & others.keys()}
-    return {**state, **others, "members": members | inside, "checksum": None}
+    return {**state, **others, "members": members | inside}
 
 
 @pytest.mark.parametrize("adapter", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
@@ -606,10 +606,10 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
         first, second = entered(adapter, opened), entered(adapter, opened)
         sent = deserialize(serialize(first._membership.state()))
         held = deserialize(serialize(second._membership.state()))
-        assert held["checksum"] != sent["checksum"]
+        assert digest_of(held) != digest_of(sent)
         with pytest.raises(StateError, match=told):
             adopt(second, changed(sent, change))
-        assert second._membership.state()["checksum"] == held["checksum"]
+        assert digest_of(second._membership.state()) == digest_of(held)
         adopt(second, sent)  # nothing stands in its way
         assert second._membership.state()["members"]["optimizers"][1]["state"]
 

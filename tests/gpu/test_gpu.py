@@ -46,7 +46,7 @@ from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
-from thinwire.sync import Engine, replay
+from thinwire.sync import Engine
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.tensors.blocks import Blocks
@@ -427,7 +427,7 @@ def test_few_entries_by_triton_are_those_of_pytorch(
             flat = bits_of_each.view(torch.float16 if dtype == torch.float32 else dtype).to(dtype)
             assert engine.average([(specs, flat)])
             found.append(flat)
-        found += [engine.memory[ERROR][spec.name] for spec in specs]
+        found += [engine.state.memory[ERROR][spec.name] for spec in specs]
     assert all(map(torch.equal, found[:6], found[6:]))
     assert 0 < found[0].count_nonzero() < len(found[0]) / 50
 
@@ -453,62 +453,6 @@ def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) ->
         assert torch.equal(written[1], own if healthy else old)
 
 
-RECORDED: dict[str, tuple[Algorithm, dict[str, Any]]] = {
-    "rank 4": (PowerSGD(matrix_rank=4), {}),
-    "host check": (PowerSGD(matrix_rank=4), {"host_check": True}),
-    "alternating": (PowerSGD(matrix_rank=4, alternating=True), {}),
-    "grad scaler": (PowerSGD(matrix_rank=4), {"grad_scaler": GradScaler}),
-    "16 bits": (PowerSGD(matrix_rank=4), {"dtype": torch.bfloat16}),
-    "4 bits": (Quantize(bits=4), {}),
-    "few entries": (TopK(), {"host_check": True}),
-    "rank 16": (PowerSGD(matrix_rank=16, min_compression_ratio=1), {}),
-}
-
-
-@needs_gpu
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_steps_give_what_steps_give(pool2: Pool, name: str) -> None:
-    results = pool2.run(_recorded, name)
-    assert len(results) == 2
-    for is_equal, num_recorded, ratio in results:
-        assert is_equal
-        assert num_recorded == (2 if name == "alternating" else 1)
-        assert ratio > 1.2
-
-
-def _recorded(name: str) -> tuple[bool, int, float]:
-    """Train with recording and without, behind other work; with a scaler a step of one process overflows."""
-    algorithm, given = RECORDED[name]
-    trained, num_recorded, ratio = [], 0, 0.0
-    for replay.enabled in (False, True):
-        options = dict(given)
-        dtype = options.pop("dtype", torch.float32)
-        scaler = (
-            GradScaler("cuda", init_scale=2.0**10, growth_interval=4) if "grad_scaler" in options else None
-        )
-        options |= {} if scaler is None else {"grad_scaler": scaler}
-        model = DistributedDataParallel(new_module(dtype).cuda(), bucket_cap_mb=0.02)
-        sync = thinwire.attach(model, algorithm, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        busy, means = torch.ones(2048, 2048, device="cuda"), []
-        for step in range(14):
-            busy.mm(busy)
-            optimizer.zero_grad()
-            loss = loss_of(model, step, "cuda", dtype)
-            loss = loss * torch.inf if step == 9 and dist.get_rank() == 1 and scaler is not None else loss
-            torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
-            means += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-        trained.append([*means, *(p.detach().clone() for p in model.parameters())])
-        num_recorded, ratio = len(sync._engine.replays.tapes), sync.stats().compression_ratio
-    pairs = [(one.nan_to_num(7.0), other.nan_to_num(7.0)) for one, other in zip(*trained, strict=True)]
-    return all(torch.equal(*pair) for pair in pairs), num_recorded, ratio
-
-
 @needs_gpu
 def test_what_does_not_overlap_is_timed_by_events() -> None:
     start = time.perf_counter()
@@ -517,7 +461,7 @@ def test_what_does_not_overlap_is_timed_by_events() -> None:
     for _ in range(STEPS):
         engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
     torch.cuda.synchronize()
-    assert 0 < engine.stats().exposed_seconds < time.perf_counter() - start
+    assert 0 < engine.reporter.stats().exposed_seconds < time.perf_counter() - start
 
 
 @needs_gpu

@@ -240,7 +240,6 @@ def by_triton() -> AbstractContextManager[object]:
         "Triton",
         lambda: triton_kernels.TABLES,
         serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and (matrix_rank or 1) <= FACTOR_ROWS,
-        is_recordable=True,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

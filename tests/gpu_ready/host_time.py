@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.comm.transport import Message, Work
 from thinwire.kernels.triton import launcher
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, replay
+from thinwire.sync import Engine, Settings
 from thinwire.tensors import accelerators
 
 # The least of so many steps: what else the machine does only adds to it.
@@ -68,39 +67,23 @@ def seconds_of(run: Callable[[], object]) -> float:
     return time.thread_time() - before
 
 
-class NoGraph:
-    """A graph that takes the host no time."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return made
-
-    def replay(self) -> None:
-        """Launch nothing."""
-
-
-def host_time(algorithm: Algorithm, *, recorded: bool, **settings: Any) -> HostTime:
+def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
     """Return what the hooks of a step's buckets take, and its end.
 
     Args:
         algorithm: Averages GPT-2 small, shrunk.
-        recorded: Whether steps are recorded, and replayed.
         settings: Of `Settings`.
     """
     buckets = tiny_buckets()
     flats = [torch.randn(sum(spec.numel for spec in bucket)) for bucket in buckets]
-    engine = Engine(algorithm, Idle(), settings=Settings(host_check=False, gradients_stay=True, **settings))
+    engine = Engine(algorithm, Idle(), settings=Settings(host_check=False, **settings))
     units, hooks, ends = [], [], []
     with (
         by_triton(),
         patch.object(accelerators, "pays_per_launch", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
-        patch.object(replay, "can_record", lambda device: recorded),
-        patch.object(replay, "cuda_graphs", lambda device: NoGraph),
     ):
-        lanes = engine.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
+        lanes = engine.buckets.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
         for _ in range(UNTIMED_STEPS + STEPS):
             # Kernels would have written it; without that, what is checked might not be finite.
             for flat in flats:

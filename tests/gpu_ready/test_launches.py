@@ -96,7 +96,7 @@ class Step:
         with by_triton() if self.by_triton else nullcontext():
             found, _ = counted(step, untold=4 if self.machines else 1 + self.by_triton)
         is_exact = isinstance(self.algorithm, AllReduce)
-        assert is_exact or self.machines or engine.counts().compression_ratio > 1.5
+        assert is_exact or self.machines or engine.reporter.counts().compression_ratio > 1.5
         return found
 
     def check(self, found: Counted | None = None) -> None:
@@ -193,7 +193,7 @@ def test_that_others_must_be_healthy_too_makes_the_host_wait_no_more(
 ) -> None:
     """Of the processes of a machine, and of the shards of a replica."""
     others, machines = OfTwoBackends(), None
-    settings = Settings(host_check=host_check, together=None if of_a_machine else others)
+    settings = Settings(host_check=host_check, health_group=None if of_a_machine else others)
     if of_a_machine:
         machines = Machines(others, Alike())
     engine = Engine(PowerSGD(matrix_rank=4), Alike(), settings=settings, machines=machines)
@@ -253,22 +253,19 @@ def test_one_layer(name: str) -> None:
 
 
 # In `a_unit`s, about a third more than was measured; as much with a GradScaler.
-HOST_TIMES: list[tuple[Algorithm, bool, bool, HostTime]] = [
-    *((RANK_4, True, is_scaled, HostTime(hook=0.16, finish=1.2)) for is_scaled in (False, True)),
-    (ALTERNATING, True, False, HostTime(hook=0.16, finish=1.2)),
-    (RANK_4, False, False, HostTime(hook=1.5, finish=30)),
-    *((Quantize(bits=4), True, is_scaled, HostTime(hook=0.15, finish=1.2)) for is_scaled in (False, True)),
-    (Quantize(bits=4), False, False, HostTime(hook=0.16, finish=1.2)),
-    (STOCHASTIC, False, False, HostTime(hook=0.2, finish=1.3)),
-    (FEEDBACK, False, False, HostTime(hook=0.25, finish=4.5)),
+HOST_TIMES: list[tuple[Algorithm, bool, HostTime]] = [
+    (RANK_4, False, HostTime(hook=1.5, finish=30)),
+    *((Quantize(bits=4), is_scaled, HostTime(hook=0.16, finish=1.2)) for is_scaled in (False, True)),
+    (STOCHASTIC, False, HostTime(hook=0.2, finish=1.3)),
+    (FEEDBACK, False, HostTime(hook=0.25, finish=4.5)),
 ]
 
 
-@pytest.mark.parametrize(("algorithm", "recorded", "is_scaled", "limit"), HOST_TIMES, ids=str)
-def test_the_hosts_time(algorithm: Algorithm, recorded: bool, is_scaled: bool, limit: HostTime) -> None:
+@pytest.mark.parametrize(("algorithm", "is_scaled", "limit"), HOST_TIMES, ids=str)
+def test_the_hosts_time(algorithm: Algorithm, is_scaled: bool, limit: HostTime) -> None:
     """The least of three tries: others may use the machine meanwhile."""
     scale = loss_scale_of(GradScaler("cpu") if is_scaled else None)
-    found = [host_time(algorithm, recorded=recorded, loss_scale=scale) for _ in range(3)]
+    found = [host_time(algorithm, loss_scale=scale) for _ in range(3)]
     assert min(each.hook for each in found) <= limit.hook, found
     assert min(each.finish for each in found) <= limit.finish, found
 
@@ -383,7 +380,7 @@ def test_the_adapter_of_local_sgd() -> None:
         LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, replicas=Alike()) as local,
     ):
         found, _ = counted(optimizer.step)
-        assert engine_of(local.sync).counts().compression_ratio > 5
+        assert engine_of(local.sync).reporter.counts().compression_ratio > 5
     of_one_layer(RANK_4, 225, 23.3, 3).check(found)
 
 

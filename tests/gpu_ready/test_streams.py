@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
-from gpu_ready.recorded import RecordedGraph
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.adapters.ddp import ATTACHED, adapter_of, switched
@@ -21,7 +20,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, clock, replay, streams
+from thinwire.sync import Engine, Settings, clock, streams
 from thinwire.tensors import accelerators
 
 NUM_BUCKETS, NUM_STEPS = 3, 2
@@ -57,7 +56,7 @@ def buckets() -> list[tuple[ParameterSpec, ...]]:
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Let what is run on the CPU run on the streams of a device."""
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (replace(dispatch.TORCH, is_recordable=True),))
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
     with Device() as device:
         with device.on(NCCL):
@@ -147,8 +146,8 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
             transport = SimulatedNCCL(device, forgets=False)
             adapter = adapter_of(model, algorithm, transport, Settings.of())
             switched(model, lambda: adapter, ATTACHED)
-            # In the first one DDP learns the order of its buckets, in the fourth they are recorded.
-            for _ in range(NUM_STEPS + 4):
+            # In the first one DDP learns the order of its buckets.
+            for _ in range(NUM_STEPS + 2):
                 model.zero_grad()
                 torch.autograd.backward(model(torch.randn(4, 24)).sum())
                 for parameter in model.parameters():
@@ -159,29 +158,17 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_recorded"),
-    [
-        (PowerSGD(matrix_rank=2), False),
-        (PowerSGD(matrix_rank=2), True),
-        (Quantize(bits=4), False),
-        (Quantize(bits=4), True),
-        (Quantize(bits=4, error_feedback=True), False),
-        (AllReduce(), False),
-    ],
+    "algorithm",
+    [PowerSGD(matrix_rank=2), Quantize(bits=4), Quantize(bits=4, error_feedback=True), AllReduce()],
     ids=str,
 )
 def test_ddps_adapter_holds_up_no_gradient_and_does_not_race(
-    algorithm: Algorithm, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RecordedGraph, "num_replays", 0)
-    if is_recorded:
-        monkeypatch.setattr(replay, "can_record", lambda device: True)
-        monkeypatch.setattr(replay, "cuda_graphs", lambda device: RecordedGraph)
     device, waiting, num_buckets = train_ddp(algorithm, monkeypatch)
     assert (device.races, device.early_frees) == ([], [])
     assert MAIN not in waiting
     assert num_buckets > NUM_BUCKETS
-    assert bool(RecordedGraph.num_replays) == is_recorded
 
 
 @pytest.mark.parametrize("missing", ["current_waits", "every wait for a stream"])
@@ -201,7 +188,7 @@ def test_later_messages_leave_before_the_last_gradients() -> None:
         one = engine.begin(pipelined=True)
         for specs, flat in zip(buckets, flats_of(buckets), strict=True):
             one.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        sent = engine.counts().messages
+        sent = engine.reporter.counts().messages
         one.finish()
     # With each bucket but the first, the second message of the one before.
-    assert (sent, engine.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))
+    assert (sent, engine.reporter.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))

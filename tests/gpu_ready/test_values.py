@@ -75,8 +75,8 @@ def test_the_same_as_on_the_cpu(
     for name, error in errors[0].items():
         assert (error - errors[1][name]).norm() <= tolerance * error.norm() + 1e-6
     assert after.syncs[0].stats().compression_ratio > 1.5
-    assert bool(after.engines[0].memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
-    assert not before.engines[0].memory[BASIS]
+    assert bool(after.engines[0].state.memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
+    assert not before.engines[0].state.memory[BASIS]
 
 
 SCALE = torch.tensor(3.0)
@@ -141,12 +141,12 @@ def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(3):
         first.step(random_gradients(layout, num_workers=1, seed=seed))
     second.syncs[0].load_state_dict(first.state_dicts()[0])
-    assert first.engines[0].memory[BASIS]
-    assert not second.engines[0].memory[BASIS]
+    assert first.engines[0].state.memory[BASIS]
+    assert not second.engines[0].state.memory[BASIS]
     means = []
     for simulation in (first, second):
         simulation.step(gradients := random_gradients(layout, num_workers=1, seed=3))
         means.append(gradients[0][0])
     assert torch.equal(*means)
     first.syncs[0].use(PowerSGD(matrix_rank=2, seed=1))
-    assert not first.engines[0].memory[BASIS]
+    assert not first.engines[0].state.memory[BASIS]

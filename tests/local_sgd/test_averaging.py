@@ -18,6 +18,7 @@ from thinwire import LocalSGD, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.errors import AgreementError, CommunicationError, GradientError, StepError
 from thinwire.sync import engine_of
+from thinwire.sync.state import digest_of
 from training import batch_of, flat, new_model, new_optimizer, refused, train, train_step
 
 FULL_RANK = PowerSGD(matrix_rank=48, min_compression_ratio=0.01)
@@ -402,7 +403,7 @@ def _exchanged(member: Member, algorithm: Algorithm, fails: bool) -> tuple[bytes
                 assert torch.equal(flat(member.model), before)
                 engine.wire = engine.metered
             local.average()
-    return flat(member.model).numpy().tobytes(), local.state_dict()["checksum"]
+    return flat(member.model).numpy().tobytes(), digest_of(local.state_dict())
 
 
 # Subgroups

@@ -64,7 +64,7 @@ def run(algorithm: TopK, specs: list[tuple[Any, ...]], **settings: Any) -> list[
         simulation.step(given)
         found += [flat for of_worker in given for flat in of_worker]
         for engine in simulation.engines:
-            found += [engine.memory[ERROR][each.name].clone() for each in specs[0]]
+            found += [engine.state.memory[ERROR][each.name].clone() for each in specs[0]]
     assert found[0].count_nonzero() > 20
     errors = simulation.syncs[0].stats().error_norm
     return [*found, torch.tensor(list(errors.values()))]

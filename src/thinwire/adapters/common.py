@@ -33,17 +33,14 @@ def new_engine(
     layout: Layout,
 ) -> Engine:
     """Return an engine that sends once for each machine of several processes. Collective."""
-    machines, why_flat = None, ""
+    machines = None
     if isinstance(transport, ProcessGroupTransport):
-        machines, why_flat = machines_of(transport, layout)
-        if layout is True and machines is None and not why_flat:
-            why_flat = why_by_itself(transport)
-            if why_flat and not transport.rank:
-                logger.warning("%s", why_flat)
-    engine = Engine(algorithm, transport, specs, settings, machines=machines)
-    if why_flat:
-        engine.shortfalls[why_flat] = None
-    return engine
+        machines, uneven = machines_of(transport, layout)
+        if layout is True and machines is None and not uneven:
+            why = why_by_itself(transport)
+            if why and not transport.rank:
+                logger.warning("%s", why)
+    return Engine(algorithm, transport, specs, settings, machines=machines)
 
 
 # Contributors are the processes that still have input: `join` counts them, and adapters divide by that.

@@ -46,7 +46,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane
+from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
@@ -90,7 +90,7 @@ def adapter_of(
     specs = [
         ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
     ]
-    settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
+    settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
     return adapter
@@ -134,7 +134,7 @@ class DDPAdapter:
         self._model = None if model is None else weakref.ref(model)
         self._parameters = _Parameters(names)
         self._comm_stream = CommStream()
-        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._lanes: dict[tuple[int, ...], BucketState] = {}
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
         self._step: Step | None = None
@@ -204,7 +204,7 @@ class DDPAdapter:
         self._step = self.engine.begin(pipelined=True)
         return self._step
 
-    def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
+    def _lane_of(self, parameters: list[torch.Tensor]) -> BucketState | Specs:
         """Return the bucket's lane; if none is open, its parameters."""
         # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
@@ -212,7 +212,7 @@ class DDPAdapter:
         if lane is not None and lane.is_current:
             return lane
         specs = self._parameters.specs_of(parameters)
-        opened = self.engine.opened(specs)
+        opened = self.engine.buckets.opened(specs)
         if opened is None:
             return specs
         self._lanes[key] = opened
@@ -225,7 +225,7 @@ class DDPAdapter:
             committed = step.finish()
             self.engine.raise_unless(committed)
             if not committed:
-                self.engine.warn_of_nonfinite()
+                self.engine.reporter.warn_of_nonfinite()
         except NonfiniteError as error:
             refusal = error
 
@@ -262,11 +262,11 @@ class DDPAdapter:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
             self._used = Used(names_of(model.module, model.parameters_to_ignore))
 
-    def _keep_unused(self, bucket: GradBucket, lane: Lane | Specs, used: list[bool] | None) -> None:
+    def _keep_unused(self, bucket: GradBucket, lane: BucketState | Specs, used: list[bool] | None) -> None:
         """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
-        specs = lane.specs if isinstance(lane, Lane) else lane
+        specs = lane.specs if isinstance(lane, BucketState) else lane
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad

@@ -31,7 +31,7 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
         parameters: The model's.
         averages: What averages models, and how often; "" if gradients are averaged in every step.
     """
-    together = engine.settings.together
+    together = engine.settings.health_group
     if engine.transport.rank or (together is not None and together.rank):
         return
     if engine.transport.size == 1:
@@ -60,13 +60,13 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
 
 def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
     def look(committed: bool) -> None:
-        engine.observers.remove(look)
+        engine.reporter.observers.remove(look)
         for words in misfits(engine, owned):
             logger.warning("%s", words)
 
     # Then the loss has been scaled, and there is an optimizer. Neither is known to a hook, so all objects are
     # looked through, in some 0.1 s: once.
-    engine.observers.append(look)
+    engine.reporter.observers.append(look)
 
 
 def misfits(engine: Engine, owned: set[int]) -> list[str]:

@@ -174,7 +174,7 @@ class Auto:
         names = [EXACT, BASELINE, *sorted(within, key=lambda code: self._losses[code].order)]
         self._candidates = {name: variants[name] for name in names}
         # The replicas' group, and the shards' group if the model is sharded.
-        together = self._engine.settings.together
+        together = self._engine.settings.health_group
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
@@ -185,7 +185,7 @@ class Auto:
         if rules.enabled:
             self._course, self._last = self._follow(), clock()
             next(self._course)  # to its first `yield`, which receives the first step
-            self._engine.observers.append(self._after_step)
+            self._engine.reporter.observers.append(self._after_step)
 
     def __str__(self) -> str:
         """Return the choice and the reason for it, in lines."""
@@ -272,7 +272,7 @@ class Auto:
             low_seconds,
             high_seconds,
             message_bytes,
-            self._engine.memory_bytes(),
+            self._engine.state.memory_bytes(),
             is_lossy=not candidate.keeps_16_bits,
             loss=self._losses[name],
             waited_seconds=-negative,

@@ -180,7 +180,10 @@ class Bench:
         with self.subject.turn_of(algorithm) as engine:
             timelines = self._timelines(model.zero_grad, lambda: self.one_step(model))
             if engine is not None:
-                timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
+                timed.memory_bytes, timed.residual_bytes = (
+                    engine.state.memory_bytes(),
+                    engine.state.residual_bytes(),
+                )
         # Hooks are called in a backward pass only.
         if algorithm is not None and not all(timeline.sent for timeline in timelines):
             needs = "a backward pass on the model that it is given, through all of its parameters"
@@ -198,7 +201,7 @@ class Bench:
             timed.timelines += self._timelines(optimizer.zero_grad, optimizer.step)
             timed.memory_bytes, timed.residual_bytes = (
                 _kept_bytes(adapter),
-                engine_of(adapter).residual_bytes(),
+                engine_of(adapter).state.residual_bytes(),
             )
 
     def _timelines(self, prepare: Callable[[], None], step: Callable[[], object]) -> list[Timeline]:
@@ -226,7 +229,7 @@ def _kept_bytes(adapter: LocalSGD) -> int:
         """Return the part that this process holds: its shard of a sharded tensor."""
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
-    kept_bytes = engine_of(adapter).memory_bytes()
+    kept_bytes = engine_of(adapter).state.memory_bytes()
     for state in () if adapter.outer is None else adapter.outer.state.values():
         kept_bytes += sum(held(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.

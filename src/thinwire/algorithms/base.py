@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -120,7 +120,7 @@ class Memory:
     def restore(self, before: Memory) -> None:
         """Become what was copied `before`, of all labels.
 
-        Tensors of the same shape are written in place: recorded steps know where they lie.
+        Tensors of the same shape are written in place: plans may have tables of where they lie.
         """
         self.step = before.step
         for slot, tensors in self.slots.items():
@@ -207,19 +207,6 @@ class BucketPlan(ABC):
     def kernels(self, device: torch.device) -> set[str]:
         """Return the names of kernels that all members must have in common; none if all give the same."""
         return set()
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Return a key of what the next exchange launches, beside shapes; None if it is never the same.
-
-        On accelerators the engine records what exchanges of the same variant launch, and launches it again.
-        An exchange that is recorded never waits for the device, copies nothing from the host, and keeps no
-        count itself.
-
-        Args:
-            memory: That of all buckets.
-            device: That of the gradients.
-        """
-        return None
 
     def adopt(self, memory: Memory) -> str:
         """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.

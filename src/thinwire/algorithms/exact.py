@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -66,10 +66,6 @@ class UncompressedPlan(BucketPlan):
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round, of the flat gradient."""
         yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are always the same once there is no residual."""
-        return 0 if memory[ERROR].keys().isdisjoint(spec.name for spec in self.specs) else None
 
 
 def exchange_uncompressed(

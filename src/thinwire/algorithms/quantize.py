@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
@@ -16,7 +16,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit,
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.base import Averaging, Keeping
-from thinwire.kernels.dispatch import all_finite, are_recordable, code_kernels_for
+from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -186,12 +186,6 @@ class QuantizePlan(BucketPlan):
             item = Keeping(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
             residual = kernels.decode_and_keep(item)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are always the same if there are neither draws nor residuals."""
-        is_fixed = self.config.rounding == "nearest" and not self.config.error_feedback
-        is_settled = is_fixed and memory[ERROR].keys().isdisjoint(self.names)
-        return 0 if is_settled and are_recordable(device, self.specs[0].dtype, None) else None
 
     @cached_property
     def _drawing(self) -> Drawing:

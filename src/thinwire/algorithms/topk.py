@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
@@ -151,14 +151,6 @@ class TopKPlan(BucketPlan):
 
     config: TopK
     message: Message
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are the same once all is in memory, and kernels serve that read it."""
-        known = memory[ERROR].keys() & memory[REDUCTION].keys()
-        is_settled = all(spec.name in known for spec in self.specs if spec.numel)
-        passes = entry_passes_for(torch.empty(0, dtype=self.specs[0].dtype, device=device))
-        serves = passes is not None and passes.serves(self.message.layout_on(device))
-        return 0 if is_settled and serves else None
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round; none for a bucket without elements."""

@@ -29,8 +29,7 @@ from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
-from thinwire.sync.state import checked_state as checked_saved_state
-from thinwire.sync.state import packed_state
+from thinwire.sync.state import SavedState, pack, read_state, tensors_to_save
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -238,18 +237,18 @@ class PowerSGDState:
         """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
         if self._adapter is None:
             return 0 if self._loaded is None else int(self._loaded["step"])
-        counts = self._adapter.engine.counts()
+        counts = self._adapter.engine.reporter.counts()
         return counts.steps - counts.nonfinite_steps
 
     @property
     def error_dict(self) -> Mapping[str, torch.Tensor]:
         """This process's residual, by parameter name, torch's by bucket: fp32, flat, unscaled; to read."""
-        return MappingProxyType({} if self._adapter is None else self._adapter.engine.memory[ERROR])
+        return MappingProxyType({} if self._adapter is None else self._adapter.engine.state.memory[ERROR])
 
     @property
     def q_memory_dict(self) -> Mapping[str, torch.Tensor]:
         """The last mean right factors, by name: fp32, shape (matrix rank, columns); to read."""
-        return MappingProxyType({} if self._adapter is None else self._adapter.engine.memory[FACTOR])
+        return MappingProxyType({} if self._adapter is None else self._adapter.engine.state.memory[FACTOR])
 
     @property
     def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
@@ -317,7 +316,8 @@ class PowerSGDState:
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         # An empty one: a checkpoint of before the first step has what a later one has.
-        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
+        algorithm = PowerSGD(**self._settings)
+        return pack(SavedState(repr(algorithm), 0, 0, {}, tensors_to_save(algorithm, Memory(), {}, {})))
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """See `GradientSync.load_state_dict`: a state of a different model shows at the first step."""
@@ -325,7 +325,7 @@ class PowerSGDState:
             self._adapter.sync.load_state_dict(state, strict=strict)
         else:
             # Check what can be checked without a model; the first step shows the rest.
-            checked_saved_state(state, specs=None)
+            read_state(state)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:
@@ -356,7 +356,7 @@ class PowerSGDState:
             adapter = adapter_of_hook(self, algorithm, transport, settings, self._machines)
             if self._loaded is not None:
                 adapter.sync.load_state_dict(self._loaded, strict=self._strict)
-            adapter.engine.observers.append(partial(self._after_step, adapter.engine))
+            adapter.engine.reporter.observers.append(partial(self._after_step, adapter.engine))
             # Only now: if the adapter was refused, the state is still there for a second try.
             self._adapter, self._loaded, self._used_with = adapter, None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
@@ -379,7 +379,7 @@ class PowerSGDState:
             self._numel_after += self._counted[2]
         # Statistics cost norms and a host synchronisation, so only for those who read them.
         if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
-            stats = engine.stats()
+            stats = engine.reporter.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
 
 

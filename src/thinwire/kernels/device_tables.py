@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,31 +13,14 @@ from thinwire.tensors.accelerators import sent_to
 # A step has tens. Tables of bucket layouts and addresses that no longer exist fall out at the other end.
 MAX_TABLES = 1024
 
-# A table, made on the host, on the device: for launches that are recorded, and made again when no host looks.
-Upload: TypeAlias = Callable[[torch.Tensor, torch.device], torch.Tensor]
-
 _kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
 _lock = threading.Lock()
-_threads = threading.local()  # each thread keeps in it who records its launches
-
-
-@contextmanager
-def uploading_by(upload: Upload) -> Iterator[None]:
-    """Make this thread's tables by a function, each time: its tables live as long as what it records."""
-    _threads.upload = upload
-    try:
-        yield
-    finally:
-        del _threads.upload
 
 
 def on_device(
     what: tuple[object, ...], made: Callable[[], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """Return a table on a device, copied there when it is asked for the first time."""
-    if (upload := getattr(_threads, "upload", None)) is not None:
-        made_there: torch.Tensor = upload(made(), device)
-        return made_there
     # One for each stream: on a different one the copy may not have arrived yet.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     # Keyed by all of its contents: an address that was freed and given to a new tensor is still the same.

@@ -30,7 +30,6 @@ class Backend:
         load: Returns the tables, or None if they can't be used. Called only if they would serve, and cheap
             when called again.
         version: Returns that of the package, once the tables are loaded.
-        is_recordable: Whether its launches can be recorded as a CUDA graph: none waits for the device.
         serves: Whether they serve matrices like this one at this matrix rank or, if that is None, a tensor
             like this one in few bits and few entries; in this process as it is now. Asked for every group of
             every step: cheap, reads nothing back from a device, imports nothing.
@@ -40,7 +39,6 @@ class Backend:
     load: Callable[[], Tables | None]
     version: Callable[[], str] = lambda: ""
     serves: Callable[[torch.Tensor, int | None], bool] = lambda like, matrix_rank: True
-    is_recordable: bool = False
 
 
 @cache
@@ -85,7 +83,6 @@ TRITON = Backend(
     lambda: _load_triton() if triton_limits.can_be_used() else None,
     lambda: triton_limits.installed() or "",
     triton_limits.serves,
-    is_recordable=True,
 )
 # Wheels for a CPU and for a GPU are of one version.
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
@@ -104,18 +101,6 @@ def _serving(like: torch.Tensor, matrix_rank: int | None) -> tuple[Backend, Tabl
             return backend, tables
     names = ", ".join(backend.name for backend in backends)
     raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
-
-
-def are_recordable(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
-    """Return whether those who serve such gradients can be recorded."""
-    return _are_recordable(backends, device, dtype, matrix_rank)
-
-
-@cache
-def _are_recordable(
-    known: tuple[Backend, ...], device: torch.device, dtype: torch.dtype, matrix_rank: int | None
-) -> bool:
-    return _serving(torch.empty(0, dtype=dtype, device=device), matrix_rank)[0].is_recordable
 
 
 def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:

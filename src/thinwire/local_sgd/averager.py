@@ -58,7 +58,9 @@ class Averager(AbstractContextManager[Any]):
         self._loaded: LoadedState | None = None  # until entry
         # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
         compared = WeakMethod(self._compared)
-        self._engine.compared = lambda stats: stats if (method := compared()) is None else method(stats)
+        self._engine.reporter.compared = lambda stats: (
+            stats if (method := compared()) is None else method(stats)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -90,7 +92,7 @@ class Averager(AbstractContextManager[Any]):
 
     def counts(self) -> Stats:
         """Return `stats()` without errors; see `Engine.counts`."""
-        return self._engine.counts()
+        return self._engine.reporter.counts()
 
     def _compared(self, stats: Stats) -> Stats:
         # Gradients of the steps made here: what was sent before a resume is not in the traffic either.

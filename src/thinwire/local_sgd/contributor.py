@@ -95,7 +95,7 @@ class Contributor(ABC):
         """Return the settings and shapes that must be the same on all members, by subject."""
         sent = ", ".join(type(optimizer).__name__ for optimizer in self.sent_optimizers)
         return {
-            **self.engines[0].described("an averaging", self.device),
+            **self.engines[0].buckets.described("an averaging", self.device),
             "torch": torch.__version__.partition("+")[0],
             "optimizer": sent or "each its own",
         }
@@ -124,14 +124,14 @@ class Contributor(ABC):
             "commits": commits,
             "turns": self.turns,
             "not_averaged": self.tensors_not_averaged(),
-            "residual_of": tuple(sorted(self.engine.memory[ERROR])),
+            "residual_of": tuple(sorted(self.engine.state.memory[ERROR])),
             "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
         }
         return packed_state(
             step=self.averaged_steps,
             sent_after=(self.averaged_steps,),
             last_average=self.shared_tensors(),
-            sync=self.engine.common_state() if sync is None else sync,
+            sync=self.engine.state.common_state(self.engine.algorithm) if sync is None else sync,
             outer=None if self.model.outer is None else self.model.outer.state_dict(),
             members=members,
         )
@@ -166,7 +166,7 @@ class Contributor(ABC):
             # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
             if spec.name in errors or spec.name in members["residual_of"]:
                 error = errors.get(spec.name, torch.zeros(spec.shape))
-                engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self.device))
+                engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.device))
         for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], others):
             for name, tensor in tensors.items():
                 targets[name].copy_(tensor)

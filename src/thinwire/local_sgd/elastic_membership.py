@@ -243,7 +243,7 @@ class ElasticMembership(Membership):
                 doubt=0 if self._doubt is None else self._doubt.lineage,
                 weight_behind_doubt=behind.weight,
                 min_members=group.min_members,
-                error_norm=contributor.engine.error_norm(),
+                error_norm=contributor.engine.state.error_norm(),
                 inner_settings=digest(settings),
                 averagings=self.stats.averagings,
             )
@@ -338,7 +338,7 @@ class ElasticMembership(Membership):
         received, contributor = self._group.received, self._contributor
         if received is None:
             return
-        lost = contributor.engine.error_norm()
+        lost = contributor.engine.state.error_norm()
         # If a run resumes, the members that went on before this one have what it owed.
         if self.lineage and self._error_members:
             owed = f", and its residual of norm {lost:g} is lost" if lost else ""
@@ -366,7 +366,7 @@ class ElasticMembership(Membership):
         """Let those who stay take over, in equal parts, the residual of those who leave."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
-        errors, transport = self._contributor.engine.memory[ERROR], self._group.transport
+        errors, transport = self._contributor.engine.state.memory[ERROR], self._group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
         if not stayers or not names:

@@ -24,7 +24,7 @@ class Engines(NamedTuple):
     @property
     def together(self) -> Transport | None:
         """Joins processes that must all be healthy; None on a machine, whose processes have one change."""
-        return self.main.settings.together if self.main.partition is None else None
+        return self.main.settings.health_group if self.main.partition is None else None
 
 
 def engines_of(
@@ -35,15 +35,13 @@ def engines_of(
     specs = [tensor.spec for tensor in averaged]
     parts = layouts_of(averaged, schedule.streaming.fragments)
     # The processes of a subgroup have the same changes, so each sends a part of them.
-    machines, why_flat = None, ""
+    machines = None
     if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
-        machines, why_flat = machines_of_subgroups(group, within)
+        machines, _ = machines_of_subgroups(group, within)
     # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-    main = Engine(algorithm, group, specs, Settings(together=shards), parts=parts, machines=machines)
-    if why_flat:
-        main.shortfalls[why_flat] = None
+    main = Engine(algorithm, group, specs, Settings(health_group=shards), parts=parts, machines=machines)
     counts: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
-    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, together=shards)
+    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=shards)
     gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
     if model.ddp is not None and warmup.algorithm != EXACT:
         # A separate one: `gradients` remembers those, not the parameters averaged when the warm-up ends.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.loaded_weights import checksum_of
 from thinwire.plan import ParameterSpec
+from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import held_of
 
 
@@ -182,7 +182,7 @@ class Fragments(tuple[Fragment, ...]):
 
     def checksum(self) -> int:
         """Return a CRC-32 of the model's parameters."""
-        return checksum_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
+        return digest_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
         """Return the last averages that an outer optimizer steps: all but those of buffers."""

@@ -10,19 +10,12 @@ import torch
 from torch import nn
 
 from thinwire.errors import StepError
-from thinwire.sync.checksum import with_checksum
 
 LOADED = (
     "load_state_dict() of the model was called inside the context, and an averaging would take its change "
     "for what steps have learnt; load before the context is entered, or, in a group that does not change, "
     "call average() on all processes before you load and after it: that takes over what all hold alike"
 )
-
-
-def checksum_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a CRC-32 of some tensors."""
-    checksum = with_checksum({"tensors": tensors})["checksum"]
-    return int(str(checksum).rpartition(":")[2], 16)
 
 
 class Loads:

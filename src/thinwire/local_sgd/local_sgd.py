@@ -248,7 +248,7 @@ class LocalSGD(ModelAverager, Joinable):
             "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(self._model.outer),
-            LOADED: self._loaded is not None and self._loaded.checksum,
+            LOADED: self._loaded is not None and self._loaded.digest,
         }
         return {subject: str(value) for subject, value in described.items()}
 
@@ -304,7 +304,8 @@ class LocalSGD(ModelAverager, Joinable):
             and engine.algorithm != EXACT
             and self.steps >= self._schedule.warmup.steps - 1
         ):
-            engine.use(EXACT)
+            engine.check_between_steps("use()")
+            engine.buckets.use(EXACT)
 
     # Uneven inputs: see thinwire.join.
 

@@ -75,7 +75,7 @@ class Joining(NamedTuple):
         if group.send_optimizer:
             _check_hold_all(optimizers, averaged)
         # If each process has a part, a mean is finite if those of all are.
-        settings = Settings(together=group.inside if group.has_parts else None)
+        settings = Settings(health_group=group.inside if group.has_parts else None)
         return cls(held, optimizers, optimizers if group.send_optimizer else (), group, settings)
 
 

@@ -57,7 +57,7 @@ class Membership:
             self._to_read = len(self._gathers)
             # Read first: a process at a different step sends no changes to wait for. If it is delayed, before
             # the first round is waited for; but the engine's comparison blocks, and all must come to it.
-            if not is_delayed or not contributor.engines[0].has_agreed:
+            if not is_delayed or not contributor.engines[0].buckets.has_agreed:
                 statuses = self.read()
         total = sum(status.weight for status in statuses)
         scale = contribution.weight * len(statuses) / total if total else 1.0

@@ -96,7 +96,7 @@ class ModelChanges(Contributor):
     def end_warmup(self) -> None:
         """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
         if self._warm_engine.algorithm != EXACT and self.turn_began >= self.schedule.warmup.steps - 1:
-            self._warm_engine.use(EXACT)
+            self._warm_engine.buckets.use(EXACT)
 
     @property
     def _warm_engine(self) -> Engine:

@@ -73,10 +73,10 @@ class PendingAverage(Generic[Part]):
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits whatever has come: no one has looked at its means.
-        together = self._engine.settings.together if self._engine.partition is None else None
+        together = self._engine.settings.health_group if self._engine.partition is None else None
         if not committed or not are_finite(self.changes, together):
             # Memory is written before it is known what comes of it in the model's type.
-            residual_moved = committed and self._engine.memory_bytes() > 0
+            residual_moved = committed and self._engine.state.memory_bytes() > 0
             raise StepError(
                 f"the mean {self._subject} is not finite though that of each process is: it has left the "
                 "range of the type it travels in, on all alike. "

@@ -13,11 +13,9 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import Fragments
 from thinwire.local_sgd.outer import load_outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
-from thinwire.sync.state import DTYPES
+from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of, shown_kind
 
-STATE_VERSION = 4
-KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
+KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
 WARMUP_KEY = "warmup"  # there if an algorithm of the warm-up still remembers something
 MEMBERS_KEY = "members"  # of those that come and go
 COUNTS = ("lineage", "commits", "turns")
@@ -36,7 +34,7 @@ class LoadedState(NamedTuple):
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
     warmup: Mapping[str, Any] | None  # for its engine to check; None if it had no separate one, or was over
-    checksum: str  # of all of it, for processes to compare what they loaded
+    digest: int  # of all of it, for processes to compare what they loaded
     members: Mapping[str, Any] | None = None  # of elastic members, to be checked against the model
 
 
@@ -52,7 +50,7 @@ def packed_state(
 ) -> dict[str, Any]:
     """Return a state; of its `parts`, those of the warm-up and of members that there are."""
     state = {
-        "version": STATE_VERSION,
+        "version": FORMAT,
         "step": step,
         "sent_after": tuple(sent_after),
         "in_flight": tuple(in_flight),
@@ -60,7 +58,7 @@ def packed_state(
         "sync": sync,
         "outer": outer,
     }
-    return with_checksum({**state, **{key: part for key, part in parts.items() if part is not None}})
+    return state | {key: part for key, part in parts.items() if part is not None}
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
@@ -68,7 +66,7 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
     if loaded.members is not None:
         return loaded.members
     # Members that load the same state are of one lineage.
-    lineage = int(loaded.checksum.rpartition(":")[2], 16) | 1
+    lineage = loaded.digest | 1
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
 
@@ -116,14 +114,10 @@ def checked_state(
     has_warmup: bool = False,
 ) -> LoadedState:
     """Return a state that has been checked, but for what the engine and the outer optimizer check."""
-    check_kind(state, STATE_VERSION, KEYS, "LocalSGD.state_dict()")
+    check_kind(state, KEYS, "LocalSGD.state_dict()")
     assert isinstance(state, Mapping)
-    if state.keys() - {WARMUP_KEY, MEMBERS_KEY} != KEYS:
-        raise StateError(f"expected a state made by LocalSGD.state_dict(), got {shown_kind(state)}")
-    # Before anything is believed of it.
-    checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
-    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "checksum": checksum}
+    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "digest": digest_of(state)}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if state[WARMUP_KEY] is not None and not has_warmup:

@@ -16,12 +16,12 @@ from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.loaded_weights import checksum_of
 from thinwire.local_sgd.member import Joining, Member
 from thinwire.local_sgd.optimizer_state import as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
+from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import held_of
 
 
@@ -97,7 +97,7 @@ class Steps(Member):
     def _in_loop(self) -> AbstractContextManager[None]:
         # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
         tensors = list(self._contributor.shared_tensors().values())
-        return self._model.loads.noted(self.module, (), lambda: checksum_of(tensors))
+        return self._model.loads.noted(self.module, (), lambda: digest_of(tensors))
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all who are there, and let the optimizer step. Collective.

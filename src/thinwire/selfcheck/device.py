@@ -82,7 +82,7 @@ def _arithmetic(bench: Bench, matrix_rank: int) -> Row:
 
 
 def _step(bench: Bench, buckets: list[tuple[ParameterSpec, ...]], algorithm: Algorithm) -> Row:
-    engine = Engine(algorithm, bench.transport, settings=Settings(host_check="auto", gradients_stay=True))
+    engine = Engine(algorithm, bench.transport, settings=Settings(host_check="auto"))
     gradients = [torch.randn(sum(spec.numel for spec in bucket), device=bench.device) for bucket in buckets]
     copies = [torch.empty_like(gradient) for gradient in gradients]  # steps work in place
     copy = partial(torch._foreach_copy_, copies, gradients)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -16,8 +15,8 @@ from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, R
 from thinwire.algorithms.registry import SLOTS
 from thinwire.comm import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
-from thinwire.sync.checksum import with_checksum
-from thinwire.sync.state import names_in, tensors_of_all
+from thinwire.sync.state import names_in
+from thinwire.sync.state_messages import Part
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -274,33 +273,6 @@ class IntraNodePartition:
             if _length(some):
                 tensors[name] = whole[some].clone()
 
-    def whole_state(
-        self,
-        own: Mapping[str, Any],
-        specs: Mapping[str, ParameterSpec],
-        unclaimed: Mapping[str, Mapping[str, torch.Tensor]],
-        *,
-        of_all: bool = True,
-    ) -> dict[str, Any]:
-        """Return the state of the whole model from the packed ones of all processes. Collective inside.
-
-        To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters. If it is
-        not to be `of_all`, it is of this process alone, with zeros for the parts of others; no message.
-        """
-        is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
-        whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-        mine = ((self.intra_node.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
-        everyone = tensors_of_all(own, is_elementwise, self.intra_node) if of_all else mine
-        for place, (slot, label, tensor) in everyone:
-            spec = specs.get(label)
-            # From one process alone it is packed in the parameter's shape.
-            if not is_elementwise[slot] or spec is None or tensor.numel() == spec.numel:
-                whole[slot].setdefault(label, tensor)
-                continue
-            if label not in whole[slot]:
-                whole[slot][label] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).zero_()
-            whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
-        for slot, of_slot in whole.items():
-            named = sorted({**of_slot, **unclaimed.get(slot, {})}.items())
-            tensors[slot] = tuple((label, tensor.contiguous()) for label, tensor in named)
-        return with_checksum({**own, **tensors})
+    def view_of(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a parameter that a process of this machine holds, flat."""
+        return whole.as_strided((whole.numel(),), (1,))[self._held[part.label][part.rank]]

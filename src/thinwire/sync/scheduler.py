@@ -87,19 +87,14 @@ class CollectiveScheduler:
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
-    def loss_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the loss scale that the buckets of this step take."""
-        return scale
-
     def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
         with shown("thinwire: round 1"):
-            with self._computing():
-                task = Task(requests)
-                # Compute this bucket alone: waiting for the others would delay the first message until after
-                # the backward pass.
-                _compute_jointly([task])
-                first = Round([task], self._transport.size, f"{self._name}, round 1 of the bucket of {name}")
+            task = Task(requests)
+            # Compute this bucket alone: waiting for the others would delay the first message until after
+            # the backward pass.
+            _compute_jointly([task])
+            first = Round([task], self._transport.size, f"{self._name}, round 1 of the bucket of {name}")
             self._send(first)
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
@@ -121,12 +116,11 @@ class CollectiveScheduler:
         with shown("thinwire: earlier buckets"):
             tasks = [task for round_ in earlier for task in round_.tasks]
             purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-            with self._computing():
-                for round_ in earlier:
-                    round_.answer()
-                del self._rounds[:end]
-                _compute_jointly(tasks)
-                later = Round(_waiting(tasks), self._transport.size, purpose)
+            for round_ in earlier:
+                round_.answer()
+            del self._rounds[:end]
+            _compute_jointly(tasks)
+            later = Round(_waiting(tasks), self._transport.size, purpose)
             self._send(later)
 
     def close_with(self, requests: Requests) -> None:
@@ -143,15 +137,14 @@ class CollectiveScheduler:
             self._wait(self._rounds)
         self._number += 1
         with shown(f"thinwire: round {self._number}"):
-            with self._computing():
-                # All before anything is sent: so the next messages of all buckets travel as one.
-                for round_ in self._rounds:
-                    round_.answer()
-                # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
-                self._rounds, self._previous = [], None
-                _compute_jointly(self.tasks)
-                purpose = f"{self._name}, round {self._number} of all buckets"
-                later = Round([*_waiting(self.tasks), *self._closed()], self._transport.size, purpose)
+            # All before anything is sent: so the next messages of all buckets travel as one.
+            for round_ in self._rounds:
+                round_.answer()
+            # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
+            self._rounds, self._previous = [], None
+            _compute_jointly(self.tasks)
+            purpose = f"{self._name}, round {self._number} of all buckets"
+            later = Round([*_waiting(self.tasks), *self._closed()], self._transport.size, purpose)
             self._send(later)
         return bool(later.tasks)
 
@@ -165,10 +158,6 @@ class CollectiveScheduler:
                 task.request = Mean(task.request.tensor.to(means[0]))
         self.tasks += closing
         return closing
-
-    def _computing(self) -> AbstractContextManager[object]:
-        """Return a context of what is computed between messages; `Recorder` records it."""
-        return nullcontext()
 
     def _wait(self, rounds: Sequence[Round]) -> None:
         for round_ in rounds:

@@ -86,8 +86,7 @@ class Settings:
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
-    together: Transport | None = None
-    gradients_stay: bool = False  # in the same memory from step to step, as in DDP's buckets
+    health_group: Transport | None = None  # shards of a model, which agree whether a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,8 +102,8 @@ class Settings:
         if other and not self.host_check:
             raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
-    def decided(self, algorithm: Algorithm, device: torch.device) -> Settings:
-        """Return these with an "auto" decided: by what is the same on all processes, and on all shards."""
+    def resolved(self, algorithm: Algorithm, device: torch.device) -> Settings:
+        """Return these with an "auto" resolved: by what is the same on all processes, and on all shards."""
         if self.host_check != "auto":
             return self
         # On the CPU it makes no one wait, and what the host knows it can count.
@@ -139,7 +138,7 @@ class Settings:
 
     def described(self) -> Mapping[str, str]:
         """Return the settings that must be the same on all processes, by subject."""
-        # `together` joins others than those that are compared.
+        # `health_group` joins others than those that are compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",
             "find_unused_parameters": str(self.may_be_unused),

@@ -10,10 +10,10 @@ import torch
 
 from thinwire.algorithms import Bucket, Commit, Mean, Requests
 from thinwire.algorithms.error_feedback import ERROR, put_back_residuals, residuals_of
-from thinwire.comm import Work, true_for_all
+from thinwire.comm import Traffic, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
+from thinwire.sync.bucket_plans import BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.partition import BucketParts, IntraNodePartition, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, shown
@@ -24,7 +24,7 @@ from thinwire.tensors import accelerators
 class _Divided(NamedTuple):
     """A bucket whose mean inside of the machine is on its way; `by_place` is it in the order of partition."""
 
-    lane: Lane
+    lane: BucketState
     parts: BucketParts
     flat: torch.Tensor
     by_place: torch.Tensor
@@ -36,53 +36,57 @@ class Step:
 
     def __init__(
         self,
-        engine: Lanes,
-        exchange: CollectiveScheduler,
+        plans: BucketPlans,
+        scheduler: CollectiveScheduler,
         clock: StepClock,
+        traffic: Traffic,
         number: int,
-        ended: Callable[[Step, bool], None],
+        count_step: Callable[..., None],
         *,
-        pipelined: bool = False,
+        rank: int,
+        is_pipelined: bool = False,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
-        self._engine, self._scheduler, self._clock, self._ended = engine, exchange, clock, ended
-        self._number, self._name = number, f"step {number}"
-        self._pipelined = pipelined and engine.algorithm.pipelines_buckets
+        self._plans, self._state, self._partition = plans, plans.state, plans.partition
+        self._scheduler, self._clock, self._traffic, self._count_step = scheduler, clock, traffic, count_step
+        self._number, self._name, self._rank = number, f"step {number}", rank
+        self._is_pipelined = is_pipelined
         self._streams = Streams()
-        self._lanes: list[Lane] = []  # which are in flight
+        self._lanes: list[BucketState] = []  # which are in flight
         self._buckets: list[Bucket] = []
         self._divided: list[_Divided] = []  # on a machine of several processes, all buckets
         self._num_reduced = 0  # of these
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
-        self._loss_scale = engine.settings.loss_scale
+        settings, remembers = plans.settings, plans.algorithm.remembers
+        self._loss_scale = settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         # Flags of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
         self._used: dict[Specs, torch.Tensor] = {}
         self.unused: set[str] = set()  # parameters that no process used, once finished
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: if the first one
         # has no residual, a later one may.
-        has_residual = bool(engine.memory[ERROR] or engine.unclaimed.get(ERROR))
-        if engine.partition is not None:  # the same on all processes of the machine, who ask each other
-            has_residual = engine.may_remember
+        has_residual = self._state.has([ERROR])
+        if self._partition is not None:  # the same on all processes of the machine, who ask each other
+            has_residual = self._state.may_remember
         # The first step after a warm-up has none, and leaves one.
-        has_residual = has_residual or engine.algorithm.remembers
-        self._finds_unused = engine.settings.may_be_unused and has_residual
+        self._finds_unused = settings.may_be_unused and (has_residual or remembers)
         self._has_all = False
 
     @contextmanager
     def _at_work(self, *, are_ready: bool) -> Iterator[None]:
         with (
-            self._clock.inside(self._engine.traffic, are_ready=are_ready),
-            full_precision(self._engine.device),
-            accelerators.shortfalls_kept_in(self._engine.shortfalls),
+            self._clock.inside(self._traffic, are_ready=are_ready),
+            full_precision(self._plans.device),
         ):
             yield
 
     # Buckets, as they come.
 
-    def start(self, lane: Lane | Specs, flat: torch.Tensor, used: Sequence[bool] | None = None) -> None:
+    def start(
+        self, lane: BucketState | Specs, flat: torch.Tensor, used: Sequence[bool] | None = None
+    ) -> None:
         """Send the first message of a bucket whose gradients are ready, and return.
 
         Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
@@ -90,7 +94,7 @@ class Step:
         """
         self._check_open()
         refuse_capture(flat.device)
-        specs = lane.specs if isinstance(lane, Lane) else lane
+        specs = lane.specs if isinstance(lane, BucketState) else lane
         if specs in [*(started.specs for started in self._lanes), *(held.specs for held in self._held)]:
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
@@ -98,12 +102,12 @@ class Step:
                 f"the bucket of {specs[0].name} was started twice: the last backward pass did not "
                 "finish on this process; restart all processes from a checkpoint"
             )
-        if isinstance(lane, Lane) and lane.is_in_flight:
+        if isinstance(lane, BucketState) and lane.is_in_flight:
             # It would begin with the memory that the other step is about to write, and one of both be lost.
             raise StepError(
                 f"the bucket of {specs[0].name} is in flight in an earlier step; finish or abandon that first"
             )
-        self._clock.device = self._engine.device = flat.device
+        self._clock.device = self._plans.device = flat.device
         with self._at_work(are_ready=True):
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self.num_parameters += len(specs)
@@ -116,13 +120,13 @@ class Step:
                     else accelerators.sent_to(flat.device, torch.tensor(used, dtype=torch.float32))
                 )
             # Buckets are sent in the order in which they came: after one that waits, all wait.
-            if isinstance(lane, Lane) and not self._held:
+            if isinstance(lane, BucketState) and not self._held:
                 self._send(lane, flat)
             else:
                 self._held.append(Bucket(specs, flat))
 
-    def _send(self, lane: Lane, flat: torch.Tensor) -> None:
-        partition = self._engine.partition
+    def _send(self, lane: BucketState, flat: torch.Tensor) -> None:
+        partition = self._partition
         if lane.parts is None or partition is None:
             self._send_part(lane, flat)
             # Only now: if the message could not be sent, the lane stays free for a later step.
@@ -132,30 +136,30 @@ class Step:
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
         by_place = lane.parts.by_place(flat)
         work = partition.intra_node.scatter_mean(by_place, lane.parts.lengths, purpose)
-        self._engine.traffic.inside_bytes += lane.parts.inside_bytes
+        self._traffic.inside_bytes += lane.parts.inside_bytes
         self._take(lane)
         self._divided.append(_Divided(lane, lane.parts, flat, by_place, work))
         self._send_reduced(len(self._divided) - 1)
 
-    def _take(self, lane: Lane) -> None:
+    def _take(self, lane: BucketState) -> None:
         lane.is_in_flight = True
         self._lanes.append(lane)
 
     def _send_reduced(self, end: int) -> None:
         """Send what this process averages of the first buckets, once it is the mean of the machine."""
         for divided in self._divided[self._num_reduced : end]:
-            with self._engine.traffic.waiting():
+            with self._traffic.waiting():
                 divided.work.wait()
             self._num_reduced += 1
             self._send_part(divided.lane, divided.parts.own(divided.by_place))
 
-    def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
+    def _send_part(self, lane: BucketState, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._engine.inter_node.rank)
-        memory = self._engine.memory_at(self._number)
+        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._rank)
+        memory = self._state.memory_at(self._number)
         self._scheduler.start(lane.plan.exchange(bucket, memory), lane.specs[0].name, bucket)
         self._buckets.append(bucket)
-        if self._pipelined:
+        if self._is_pipelined:
             self._scheduler.advance_earlier()
 
     def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
@@ -167,7 +171,7 @@ class Step:
             return None
         # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the device.
         if device not in self._scales:
-            self._scales[device] = self._scheduler.loss_scale(self._loss_scale(device).reshape(()))
+            self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
     # Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
@@ -178,7 +182,7 @@ class Step:
         names = [spec.name for specs in self._used for spec in specs]
         flags = list(self._used.values())
         used = torch.cat([flag.to(flags[0].device) for flag in flags])
-        partition, memory = self._engine.partition, self._engine.memory
+        partition, memory = self._partition, self._state.memory
         if partition is not None:
             partition.intra_node.all_reduce(used, f"{self._name}, which parameters the machine used").wait()
         # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
@@ -218,16 +222,15 @@ class Step:
 
     def _send_held(self) -> None:
         """Send all that waited until all buckets are there."""
-        engine = self._engine
         if not self._lanes and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         # Buckets may have been started on several streams; from here on all are worked on from one.
         self._streams.gather()
         # One comparison of the processes for all that are new.
-        opened = engine.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
+        opened = self._plans.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
         # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
-        engine.check_loaded()
+        self._state.check_loaded()
         for bucket in self._held:
             self._send(opened[bucket.specs], bucket.flat)
         self._held = []
@@ -243,7 +246,7 @@ class Step:
         `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
         self._check_open()
-        on_cpu, is_under_way = self._engine.device.type == "cpu", True
+        on_cpu, is_under_way = self._plans.device.type == "cpu", True
         with self._at_work(are_ready=False):
             try:
                 while is_under_way:
@@ -254,21 +257,21 @@ class Step:
                     is_under_way = self._advance()
                 with shown("thinwire: commit"):
                     committed = self._commit()
-                if self._engine.partition is not None:
-                    self._gather_inside(self._engine.partition)
+                if self._partition is not None:
+                    self._gather_inside(self._partition)
                 # After the commit: exchanges go by the count of the steps before theirs.
-                self._engine.note(self._lanes, committed=committed)
-                if self._engine.torn == self._name:
-                    self._engine.torn = ""
-                self._engine.replays.keep(self._scheduler)
+                self._state.count_step([bucket.names for bucket in self._lanes], committed=committed)
+                self._plans.note(self._lanes)
+                if self._state.torn == self._name:
+                    self._state.torn = ""
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()
         # Only now: an observer may save the state or begin a step, and this one is no longer in the way.
         self._clock.end_step()
-        self._ended(self, committed)
+        self._count_step(self.gradient_bytes, committed=committed)
         # The engine keeps the step until the next one: a way back would keep its memory past its own end.
-        del self._ended, self._engine
+        del self._count_step, self._plans, self._state
         return committed
 
     # The commit, of all buckets or none: had those that came early written their memory, a `GradScaler` that
@@ -276,7 +279,7 @@ class Step:
 
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
-        engine, settings, traffic = self._engine, self._engine.settings, self._engine.traffic
+        state, settings, traffic = self._state, self._plans.settings, self._traffic
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
             self._write(self._scheduler.tasks)
@@ -285,15 +288,15 @@ class Step:
         # Computed from what all members have received alike: all find the same, and need not ask each other.
         is_healthy, told = self._scheduler.is_healthy(), None
         purpose = f"{self._name}, whether it is healthy"
-        if engine.partition is not None:
-            told = self._ask_machine(engine.partition, is_healthy, purpose)
+        if self._partition is not None:
+            told = self._ask_machine(self._partition, is_healthy, purpose)
             is_healthy = told[0] == 0
-        elif settings.together is not None:
+        elif settings.health_group is not None:
             # Other shards have received other messages, so they do ask.
-            is_healthy = true_for_all(is_healthy, settings.together, purpose)
+            is_healthy = true_for_all(is_healthy, settings.health_group, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
-            engine.count_unseen(is_healthy)
+            state.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
             if accelerators.pays_per_launch(is_healthy.device):
                 traffic.count_machine(sum(lane.machine_bytes for lane in self._lanes))
@@ -306,8 +309,8 @@ class Step:
                 num_unhealthy, sent_bytes, num_remembering = told.tolist()
                 committed = num_unhealthy == 0
                 traffic.count_machine(int(sent_bytes))
-                if settings.host_check and not engine.algorithm.remembers:
-                    engine.may_remember = num_remembering > 0
+                if settings.host_check and not self._plans.algorithm.remembers:
+                    state.may_remember = num_remembering > 0
         if committed:
             self._write(self._scheduler.tasks)
         for bucket in () if committed else self._buckets:
@@ -316,27 +319,27 @@ class Step:
 
     def _write(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let tasks pass their commits, behind which they write memory, and the means that depend on it."""
-        if self._engine.may_remember:
+        if self._state.may_remember:
             # Until all means are there: memory holds this step then, and the gradients do not.
-            self._engine.torn = self._engine.torn or self._name
+            self._state.torn = self._state.torn or self._name
         self._scheduler.commit(tasks, is_healthy)
 
     def _must_ask(self) -> bool:
         """Return whether anybody wants to know if the step is healthy; the same on all processes."""
-        settings = self._engine.settings
+        settings = self._plans.settings
         if settings.on_nonfinite != "nan":
             return True
-        if self._engine.partition is not None:
-            return self._engine.may_remember
-        return settings.together is not None or any(commit.writes for commit in self._scheduler.commits)
+        if self._partition is not None:
+            return self._state.may_remember
+        return settings.health_group is not None or any(commit.writes for commit in self._scheduler.commits)
 
     def _ask_machine(
         self, partition: IntraNodePartition, is_healthy: torch.Tensor, purpose: str
     ) -> torch.Tensor:
         """Return how many processes of the machine are not healthy, what they sent, how many remember."""
-        engine, traffic = self._engine, self._engine.traffic
+        traffic = self._traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
-        remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
+        remembers = self._state.has(self._plans.algorithm.slots)
         device = partition.intra_node.data_device
         told = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
         told[0] = ~is_healthy.to(device)
@@ -345,7 +348,7 @@ class Step:
 
     def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
         """Let the device decide."""
-        by_themselves, memory = [], self._engine.memory
+        by_themselves, memory = [], self._state.memory
         # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
         for task, lane, bucket in zip(self._scheduler.tasks, self._lanes, self._buckets, strict=True):
             keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
@@ -370,7 +373,7 @@ class Step:
                 partition.intra_node.gather_parts(divided.by_place, divided.parts.lengths, purpose)
             )
         for divided, work in zip(self._divided, gathers, strict=True):
-            with self._engine.traffic.waiting():
+            with self._traffic.waiting():
                 work.wait()
             divided.parts.write(divided.flat, divided.by_place)
 

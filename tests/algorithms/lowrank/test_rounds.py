@@ -81,7 +81,7 @@ def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: WireDtype | Non
         flats = [[gradient.clone()] for gradient in gradients]
         assert simulation.step(flats)
         applied += flats[0][0].double()
-        sent = [engine.memory[SENT]["weight"] for engine in simulation.engines]
+        sent = [engine.state.memory[SENT]["weight"] for engine in simulation.engines]
         assert all(torch.equal(each, each.to(dtype).float()) for each in sent)
         norms = sum(float(each.norm()) for each in sent) / num_workers
         most_lost += num_workers * torch.finfo(dtype).eps / 2 * norms
@@ -125,7 +125,7 @@ def test_the_batched_variant_works_in_place(
     simulation = Simulation(BatchedPowerSGD(power_iterations=power_iterations), layout, num_workers=1)
     flat = torch.randn(700 * 900 + 77).to(dtype)
     assert simulation.step([[flat.clone()]])
-    memory = simulation.engines[0].memory
+    memory = simulation.engines[0].state.memory
     before = [error.data_ptr() for error in memory[ERROR].values()]
     gradients = flat.clone()
     with Allocations() as allocations:

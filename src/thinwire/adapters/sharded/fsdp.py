@@ -42,7 +42,7 @@ from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane
+from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
 from thinwire.tensors.accelerators import sent_to
@@ -75,7 +75,7 @@ def attach_sharded(
     if not sharded.is_replicated:
         shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
-    settings = replace(settings, together=shards if shards.size > 1 else None)
+    settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {
@@ -147,7 +147,7 @@ class _Bucket:
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
     device: torch.device
-    lane: Lane | None = None  # None before the first step
+    lane: BucketState | None = None  # None before the first step
     flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
 
@@ -308,7 +308,7 @@ class FSDPAdapter:
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
         bucket.flat = bucket.gradients()
-        self._step.start(cast(Lane, bucket.lane), bucket.flat)
+        self._step.start(cast(BucketState, bucket.lane), bucket.flat)
         self._num_started += 1
 
     def average(self) -> None:
@@ -333,10 +333,10 @@ class FSDPAdapter:
                 asked = engine.metered.all_reduce(flags, purpose, operation="max")
                 # Only a replica that lacks a gradient must know whether a different replica has it.
                 unused = set[str]() if all(used) else self._unused(asked, flags)
-                before = residuals_of(engine.memory, unused)
+                before = residuals_of(engine.state.memory, unused)
                 committed = cast(Step, self._step).finish()
                 asked.wait()
-                put_back_residuals(engine.memory, unused, before)
+                put_back_residuals(engine.state.memory, unused, before)
                 self._hand_back(unused)
                 self._learn_order()
         except BaseException:
@@ -349,7 +349,7 @@ class FSDPAdapter:
         self.forget_pass()
         self._changed.clear()
         if not committed:
-            engine.warn_of_nonfinite()
+            engine.reporter.warn_of_nonfinite()
         engine.raise_unless(committed)
 
     def _abandon(self) -> None:

@@ -14,14 +14,14 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from thinwire.adapters.sharded.model import Piece, local_of, sharded_like
-from thinwire.algorithms import Slot
 from thinwire.comm import Transport
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_finite, with_checksum
-from thinwire.sync.local_state import CUTS, Position, is_local, of_shard
-from thinwire.sync.state import LoadedState, tensors_of_all
+from thinwire.sync.local_state import of_shard
+from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, pack
+from thinwire.sync.state_messages import assemble, parts_of_all
+from thinwire.tensors.layout import shape_of_shard
 
 
 class ShardedSync(GradientSync):
@@ -48,54 +48,77 @@ class ShardedSync(GradientSync):
 
         Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
         """
-        return _whole_state(self.own_state(), self.pieces, self.shards)
+        return pack(self.whole(self.save_shard()))
 
-    @torch.inference_mode(False)
-    def local_state_dict(self) -> dict[str, Any]:
-        """As `GradientSync.local_state_dict`: of this process's shards."""
-        state, shards = self._engine.local_state_dict(), self.shards
-        if shards.size == 1:
-            return state
-        cuts = tuple(sorted((name, (piece.shape, piece.dim)) for name, piece in self.pieces.items()))
-        # Processes of all shards have these in common; factors and the shapes of shards differ.
-        common = {key: state["own"][key] for key in ("algorithm", "step", "skipped_steps")}
-        return with_checksum(
-            {
-                **state,
-                **self.position._asdict(),
-                "common": with_checksum({**common, CUTS: cuts})["checksum"],
-                CUTS: cuts,
-            }
-        )
-
-    def own_state(self) -> dict[str, Any]:
+    def save_shard(self) -> SavedState:
         """Return the state of this shard, once all shards have made the same steps."""
         steps = {"steps": str(self.steps)}
-        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.state_dict)
+        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.save)
 
-    @torch.inference_mode(False)
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """As `GradientSync.load_state_dict`; also a state of other shards and replicas, or of DDP."""
-        if is_local(state):
-            self._engine.load_local(state, self.position, strict=strict)
-        else:
-            self._engine.load(self.own_part(state, strict=strict))
+    def whole(self, own: SavedState) -> SavedState:
+        """Return the state of the whole model. Collective over the shards."""
+        size = self.shards.size
+        if size == 1:
+            return own
+        slots = assemble(
+            own.slots,
+            parts_of_all(own.slots, self.shards),
+            self.specs(),
+            lambda part, whole: self.pieces[part.label].cut(part.rank, size)(whole),
+            lambda part: of_shard(part.label, part.rank, size),
+        )
+        return own._replace(shapes={name: piece.shape for name, piece in self.pieces.items()}, slots=slots)
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Return the whole parameters."""
+        return {
+            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
+            for name, piece in self.pieces.items()
+        }
+
+    def _cuts(self) -> Cuts:
+        is_cut = self.shards.size > 1
+        return {name: (piece.shape, piece.dim) for name, piece in self.pieces.items()} if is_cut else {}
 
     @property
     def position(self) -> Position:
         """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
         replicas, shards = self._engine.transport, self.shards
-        member = replicas.rank * shards.size + shards.rank
-        return Position(member, replicas.size * shards.size, shards.rank, shards.size)
+        rank = replicas.rank * shards.size + shards.rank
+        return Position(rank, replicas.size * shards.size, shards.rank, shards.size)
 
-    def own_part(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
-        """Check a state of the whole model, and return what it has for this shard."""
-        specs = {
-            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
-            for name, piece in self.pieces.items()
-        }
-        loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
-        return _cut(loaded, self.pieces, self.shards)
+    def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
+        """Return what a state of the whole model has for this shard, or what this process has saved."""
+        loaded = self._engine.check_state_dict(
+            state, strict=strict, position=self.position, whole=self.specs()
+        )
+        return self.cut(loaded) if loaded.layout is None else loaded
+
+    def cut(self, loaded: SavedState) -> SavedState:
+        """Return the part of a state of the whole model that is this shard's."""
+        rank, size = self.shards.rank, self.shards.size
+        if size == 1:
+            return loaded
+        cut = {name: piece.cut(rank, size) for name, piece in self.pieces.items()}
+        shapes = dict(loaded.shapes)
+        for name, piece in self.pieces.items():
+            shapes[name] = shape_of_shard(piece.shape, piece.dim, rank, size)
+        mark = of_shard("", rank, size)
+        slots: Tensors = {}
+        for slot, tensors in loaded.slots.items():
+            # Copies: views would keep the whole model's in memory.
+            if slot.is_elementwise:
+                slots[slot] = {
+                    name: cut[name](whole).clone() for name, whole in tensors.items() if name in cut
+                }
+                continue
+            of_this = {label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)}
+            # Tensors of no shard were checked with the state as a whole.
+            if slot.check is not None:
+                for label, tensor in of_this.items():
+                    slot.check(label, tensor, shapes)
+            slots[slot] = {k: tensor for k, tensor in tensors.items() if SHARD_MARK not in k} | of_this
+        return loaded._replace(shapes=shapes, slots=slots)
 
     def distributed_state(self) -> Stateful:
         """Residuals are DTensors, sharded as their parameters are."""
@@ -111,78 +134,31 @@ class _InShards:
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Return the state. Collective over all shards and replicas."""
-        sync, own = self._sync, self._sync.own_state()
-        elementwise = [name for name, kind in own["slots"] if kind[1]]
-        rest = _whole_state({**own, **dict.fromkeys(elementwise, ())}, sync.pieces, sync.shards)
+        sync, own = self._sync, self._sync.save_shard()
+        rest = {slot: {} if slot.is_elementwise else tensors for slot, tensors in own.slots.items()}
+        elementwise = [slot for slot in own.slots if slot.is_elementwise]
         specs = {spec.name: spec for spec in self._engine.specs}
         # Zeros if nothing is remembered: the checkpoint fills in only what a fresh run has as well.
         tensors = {}
         for slot in elementwise:
-            kept = dict(own[slot])
             for name, piece in sync.pieces.items():
                 zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
-                tensors[f"{slot} of {name}"] = sharded_like(piece.parameter, kept.get(name, zeros))
+                local = own.slots[slot].get(name, zeros)
+                tensors[f"{slot.name} of {name}"] = sharded_like(piece.parameter, local)
         return {
-            "rest": with_checksum(rest),
-            "kept": tuple((slot, tuple(sorted(dict(own[slot])))) for slot in elementwise),
+            "rest": pack(sync.whole(own._replace(slots=rest))),
+            "kept": tuple((slot.name, tuple(sorted(own.slots[slot]))) for slot in elementwise),
             "tensors": tensors,
         }
 
     @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` has returned, resharded to this run's shards."""
-        loaded = self._sync.own_part(state_dict["rest"])
-        slots, tensors = {slot.name: slot for slot in loaded.slots}, dict(loaded.slots)
+        loaded = self._sync.cut(self._engine.check_state_dict(state_dict["rest"], whole=self._sync.specs()))
+        slots = {slot.name: slot for slot in loaded.slots}
         for slot, names in state_dict["kept"]:
-            held = {n: local_of(state_dict["tensors"][f"{slot} of {n}"]).cpu().clone() for n in names}
+            sharded = {name: state_dict["tensors"][f"{slot} of {name}"] for name in names}
+            held = {name: local_of(tensor).cpu().clone() for name, tensor in sharded.items()}
             check_finite(slot, held)
-            tensors[slots[slot]] = held
-        self._engine.load(loaded._replace(slots=tensors))
-
-
-def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
-    """Return the state of the whole model. Collective over the shards."""
-    if shards.size == 1:
-        return dict(own)
-    is_elementwise = {name: kind[1] for name, kind in own["slots"]}
-    whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-    for shard, (slot, label, tensor) in tensors_of_all(own, is_elementwise, shards):
-        if not is_elementwise[slot]:
-            whole[slot][of_shard(label, shard, shards.size)] = tensor
-            continue
-        # A shard of which nothing is remembered has zeros there.
-        into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
-        # If all shards have the whole, take the first one's.
-        if shard == 0 or pieces[label].dim is not None:
-            pieces[label].cut(shard, shards.size)(into).copy_(tensor)
-    return with_checksum(
-        {
-            **own,
-            "parameters": tuple(sorted((name, piece.shape) for name, piece in pieces.items())),
-            **{slot: tuple(sorted(tensors.items())) for slot, tensors in whole.items()},
-        }
-    )
-
-
-def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) -> LoadedState:
-    """Return the part of a loaded state that is this shard's."""
-    if shards.size == 1:
-        return loaded
-    cut = {name: piece.cut(shards.rank, shards.size) for name, piece in pieces.items()}
-    shapes = dict(loaded.shapes)
-    for name, piece in pieces.items():
-        shapes[name] = tuple(cut[name](torch.empty(piece.shape, device="meta")).shape)
-    mark = of_shard("", shards.rank, shards.size)
-    slots: dict[Slot, dict[str, torch.Tensor]] = {}
-    for slot, tensors in loaded.slots.items():
-        # Copies: views would keep the whole model's in memory.
-        if slot.is_elementwise:
-            slots[slot] = {name: cut[name](tensor).clone() for name, tensor in tensors.items() if name in cut}
-            continue
-        of_this = {k.removesuffix(mark): tensor for k, tensor in tensors.items() if k.endswith(mark)}
-        # Tensors of no shard were checked with the state as a whole.
-        if slot.check is not None:
-            for label, tensor in of_this.items():
-                slot.check(label, tensor, shapes)
-        slots[slot] = {k: tensor for k, tensor in tensors.items() if SHARD_MARK not in k} | of_this
-    return loaded._replace(shapes=shapes, slots=slots)
+            loaded.slots[slots[slot]].update(held)
+        self._engine.load(loaded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +13,11 @@ from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainde
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import FactorMessages, Round
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
-from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
+from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.dispatch import (
-    are_recordable,
     kernels_for,
     orthonormal_bases,
     products,
@@ -171,21 +170,6 @@ class PowerSGDPlan(LowRankPlan):
     def uncompressed(self) -> tuple[int, ...]:
         """The parameters that travel uncompressed, by index."""
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches depend on the side of the next projection, once all is in memory."""
-        keeps = [FACTOR, BASIS, *([ERROR, SENT] if self.config.error_feedback else [])]
-        whole = [self.specs[index].name for index in self.uncompressed]
-        is_settled = not any(name in memory[slot] for name in whole for slot in (ERROR, SENT)) and all(
-            name in memory[slot] for slot in keeps for route in self.compressed for name in route.names
-        )
-        is_recordable = all(
-            are_recordable(device, self.specs[0].dtype, route.matrix_rank) for route in self.compressed
-        )
-        is_warm = memory.step >= self.config.warmup_steps and self.config.warm_start
-        if not (is_settled and is_recordable and is_warm):
-            return None
-        return self._turn(memory) % 2 if self.alternating else 0
 
     def _turn(self, memory: Memory) -> int:
         """Return how many projections were committed."""
