@@ -107,8 +107,7 @@ class Lockstep:
         sizes = [sum(spec.numel for spec in plan.specs) for plan in self._plans]
         for plan, parts in zip(self._plans, gradients.split_with_sizes(sizes, dim=1), strict=True):
             exchanges = [
-                plan.exchange(Bucket(plan.specs, part, rank=rank), Memory())
-                for rank, part in enumerate(parts)
+                plan.run(Bucket(plan.specs, part, rank=rank), Memory()) for rank, part in enumerate(parts)
             ]
             requests = [next(each) for each in exchanges]
             while not isinstance(requests[0], Commit):

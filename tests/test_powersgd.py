@@ -156,8 +156,8 @@ def test_all_reduce_is_plain_data_parallel() -> None:
             torch.autograd.backward(loss_of(single, step, process_rank) / 2)
         alone.step()
     assert (flat(model) - flat(single)).abs().max() < 1e-6
-    assert aggregator._adapter is not None
-    assert aggregator._adapter.sync.stats().message_bytes >= 3 * 4 * flat(model).numel()
+    assert aggregator._aggregator is not None
+    assert aggregator._aggregator.stats().message_bytes >= 3 * 4 * flat(model).numel()
 
 
 @in_each_process(2)

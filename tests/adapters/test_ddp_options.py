@@ -344,9 +344,9 @@ def test_a_copy_is_refused_from_registering_on_and_says_what_to_do() -> None:
     evaluated = copy.deepcopy(model)
     evaluated(inputs_of(0))
     for copied in (copy.deepcopy(model), copy.deepcopy(hooked)):
-        with pytest.raises(thinwire.AttachError, match="would train uncompressed; copy again"):
+        with pytest.raises(thinwire.AttachError, match="would train uncompressed; copy the original"):
             train(copied, range(1))
-    with pytest.raises(thinwire.AttachError, match="until its first forward pass: copy again"):
+    with pytest.raises(thinwire.AttachError, match="until its first forward pass"):
         thinwire.attach(evaluated, POWER)
 
 

@@ -261,7 +261,7 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     for words, said in (
-        ("averages the model itself over the same processes", inside),
+        ("the model itself by LocalSGD, over the same processes", inside),
         (
             "the model is attached already; its gradients are averaged",
             error(attached, replicas=mesh["replicate"]),

@@ -15,7 +15,7 @@ from reference_topk import Reference
 from thinwire import TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.topk import TopKPlan, end_levels
-from thinwire.algorithms.topk_message import Message
+from thinwire.algorithms.topk_message import TopKMessage
 from thinwire.kernels.torch_entries import largest
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
@@ -69,7 +69,7 @@ def test_an_entry_that_is_zero_was_not_sent() -> None:
 @pytest.fixture(params=[False, True], ids=["on the CPU", "as on an accelerator"])
 def on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+        monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
 
 
 @pytest.mark.usefixtures("on_each_device")
@@ -129,7 +129,7 @@ def test_levels_by_whole_numbers_are_those_by_floats(
     rows *= torch.logspace(-38, 36, 40, dtype=dtype).view(40, 1)
     rows[3], rows[4], rows[5] = 0, 1, -7e-44
     by_floats = end_levels(rows, bits=2)
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     by_whole_numbers = end_levels(rows, bits=2)
     torch.testing.assert_close(by_whole_numbers, by_floats, rtol=1e-5, atol=1e-44)
 
@@ -148,7 +148,7 @@ def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -
     assert (positions.diff() > 0).all()
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
-    message = Message((chunks,), kept / length, bits=16)
+    message = TopKMessage((chunks,), kept / length, bits=16)
     plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
     for flat, positions in ((rows, found), (last, largest(last.view(-1), chunks)[0])):

@@ -38,7 +38,7 @@ from thinwire.kernels.dispatch import (
     projections,
     reconstruct,
 )
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
@@ -474,8 +474,8 @@ def test_the_arithmetic_can_be_captured_as_a_graph(monkeypatch: pytest.MonkeyPat
 
     def arithmetic() -> None:
         group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        (left,) = orthonormal_rows(products([Asked(group, right, None, True)]))
-        (own,) = projections([Asked(group, left, None, False)])
+        (left,) = orthonormal_rows(products([MatmulBatch(group, right, None, True)]))
+        (own,) = projections([MatmulBatch(group, left, None, False)])
         reconstruct([Reconstruction(group, list(errors), [Factors(left, own, own)], None)])
 
     before = flat.clone(), errors.clone()

@@ -29,7 +29,7 @@ from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {
@@ -126,10 +126,10 @@ class Counting(TorchDispatchMode):
 
 
 def _is_pinned() -> bool:
-    """Whether it is `sent_to` that copies: from other memory the host waits, asked not to or not."""
+    """Whether it is `to_device_async` that copies: from other memory the host waits, asked not to or not."""
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
-        if above.f_code is sent_to.__code__:
+        if above.f_code is to_device_async.__code__:
             return True
         frame = above
     return False

@@ -80,7 +80,7 @@ def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
     units, hooks, ends = [], [], []
     with (
         by_triton(),
-        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
     ):
         lanes = engine.buckets.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()

@@ -48,7 +48,7 @@ from thinwire.local_sgd import averaged_model as local_sgd_model
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
 from thinwire.sync.settings import loss_scale_of
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 NUM_BUCKETS = 16
 
@@ -322,7 +322,7 @@ def test_a_loss_scale_of_the_users_own_reaches_the_device_without_a_wait() -> No
     """Where one number is copied, nothing is counted: a wait shows by the way that it goes."""
     scale = loss_scale_of(lambda: 8.0)
     assert scale is not None
-    with patch.object(settings_room, "sent_to", wraps=sent_to) as pinned:
+    with patch.object(settings_room, "to_device_async", wraps=to_device_async) as pinned:
         assert scale(torch.device("meta")).is_meta
     assert pinned.call_count == 1
 
@@ -409,6 +409,6 @@ def test_the_adapter_of_sharded_models(host_check: bool) -> None:
 
     with on_meta():
         for bucket in adapter._buckets:
-            bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
     found, _ = counted(step)
     of_one_layer(RANK_4, *((175, 13.3) if host_check else (187, 16.3, 0))).check(found)

@@ -65,7 +65,7 @@ def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
 def test_bases_are_made_by_the_cpu_which_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit those of a device that has it."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     results = []
     for has in (False, True):
         monkeypatch.setattr(accelerators, "has_float64", lambda device, has=has: has)

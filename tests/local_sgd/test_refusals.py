@@ -367,7 +367,7 @@ def test_a_local_sgd_whose_group_was_destroyed_is_in_nobodys_way() -> None:
             if is_inside:
                 entered = make(model)
                 entered.__enter__()
-                with pytest.raises(AttachError, match="LocalSGD averages the model itself"):
+                with pytest.raises(AttachError, match="and the model itself by LocalSGD"):
                     attach(DistributedDataParallel(model), PowerSGD())
             else:
                 for each in (model, new_model()):

@@ -198,7 +198,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "switched to another": (switched_to_another, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
     "loaded on one": (loaded_on_one, "process 0 has committed steps 0, process 1 has committed steps 3"),
-    "loaded another state": (loaded_another_state, r"process 1 has loaded state \d"),
+    "loaded another state": (loaded_another_state, "process 1 has loaded state "),
     "another hook": (
         other_hook_in_a_new_group,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
@@ -217,7 +217,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         saved_on_one_at_the_first_step,
         "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
     ),
-    "another state in local SGD": (another_state_in_local_sgd, r"process 0 has loaded state \d"),
+    "another state in local SGD": (another_state_in_local_sgd, "process 0 has loaded state "),
     "a second model with another hook": (
         second_model_with_another_hook,
         "process 0 has algorithm Cast(dtype='fp16'), process 1 has algorithm All",

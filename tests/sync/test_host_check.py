@@ -24,7 +24,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 from training import flat
 
 NUM_STEPS = 4
@@ -106,7 +106,7 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
 def test_the_errors_of_a_family_stay_one_batch() -> None:
     simulation, _ = run(PowerSGD(matrix_rank=2), {1}, steps=NUM_STEPS, host_check=False)
     error = simulation.engines[0].state.memory[ERROR]
-    assert stacked([error["head.weight"], error["body.weight"]]) is not None
+    assert stack_view([error["head.weight"], error["body.weight"]]) is not None
 
 
 @pytest.mark.parametrize("adapter", ["attach", "hook", "aggregator", "exact aggregator"])
@@ -139,7 +139,7 @@ def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter
 def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values: whatever asks for one fails, as it would wait for an accelerator."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)  # the CPU may be asked
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)  # the CPU may be asked
     specs = buckets()[0]
 
     def train(*, host_check: HostCheck) -> None:

@@ -50,7 +50,7 @@ def test_results_and_state_are_those_of_a_process_for_each_machine(entry: Entry)
         machines(entry.algorithm, buckets(torch.float64)),
         Simulation(entry.algorithm, buckets(torch.float64), num_workers=2),
     )
-    is_cut_alike = entry.same_in_any_buckets or entry.algorithm.indivisible == "bucket"
+    is_cut_alike = entry.same_in_any_buckets or entry.algorithm.split_granularity == "bucket"
     for step in range(5 if is_cut_alike else 1):
         gradients = random_gradients(several.buckets, num_workers=4, seed=step)
         expected = means_of_machines(gradients)

@@ -82,7 +82,7 @@ def main(architecture: int, ranks: list[int]) -> None:
     scaled: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(2.0)}
     with (
         by_triton(),
-        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "_function", lambda kernel: Compiling(original(kernel), kernel)),
     ):
         with patch.object(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype)):

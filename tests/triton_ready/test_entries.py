@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @pytest.fixture(autouse=True)
 def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
 
 
@@ -100,7 +100,7 @@ def test_steps_are_those_of_pytorch(
 def message(algorithm: TopK, flat: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     specs = (spec("weight", len(flat), dtype=flat.dtype),)
     memory = Memory(slots={ERROR: {"weight": errors.clone()}})
-    request = next(algorithm.prepare(specs, num_members=2).exchange(Bucket(specs, flat.clone()), memory))
+    request = next(algorithm.prepare(specs, num_members=2).run(Bucket(specs, flat.clone()), memory))
     assert isinstance(request, AllGather)
     return request.tensor
 

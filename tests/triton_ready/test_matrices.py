@@ -216,7 +216,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         load=lambda: TABLES,
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
 
 
 def simulated(

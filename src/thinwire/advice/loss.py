@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from thinwire.errors import ConfigError
+from thinwire.torch_private import Convolution
 
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/optimizers.md).
 NOISE_PERCENT = 0.5
@@ -95,7 +95,7 @@ class Training:
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         kinds = {type(module) for module in model.modules()}
         is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
-        has_convolutions = any(issubclass(kind, _ConvNd) for kind in kinds)
+        has_convolutions = any(issubclass(kind, Convolution) for kind in kinds)
         return cls(optimizer, members, numel, steps, is_recurrent, has_convolutions)
 
     def notes(self) -> Iterator[str]:

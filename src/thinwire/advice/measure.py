@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, contenders
@@ -40,6 +40,7 @@ from thinwire.errors import AttachError, ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.result import ring_share
+from thinwire.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
-from thinwire.sync.streams import marked
+from thinwire.comm import (
+    Collective,
+    CompletedWork,
+    Message,
+    Recording,
+    Transport,
+    Work,
+    message_bytes_of,
+    wire_bytes,
+)
+from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
 
 
@@ -98,7 +107,7 @@ class Stopwatch:
         self._mark: Callable[[], Any] = time.perf_counter
         if self._device.type != "cpu":
             # On the stream that computes there: hooks may have a different one than the training loop.
-            self._mark = partial(marked, self._device)
+            self._mark = partial(record_event, self._device)
         self.transport = Recording(Echo(size), self._mark)
         self._start: Any = 0.0
 
@@ -125,11 +134,6 @@ class Stopwatch:
         return float(self._start.elapsed_time(mark)) / 1e3
 
 
-class _Done(NamedTuple):
-    def wait(self) -> None:
-        return
-
-
 class Echo(Transport):
     """A group in which all members send what this one sends, at once.
 
@@ -148,4 +152,4 @@ class Echo(Transport):
         elif message.collective == "all_to_all":
             # All send alike, so what each sends to this one is what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
-        return _Done()
+        return CompletedWork()

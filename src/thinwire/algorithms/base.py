@@ -21,7 +21,7 @@ MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
 
-Indivisible: TypeAlias = "int | Literal['parameter', 'bucket']"
+Granularity: TypeAlias = "int | Literal['parameter', 'bucket']"
 """What processes of a machine do not divide: some elements of a parameter, a parameter, or a bucket."""
 
 
@@ -186,7 +186,7 @@ class BucketPlan(ABC):
     routes: tuple[Route, ...]
 
     @abstractmethod
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn `bucket.flat` into the mean over the group, in place.
 
         A generator that yields requests and receives their answers. The last one is `Commit`: behind it, and
@@ -208,7 +208,7 @@ class BucketPlan(ABC):
         """Return the names of kernels that all members must have in common; none if all give the same."""
         return set()
 
-    def adopt(self, memory: Memory) -> str:
+    def on_state_loaded(self, memory: Memory) -> str:
         """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.
 
         Returns:
@@ -237,9 +237,12 @@ class Algorithm(ABC):
     # buckets are computed, than in one with those of all buckets at the end.
     pipelines_buckets: ClassVar[bool] = False
 
-    # Whether its commits have `writes_where`, so that the device takes back a step at no cost. In steps that
-    # drop memory the host may wait.
+    # Whether its commits have `commits_on_device`, so that the device takes back a step at no cost. In steps
+    # that drop memory the host may wait.
     decides_on_device: ClassVar[bool] = False
+
+    # The first steps, in which gradients travel uncompressed.
+    warmup_steps: int = 0
 
     # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False
@@ -272,7 +275,7 @@ class Algorithm(ABC):
         return True
 
     @property
-    def indivisible(self) -> Indivisible:
+    def split_granularity(self) -> Granularity:
         """The unit that must be averaged as one; the processes of a machine divide the rest of the work.
 
         A bucket, unless an algorithm says that what becomes of a parameter does not depend on its neighbours.

@@ -42,7 +42,7 @@ def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str
     memory[ERROR].update(before)
 
 
-class Compensated(NamedTuple):
+class WithResidual(NamedTuple):
     """Gradients that travel uncompressed, with their residual."""
 
     # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
@@ -51,14 +51,14 @@ class Compensated(NamedTuple):
     remainders: dict[str, torch.Tensor]
 
 
-def compensated(
+def with_residual(
     bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
-) -> Compensated:
+) -> WithResidual:
     """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
     gradients, dtype, scale = bucket.gradients, bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
-    sent = Compensated([], {})
+    sent = WithResidual([], {})
     for index in indices:
         gradient, name = gradients[index], bucket.specs[index].name
         error = memory[ERROR].get(name)
@@ -83,7 +83,7 @@ def compensated(
 
 
 def keep_remainder(
-    memory: Memory, names: Iterable[str], sent: Compensated, means: Sequence[torch.Tensor] | torch.Tensor
+    memory: Memory, names: Iterable[str], sent: WithResidual, means: Sequence[torch.Tensor] | torch.Tensor
 ) -> None:
     """Drop the residual of parameters that were sent with it, but for what did not fit."""
     for name in names:

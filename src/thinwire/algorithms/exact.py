@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR, Compensated, compensated, keep_remainder
+from thinwire.algorithms.error_feedback import ERROR, WithResidual, keep_remainder, with_residual
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -25,7 +25,7 @@ class _Uncompressed(Algorithm):
         return False
 
     @property
-    def indivisible(self) -> int:
+    def split_granularity(self) -> int:
         return 1
 
 
@@ -63,7 +63,7 @@ class UncompressedPlan(BucketPlan):
         ]
         return cls(tuple(specs), tuple(routes), wire_dtype)
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round, of the flat gradient."""
         yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
 
@@ -75,7 +75,9 @@ def exchange_uncompressed(
     names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
     has_residual = not memory[ERROR].keys().isdisjoint(names)
-    sent = compensated(bucket, memory, range(len(names)), wire_dtype) if has_residual else Compensated([], {})
+    sent = (
+        with_residual(bucket, memory, range(len(names)), wire_dtype) if has_residual else WithResidual([], {})
+    )
     message = torch.cat(sent.parts) if has_residual else bucket.flat
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
     # Without a residual the bucket travels where it lies, and its mean comes back there.
@@ -83,7 +85,7 @@ def exchange_uncompressed(
         bucket.flat.copy_(mean[: len(bucket.flat)])
     # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
     is_healthy = yield Commit(
-        AllFinite((bucket.flat,)), writes=has_residual or always_checks, writes_where=not has_residual
+        AllFinite((bucket.flat,)), writes=has_residual or always_checks, commits_on_device=not has_residual
     )
     if is_healthy is not None:
         bucket.flat.masked_fill_(~is_healthy, torch.nan)

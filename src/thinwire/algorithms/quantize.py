@@ -15,12 +15,12 @@ from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import Averaging, Keeping
+from thinwire.kernels.base import MeanArgs, ResidualArgs
 from thinwire.kernels.dispatch import all_finite, code_kernels_for
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
-from thinwire.tensors.rounding import Drawing, Draws
+from thinwire.tensors.rounding import CounterRNG, RandomBits
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
@@ -107,7 +107,7 @@ class Quantize(Algorithm):
         return self.error_feedback
 
     @property
-    def indivisible(self) -> int:
+    def split_granularity(self) -> int:
         return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
@@ -146,7 +146,7 @@ class QuantizePlan(BucketPlan):
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Two rounds, or one if there is a residual that no one will add to."""
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
@@ -175,7 +175,7 @@ class QuantizePlan(BucketPlan):
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
         lost = values.new_empty(own.stop - own.start, blocks.block) if keeps_residual else None
         of_share = None if of_mean is None else of_mean.of(own)
-        mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, dtype))
+        mean = kernels.averaged(MeanArgs(received, blocks, own, codebook, of_share, lost, dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
@@ -183,15 +183,15 @@ class QuantizePlan(BucketPlan):
         if lost is None:
             kernels.decode(coded, blocks, codebook, bucket.flat)
         else:
-            item = Keeping(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
+            item = ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
             residual = kernels.decode_and_keep(item)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     @cached_property
-    def _drawing(self) -> Drawing:
-        return Drawing(self.blocks, self.specs, self.config.seed)
+    def _drawing(self) -> CounterRNG:
+        return CounterRNG(self.blocks, self.specs, self.config.seed)
 
-    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | tuple[None, None]:
+    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[RandomBits, RandomBits] | tuple[None, None]:
         """Return the draws of this member, and those of the mean, if there are any."""
         if self.config.rounding == "nearest":
             return None, None

@@ -22,6 +22,7 @@ from thinwire.comm.in_process import InProcessTransport
 from thinwire.comm.process_group import ProcessGroupTransport, made_of
 from thinwire.comm.transport import Transport
 from thinwire.errors import AgreementError, ConfigError
+from thinwire.torch_private import num_groups, timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -127,9 +128,9 @@ def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) ->
         return None, uneven
     made, key = made_of(transport.group), tuple(tuple(row) for row in rows)
     if key not in made:
-        is_whole_job, groups = transport.size == dist.get_world_size(), dist.distributed_c10d._world.pg_names
+        is_whole_job = transport.size == dist.get_world_size()
         # Torch names a group that not all of the job make by how many groups a process knows.
-        known = [] if is_whole_job else gather_numbers([len(groups)], transport, PURPOSE)
+        known = [] if is_whole_job else gather_numbers([num_groups()], transport, PURPOSE)
         if any(count != known[0] for count in known):
             return None, (
                 "processes know different numbers of process groups, and PyTorch can't make groups of a part "
@@ -146,9 +147,7 @@ def _new_groups(
 ) -> Iterator[dist.ProcessGroup]:
     """Yield this process's row and its column of the processes."""
     backend, device = dist.get_backend_config(transport.group), transport.gradient_device
-    # Nothing of torch's hands a group's timeout on.
-    options = getattr(transport.group._get_backend(device or torch.device("cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    timeout = timeout_of(transport.group, device or torch.device("cpu"))
     for lists in ([list(row) for row in rows], [list(column) for column in zip(*rows, strict=True)]):
         if is_whole_job:  # all processes of the job are here, and make all groups, as torch asks for
             yield dist.new_subgroups_by_enumeration(lists, timeout, backend)[0]  # type: ignore[no-untyped-call]

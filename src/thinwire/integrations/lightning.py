@@ -26,6 +26,7 @@ from thinwire.checks import whole_number
 from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
@@ -133,22 +134,23 @@ class ThinwireStrategy(DDPStrategy):
             algorithm, positional = positional[0], positional[1:]
         if algorithm is not None:
             checked_averaging(algorithm)
-        # With DDPStrategy's own names, so that what is given by position is found as well.
-        given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
+        # By DDPStrategy's names, whether given by position or by name.
+        arguments = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
         # DDP itself would refuse it when the job has started; and an algorithm's setting is easily put here.
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-        unknown = [name for name in given.get("kwargs", {}) if name not in of_ddp]
+        unknown = [name for name in arguments.get("kwargs", {}) if name not in of_ddp]
         if unknown:
-            found = f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}"
-            such = "ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
-            raise ConfigError(f"{found}; an algorithm's go into it, such as {such}")
-        state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
-        checked_hook(state, hook, given.get("ddp_comm_wrapper"))
+            raise ConfigError(
+                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; those of an "
+                "algorithm go into it: ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+            )
+        state, hook = arguments.get("ddp_comm_state"), arguments.get("ddp_comm_hook")
+        checked_hook(state, hook, arguments.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
         takes_steps = hook is None and isinstance(algorithm, Algorithm | None)
         self._steps = checked_steps(takes_steps, host_check, on_nonfinite, machines)
-        check_period(state, given.get("model_averaging_period"))
+        check_period(state, arguments.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self.local: ModelAverager | None = None
@@ -177,7 +179,6 @@ class ThinwireStrategy(DDPStrategy):
         return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
 
     def setup(self, trainer: Trainer) -> None:
-        """As `DDPStrategy.setup`; makes what averages models or chooses, since optimizers are known now."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -215,7 +216,6 @@ class ThinwireStrategy(DDPStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def on_train_start(self) -> None:
-        """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
         super().on_train_start()
         if self.local is None:
@@ -230,7 +230,6 @@ class ThinwireStrategy(DDPStrategy):
         self._is_training = True
 
     def on_validation_start(self) -> None:
-        """Average the models first, so that one is validated. Collective."""
         super().on_validation_start()
         self._average()
 
@@ -244,12 +243,10 @@ class ThinwireStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def on_train_end(self) -> None:
-        """Average what is left of the models, unless that is done. Collective."""
         super().on_train_end()
         self._leave(None)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the models as they are: other processes may be anywhere."""
         super().on_exception(exception)
         self._leave(type(exception))
 
@@ -268,7 +265,6 @@ class ThinwireStrategy(DDPStrategy):
             self.local.__exit__(kind, None, None)
 
     def _register_ddp_hooks(self) -> None:
-        """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
         self.local, self.auto, self._is_training = None, None, False
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
@@ -343,7 +339,6 @@ class ThinwireCallback(Callback):
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that has nothing to log or save, before all is built."""
         strategy, is_ours = trainer.strategy, False
         if isinstance(strategy, ThinwireStrategy):
             is_ours = strategy.algorithm is not None or strategy.remembering is not None
@@ -355,7 +350,6 @@ class ThinwireCallback(Callback):
             raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
@@ -364,7 +358,6 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a member that comes and goes join."""
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
@@ -382,16 +375,13 @@ class ThinwireCallback(Callback):
                 catch_up(config.scheduler, self.local.steps // config.frequency)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average a member's model first."""
         if self.local is not None:
             self.local.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average what is left of a member's model, and leave."""
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave at once; the others go on."""
         self._leave(type(exception))
 
     def _leave(self, kind: type[BaseException] | None) -> None:
@@ -400,7 +390,6 @@ class ThinwireCallback(Callback):
             local.__exit__(kind, None, None)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """Log every `log_every_n_steps`."""
         # A member that joins takes over the others' count, which is not its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
@@ -416,7 +405,6 @@ class ThinwireCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put what is remembered into it. Collective."""
         remembering = self.local or (_remembering(trainer) if self._make is None else None)
         # Before training there is nothing: a learning-rate finder saves then.
         if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
@@ -429,13 +417,9 @@ class ThinwireCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
         if self._loaded is None and trainer.state.fn == TrainerFn.FITTING:
-            logger.warning(
-                "the checkpoint was saved without Thinwire: training goes on from it, with nothing "
-                "remembered of the steps before"
-            )
+            logger.warning(SAVED_WITHOUT, "the checkpoint")
 
 
 def _remembering(trainer: Trainer) -> Remembering:

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
@@ -23,6 +23,7 @@ from thinwire.local_sgd import elastic_local_sgd as elastic
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.torch_private import takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
 # Such as that, the same of thinwire.elastic, or thinwire.auto.
@@ -34,32 +35,31 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     # An algorithm's class can be called, too, and is a mistake.
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, ModelAverager))
     if not (isinstance(given, Algorithm) or makes_local):
-        such = "an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto"
-        raise ConfigError(f"expected {such}, or what makes {A_LOCAL}, got {no_algorithm(given)}")
+        raise ConfigError(
+            f"got {no_algorithm(given)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
+            f"thinwire.auto, or what makes {A_LOCAL}"
+        )
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
-        takes = signature(given.func)
-        own = {
-            name: parameter
-            for name, parameter in takes.parameters.items()
-            if parameter.kind != Parameter.VAR_KEYWORD
-        }
-        # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
-        base = given.func.__base__ if isinstance(given.func, type) else None
-        handed_to = attach if makes_auto(given) else base
-        if handed_to is not None and len(own) < len(takes.parameters):
-            others = [
-                parameter
-                for parameter in signature(handed_to).parameters.values()
-                if parameter.name not in own
-            ]
-            takes = Signature([*own.values(), *(e for e in others if e.kind is Parameter.KEYWORD_ONLY)])
-        try:
-            takes.bind_partial(*given.args, **given.keywords)
-        except TypeError as error:
-            name = getattr(given.func, "__name__", given.func)
-            raise ConfigError(f"{name} {error}; it takes {', '.join(takes.parameters)}") from error
+        names = _names_taken(given.func)
+        mistyped = [name for name in given.keywords if names and name not in names]
+        if mistyped:
+            function = getattr(given.func, "__name__", given.func)
+            got = f"got an unexpected keyword argument {mistyped[0]!r}"
+            raise ConfigError(f"{function} {got}; it takes {', '.join(names)}")
     return given  # type: ignore[return-value]
+
+
+def _names_taken(function: Any) -> list[str]:
+    """Return the arguments of a function or class by name; none if it may take any."""
+    parameters = signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
+    if len(names) == len(parameters):
+        return names
+    # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
+    handed_to = attach if function is auto else getattr(function, "__base__", None)
+    others = _names_taken(handed_to) if handed_to is not None else []
+    return [*names, *(name for name in others if name not in names)] if others else []
 
 
 def checked_steps(
@@ -111,7 +111,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     if sending is not None:
         sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+    while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     try:
         local = make(model, optimizer, grad_scaler=grad_scaler)

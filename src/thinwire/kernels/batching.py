@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def alike(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
+def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
     """Return the items of each kind, by index."""
     found: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -34,7 +34,7 @@ def batched(
     compute: Callable[[list[Item]], Sequence[Result]],
 ) -> list[Result]:
     """Compute results for all items, those of one kind in one call; return them in the items' order."""
-    groups = alike(items, kind)
+    groups = group_indices(items, kind)
     return in_order(groups, [compute([items[index] for index in group]) for group in groups])
 
 

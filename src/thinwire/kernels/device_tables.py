@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 # A step has tens. Tables of bucket layouts and addresses that no longer exist fall out at the other end.
 MAX_TABLES = 1024
@@ -31,7 +31,7 @@ def on_device(
         if found is not None:
             _kept.move_to_end(key)
             return found
-    found = sent_to(device, made())
+    found = to_device_async(device, made())
     # A tensor of a subclass, such as torch's fake mode makes, is of no use when that mode has ended.
     if type(found) is torch.Tensor:
         with _lock:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryPasses, Kernels, Tables
-from thinwire.kernels.batching import alike, batched
-from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
+from thinwire.kernels.batching import batched, group_indices
+from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Subtraction, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
@@ -149,8 +149,8 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
 
 
 # `Kernels` describes them; they are for `Jointly`, which batches the requests of all buckets for one.
-products: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "products")
-projections: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "projections")
+products: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "products")
+projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "projections")
 subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
 reconstruct: Callable[[Sequence[Reconstruction]], list[None]] = partial(_by_backend, "reconstruct")
 write: Callable[[Sequence[Write]], list[torch.Tensor]] = partial(_by_backend, "write")
@@ -171,9 +171,9 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     if not filled:
         return torch.tensor(True)
     answers = []
-    for kind in alike(filled, lambda tensor: (tensor.device, tensor.dtype)):
+    for kind in group_indices(filled, lambda tensor: (tensor.device, tensor.dtype)):
         some = [filled[index] for index in kind]
-        if accelerators.pays_per_launch(some[0].device):
+        if accelerators.is_accelerator(some[0].device):
             # Kernels get no strides: only where a tensor begins and how long it is.
             whole = [tensor.contiguous() for tensor in some]
             answers.append(kernels_for(whole[0], 1).all_finite(whole))

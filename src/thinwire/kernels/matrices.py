@@ -59,7 +59,7 @@ Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
 
 
-class Asked(NamedTuple):
+class MatmulBatch(NamedTuple):
     """A group that is to be multiplied by a factor."""
 
     group: MatrixGroup
@@ -84,7 +84,7 @@ class Reconstruction(NamedTuple):
     # None to forget it.
     errors: Sequence[torch.Tensor] | None
     terms: Terms
-    loss_scale: torch.Tensor | None  # as of `Asked`
+    loss_scale: torch.Tensor | None  # as of `MatmulBatch`
     # One bool for the step, not read back: if it is false, errors stay and gradients become NaN.
     is_healthy: torch.Tensor | None = None
 
@@ -119,7 +119,7 @@ class Rows(NamedTuple):
 
 def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor."""
-    if accelerators.pays_per_launch(rows.device):
+    if accelerators.is_accelerator(rows.device):
         is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
         return torch.where(is_dead, drawn, rows)
     is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
@@ -131,7 +131,7 @@ def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
     """Return flat gradients in a wider type: copies, on accelerators all in one tensor."""
     if not gradients or gradients[0].dtype == dtype:
         return list(gradients)
-    if not accelerators.pays_per_launch(gradients[0].device):
+    if not accelerators.is_accelerator(gradients[0].device):
         return [gradient.to(dtype) for gradient in gradients]
     sizes = [gradient.numel() for gradient in gradients]
     wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
@@ -145,7 +145,7 @@ def round_all_into(
     is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them."""
-    if not items or not accelerators.pays_per_launch(items[0][0].device):
+    if not items or not accelerators.is_accelerator(items[0][0].device):
         for item in items:
             round_into(*item, loss_scale)
         return

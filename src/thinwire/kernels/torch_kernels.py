@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.batching import alike, batched, in_order, split_as
+from thinwire.kernels.batching import batched, group_indices, in_order, split_as
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
-    Asked,
+    MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
@@ -28,7 +28,7 @@ from thinwire.kernels.matrices import (
     replaced,
 )
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import as_one, stacked
+from thinwire.tensors.layout import concat_view, stack_view
 
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
@@ -38,7 +38,7 @@ PRODUCT: dict[int, Callable[..., torch.Tensor]] = {2: torch.mm, 3: torch.bmm}
 SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 
 
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once, and write it once if its residual is added."""
     lefts = []
     for group, right, loss_scale, add_error in items:
@@ -52,7 +52,7 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     return lefts
 
 
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; if its residual is added, that is done before."""
     owns = []
     for group, left, loss_scale, add_error in items:
@@ -128,7 +128,7 @@ def write(items: Sequence[Write]) -> list[torch.Tensor]:
         if healthy or not old or is_healthy is None:
             return targets
         # The old ones are one already, if the step before has returned them.
-        chosen = torch.where(is_healthy, as_one(targets), as_one(old))
+        chosen = torch.where(is_healthy, concat_view(targets), concat_view(old))
         return split_as(chosen, [target.shape for target in targets])
 
     def kind(item: Write) -> tuple[torch.dtype, torch.dtype | None, bool]:
@@ -148,8 +148,8 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     # On accelerators those of one shape are joined: they are copied, which costs less than launches. On the
     # CPU there is only the copy.
     indices = range(len(items))
-    is_joined = accelerators.pays_per_launch(items[0].rows.device)
-    shapes = alike(
+    is_joined = accelerators.is_accelerator(items[0].rows.device)
+    shapes = group_indices(
         indices,
         lambda i: (items[i].rows.shape[1:], items[i].rows.dtype, items[i].drawn is None) if is_joined else i,
     )
@@ -246,17 +246,17 @@ def _parts(
     On accelerators all matrices are one batch, if they lie so. On the CPU rows are cut to fit in a core's
     cache, unless told otherwise.
     """
-    pays_per_launch = accelerators.pays_per_launch(matrices[0].device)
+    is_accelerator = accelerators.is_accelerator(matrices[0].device)
     errors = errors or [None] * len(matrices)
     known = [error for error in errors if error is not None]
-    if pays_per_launch and len(known) in (0, len(errors)):
-        batch, of_errors = stacked(matrices), stacked(known) if known else None
+    if is_accelerator and len(known) in (0, len(errors)):
+        batch, of_errors = stack_view(matrices), stack_view(known) if known else None
         if batch is not None and (of_errors is not None or not known):
             yield slice(None), slice(None), batch, of_errors
             return
     for k, (matrix, error) in enumerate(zip(matrices, errors, strict=True)):
         height, columns = matrix.shape
-        is_cut = are_cut and not pays_per_launch
+        is_cut = are_cut and not is_accelerator
         step = max(1, BLOCK_BYTES // (matrix.itemsize * columns)) if is_cut else height
         for start in range(0, height, step):
             rows = slice(start, start + step)

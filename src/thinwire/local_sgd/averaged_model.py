@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, uncompiled, way_in
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
 from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
@@ -28,6 +28,7 @@ from thinwire.local_sgd.schedule import Schedule
 from thinwire.local_sgd.settings import Nesterov
 from thinwire.sync.settings import checked_on_nonfinite
 from thinwire.sync.state import DTYPES
+from thinwire.torch_private import non_persistent_buffers, takes_step_hooks, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,7 +83,7 @@ class AveragedModel:
         for prefix, part in self.module.named_modules() if self.buffers else ():
             for own_name, buffer in part.named_buffers(recurse=False):
                 name = f"{prefix}.{own_name}" if prefix else own_name
-                if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
+                if id(buffer) not in seen and own_name not in non_persistent_buffers(part):
                     seen.add(id(buffer))
                     if buffer.dtype in DTYPES and name not in ignored:
                         averaged.append(Averaged(name, buffer, is_buffer=True))
@@ -248,8 +249,7 @@ def checked_optimizers(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
         check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
-        # Wrappers may derive from Optimizer without calling its __init__.
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        if not takes_step_hooks(optimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
             )

@@ -20,7 +20,7 @@ from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.saved_state import LoadedState, checked_state, members_of, packed_state
 from thinwire.sync import Engine
 from thinwire.sync.state import in_memory_order
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Contribution(NamedTuple):
@@ -114,7 +114,9 @@ class Contributor(ABC):
         # Found by identity: a compiled block's names are not those it is averaged under.
         averaged = {id(item.tensor) for item in self.model.tensors()}
         named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
-        return {plain_name(name): held_of(tensor) for name, tensor in named if id(tensor) not in averaged}
+        return {
+            plain_name(name): local_tensor(tensor) for name, tensor in named if id(tensor) not in averaged
+        }
 
     def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""

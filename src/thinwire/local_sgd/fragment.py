@@ -12,7 +12,7 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.state import digest_of
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Averaged(NamedTuple):
@@ -30,7 +30,7 @@ class Averaged(NamedTuple):
     @property
     def value(self) -> torch.Tensor:
         """The model's own values, as real numbers; of a sharded parameter, those on this process."""
-        tensor = held_of(self.tensor)
+        tensor = local_tensor(self.tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     @property

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 
 from thinwire.errors import ConfigError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
+from thinwire.torch_private import num_messages
 
 # A copy that was just made differs from the weights by a step or a few, a momentum by about all of them.
 MAX_DISTANCE = 0.3
@@ -64,12 +65,12 @@ def silent_steps(
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # The messages of a closure are gradients.
         if all(argument is None for argument in (*args[1:], *kwargs.values())):
-            counts.setdefault(id(optimizer), _num_messages(group))
+            counts.setdefault(id(optimizer), num_messages(group))
 
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
         count = counts.get(id(optimizer))
         counts[id(optimizer)] = None
-        if count is not None and _num_messages(group) != count:
+        if count is not None and num_messages(group) != count:
             raise ConfigError(
                 f"{type(optimizer).__name__} communicates in its step, which replaces the averaging of "
                 "models: parameters would learn from some processes' data only; pass one that does not, such "
@@ -81,13 +82,6 @@ def silent_steps(
             attached.callback(optimizer.register_step_pre_hook(before).remove)
             attached.callback(optimizer.register_step_post_hook(after).remove)
         yield
-
-
-def _num_messages(group: Any) -> int | None:  # its stub lacks the method
-    try:
-        return None if group is None else int(group._get_sequence_number_for_group())
-    except RuntimeError:  # this backend does not count them
-        return None
 
 
 class Kept(NamedTuple):
@@ -144,8 +138,8 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     distance = norm = 0.0
     for tensor, weights in pairs:
         # An accelerator may have no fp64.
-        held = held_of(tensor).reshape(-1).float()
-        other = held_of(weights).reshape(-1).to(held.device, torch.float32)
+        held = local_tensor(tensor).reshape(-1).float()
+        other = local_tensor(weights).reshape(-1).to(held.device, torch.float32)
         distance += float((held - other).square().sum())
         norm += float(other.square().sum())
     return math.sqrt(distance / norm) if norm else math.inf
@@ -175,7 +169,7 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[Kept]:
 
 def _is_apart(state: torch.Tensor, owner: torch.Tensor) -> bool:
     """Return whether a state has memory of its own: a view has the average when the parameter has."""
-    held, other = held_of(state), held_of(owner)
+    held, other = local_tensor(state), local_tensor(owner)
     # Quantized states are of types that only their optimizers read.
     return (
         type(held) is torch.Tensor and held.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()

@@ -42,7 +42,7 @@ from thinwire.local_sgd.settings import Streaming, Warmup
 from thinwire.local_sgd.static_averages import StaticAverages
 from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
 from thinwire.sync import Engine
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -180,7 +180,7 @@ class LocalSGD(ModelAverager, Joinable):
         if self._loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
-            copy_from(group.rank == 0, map(held_of, tensors), group)
+            copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
                 fragment.take()
         else:

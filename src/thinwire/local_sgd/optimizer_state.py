@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import StateError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 
 def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def state_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state, of sharded parameters that of what this process holds."""
     state = optimizer.state_dict()
     held = {
-        number: {key: held_of(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
+        number: {key: local_tensor(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
         for number, of_one in state["state"].items()
     }
     return {**state, "state": held}
@@ -39,7 +39,7 @@ def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Opt
     for number, state in states.items():
         parameter = parameters[number]
         if hasattr(parameter, "to_local"):
-            shape = held_of(parameter).shape
+            shape = local_tensor(parameter).shape
             held[number] = {
                 key: as_sharded(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
                 for key, value in state.items()

@@ -19,6 +19,7 @@ from thinwire.comm import ProcessGroupTransport, Transport, group_of
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
+from thinwire.torch_private import root_mesh
 
 
 def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
@@ -125,7 +126,7 @@ def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     """Return the processes that hold this replica together, as far as is known."""
     if isinstance(replicas, DeviceMesh):
-        root = replicas._get_root_mesh() if hasattr(replicas, "_get_root_mesh") else replicas
+        root = root_mesh(replicas)
         names, name = root.mesh_dim_names or (), (replicas.mesh_dim_names or ("",))[0]
         if replicas.ndim != 1:
             raise AttachError(

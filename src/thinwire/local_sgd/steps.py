@@ -22,7 +22,7 @@ from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import digest_of
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Steps(Member):
@@ -142,7 +142,7 @@ class Gradients(Contributor):
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
         for parameter, part in self._parts(flats):
-            part.zero_() if parameter.tensor.grad is None else part.copy_(held_of(parameter.tensor.grad))
+            part.zero_() if parameter.tensor.grad is None else part.copy_(local_tensor(parameter.tensor.grad))
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:

@@ -14,6 +14,7 @@ from thinwire.adapters.ddp_model import DetachedAdapter, check_options, names_of
 from thinwire.errors import AttachError
 from thinwire.local_sgd.schedule import Level
 from thinwire.sync import Engine
+from thinwire.torch_private import comm_hooks
 
 
 @contextmanager
@@ -72,7 +73,7 @@ def driven_gradients(
 def check_ddp(model: DistributedDataParallel) -> None:
     """Refuse a DDP model that LocalSGD can't drive, or that would go on to send to all at every step."""
     # A copy of a DDP model still lists the hook that it has lost, with a `DetachedAdapter`.
-    states = [state for _, state in model._comm_hooks if not isinstance(state, DetachedAdapter)]
+    states = [state for _, state in comm_hooks(model) if not isinstance(state, DetachedAdapter)]
     if any(not isinstance(state, Switch) or state.taken_by == ATTACHED for state in states):
         raise AttachError(
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "

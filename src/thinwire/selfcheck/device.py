@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import Bench, gap
 from thinwire.sync import Engine, Settings
@@ -67,9 +67,9 @@ def _arithmetic(bench: Bench, matrix_rank: int) -> Row:
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
     with full_precision(bench.device):  # as in steps: TF32, if it is on, would be judged here
-        (left,) = dispatch.products([Asked(group, right, None, add_error=True)])
+        (left,) = dispatch.products([MatmulBatch(group, right, None, add_error=True)])
         (basis,) = dispatch.orthonormal_rows([left])
-        (own,) = dispatch.projections([Asked(group, basis, None, add_error=False)])
+        (own,) = dispatch.projections([MatmulBatch(group, basis, None, add_error=False)])
         dispatch.reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
     wide = basis.cpu().double()
     return {

@@ -57,6 +57,7 @@ class AlgorithmState:
         may_remember: Whether some process of this machine may have something in memory.
         torn: The step that has written memory, and whose means did not come; "" if there is none.
         loaded_digest: Of what was loaded last, for processes to compare.
+        unchecked: A loaded state of which no one knows yet whether it is of this model.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class AlgorithmState:
         self.may_remember = False
         self.torn = ""
         self.loaded_digest: int | None = None
+        self.unchecked: SavedState | None = None
         self._inter_node, self._partition, self._num_parts = inter_node, partition, num_parts
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
-        self._unchecked: SavedState | None = None
 
     # Steps.
 
@@ -90,22 +91,12 @@ class AlgorithmState:
 
     def memory_at(self, step: int) -> Memory:
         """Return the memory for a step, with the count that the algorithm goes by: of turns of all parts."""
-        if self._num_parts == 1:
-            return self.memory
         # The same slots: what is written behind the commit is written for all parts.
         return Memory((step - self.nonfinite_steps) // self._num_parts, self.memory.slots)
 
     def has(self, slots: Iterable[Slot]) -> bool:
         """Return whether something is in memory for some slots, or will be when its bucket comes."""
         return any(self.memory[slot] or self.pending_state.get(slot) for slot in slots)
-
-    def count_step(self, names: Iterable[frozenset[str]], *, committed: bool) -> None:
-        """Count a step of buckets of these parameters."""
-        if committed:
-            self.memory.step += 1
-            self.unsynced_names.update(*names)
-        else:
-            self.nonfinite_steps += 1
 
     def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
@@ -262,7 +253,7 @@ class AlgorithmState:
             for slot, tensors in pending.items():
                 slots.setdefault(slot, {}).update(tensors)
         # The shapes of all parameters, as far as the loaded state or the model has them.
-        shapes = {} if self._unchecked is None else dict(self._unchecked.shapes)
+        shapes = {} if self.unchecked is None else dict(self.unchecked.shapes)
         shapes |= {name: spec.shape for name, spec in self.specs.items()}
         return SavedState(repr(algorithm), memory.step, self.nonfinite_steps, shapes, slots)
 
@@ -284,18 +275,13 @@ class AlgorithmState:
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.unsynced_names = set() if loaded.layout is None else set(loaded.layout.differing)
         self.loaded_digest = loaded.digest
-        self._unchecked = None if self.all_known else loaded
+        self.unchecked = None if self.all_known else loaded
 
     def check_loaded(self) -> None:
         """Refuse a loaded state, at the first step after it, if it turns out to be of a different model."""
-        if self._unchecked is not None:
-            check_model(self._unchecked, self.specs, by_position=True)
-            self._unchecked = None
-
-    @property
-    def is_unchecked(self) -> bool:
-        """Whether a state was loaded of which no one knows yet whether it is of this model."""
-        return self._unchecked is not None
+        if self.unchecked is not None:
+            check_model(self.unchecked, self.specs, by_position=True)
+            self.unchecked = None
 
     def add_up_pending(self) -> None:
         """Add up what processes of this machine have loaded, each its part. Collective inside, once."""

@@ -59,15 +59,17 @@ class BucketPlans:
         transport: Transport,
         traffic: Traffic,
         *,
-        num_members: int,
+        inter_node: Transport,
         partition: IntraNodePartition | None,
         parts: Parts,
     ) -> None:
         self.state, self.partition = state, partition
         self.device = torch.device("cpu")  # of the last bucket
+        self.settings = self._settings = settings  # with this algorithm, on that device
         self.has_agreed = False
-        self._settings, self._transport, self._traffic = settings, transport, traffic
-        self._num_members = num_members
+        self.last_used: Sequence[BucketState] = ()  # in the last step
+        self._transport, self._traffic = transport, traffic
+        self._inter_node = inter_node  # members may come and go: its size is asked for every plan
         self._has_parts = len(parts) > 1
         self._open: dict[Specs, BucketState] = {}
         self._buckets: tuple[Specs, ...] = ()  # of the last step; of parts, all
@@ -87,6 +89,7 @@ class BucketPlans:
             algorithm.check_model(self.specs)
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
+        self.settings = self._settings.resolved(algorithm, self.device)
         self.state.may_remember |= algorithm.remembers
         if self.partition is not None:
             self.partition.divide(algorithm, self.specs)
@@ -98,12 +101,11 @@ class BucketPlans:
         if self._plans:  # before the first step no one knows what is stale
             self._forget_stale()
             for plan in self._plans:
-                plan.adopt(self.state.memory)
+                plan.on_state_loaded(self.state.memory)
 
-    @property
-    def settings(self) -> Settings:
-        """How steps are treated, with this algorithm, on the device of the last bucket."""
-        return self._settings.resolved(self.algorithm, self.device)
+    def move_to(self, device: torch.device) -> None:
+        """Take note of the device that gradients are on."""
+        self.device, self.settings = device, self._settings.resolved(self.algorithm, device)
 
     @property
     def specs(self) -> Specs:
@@ -153,7 +155,7 @@ class BucketPlans:
         if not specs:
             return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self._num_members)
+        return algorithm.prepare(specs, num_members=self._inter_node.size)
 
     # Open buckets.
 
@@ -171,7 +173,7 @@ class BucketPlans:
         """Return buckets, open. Collective where some were not: once, however many."""
         new = {specs: self._prepared(specs, self.partition) for specs in buckets if specs not in self._open}
         for specs in new:
-            self.device = buckets[specs]
+            self.move_to(buckets[specs])
             if any(spec.name not in self.state.specs for spec in specs):
                 self.state.specs.update((spec.name, spec) for spec in specs)
                 self._model_plans = ()
@@ -194,13 +196,14 @@ class BucketPlans:
             machine_bytes = sum(r.message_bytes for r in self.partition.routes(specs, self._planned))
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         state.take_pending(specs, plan.labels, device)
-        warning = plan.adopt(state.memory)
-        if warning and state.is_unchecked:
+        warning = plan.on_state_loaded(state.memory)
+        if warning and state.unchecked is not None:
             warnings.warn(warning, stacklevel=6)
         self._open[specs] = BucketState(specs, plan, parts, machine_bytes)
 
     def note(self, used: Sequence[BucketState]) -> None:
-        """Take note of the buckets of a step that has ended."""
+        """Take note of the buckets of a step that has ended, if it had different ones than the last step."""
+        self.last_used = used
         buckets = tuple(bucket.specs for bucket in used)
         if buckets != self._buckets and not self._has_parts:  # those of parts are known from the start
             self._buckets, self._plans = buckets, tuple(bucket.plan for bucket in used)
@@ -242,7 +245,7 @@ class BucketPlans:
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change."""
         if not self.has_agreed:
-            self.device = device
+            self.move_to(device)
             self._compare(())
             self.has_agreed = True
 

@@ -75,13 +75,14 @@ class Engine:
             settings,
             transport,
             self.traffic,
-            num_members=self.inter_node.size,
+            inter_node=self.inter_node,
             partition=self.partition,
             parts=parts,
         )
         self.reporter = Reporter(self.buckets, self.traffic, self.clock)
         self.num_dry = 0  # contexts that are open
-        # Open steps, and finished ones until the next step begins: their messages may still be in flight.
+        self._has_parts = len(parts) > 1
+        # Open steps, and abandoned ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
 
     def __str__(self) -> str:
@@ -148,26 +149,33 @@ class Engine:
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new. Until then its messages may be written, to the same memory as the
         # gradients of the next pass.
-        self.check_whole("a step")
-        for step in self._steps:
+        if self.state.torn:
+            self.check_whole("a step")
+        for step in tuple(self._steps):
             if not step.is_open:
                 step.drain()
-        self._steps = [step for step in self._steps if step.is_open]
+                self._steps.remove(step)
         # Count open steps too, so that errors of steps side by side name different numbers.
-        number = self.steps + len(self._steps)
-        scheduler = CollectiveScheduler(self.wire, f"step {number}")
+        number = self.state.memory.step + self.state.nonfinite_steps + len(self._steps)
         step = Step(
             self.buckets,
-            scheduler,
+            self.state.memory_at(number) if self._has_parts else self.state.memory,
+            CollectiveScheduler(self.wire, f"step {number}"),
             self.clock,
             self.traffic,
-            number,
-            self.reporter.count_step,
+            number=number,
             rank=self.inter_node.rank,
-            is_pipelined=pipelined and self.algorithm.pipelines_buckets,
+            is_pipelined=pipelined and self.buckets.algorithm.pipelines_buckets,
+            ended=self._ended,
         )
         self._steps.append(step)
         return step
+
+    def _ended(self, step: Step, committed: bool) -> None:
+        self._steps.remove(step)
+        self.reporter.gradient_bytes += step.gradient_bytes
+        for observer in tuple(self.reporter.observers):  # a copy: one may leave while it is called
+            observer(committed)
 
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
         """Begin a step of buckets whose gradients are all there, and send their first messages."""
@@ -287,6 +295,6 @@ class Engine:
         self.reporter.forget_errors()  # they were of a step that this memory has not seen
         self.buckets.close_all()
         for plan in self.buckets.plans if self.state.all_known else ():
-            warning = plan.adopt(self.state.memory)
+            warning = plan.on_state_loaded(self.state.memory)
             if warning:
                 warnings.warn(warning, stacklevel=3)

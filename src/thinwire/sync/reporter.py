@@ -24,6 +24,7 @@ class Reporter:
 
     Attributes:
         observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
+        gradient_bytes: Of all steps, without compression.
         compared: Puts the steps in between into the counts, for models that are averaged every few steps.
     """
 
@@ -31,21 +32,14 @@ class Reporter:
         self.observers: list[Callable[[bool], None]] = []
         self.compared: Callable[[Stats], Stats] = lambda stats: stats
         self._buckets, self._state, self._traffic, self._clock = buckets, buckets.state, traffic, clock
-        self._gradient_bytes = 0
+        self.gradient_bytes = 0
         self._has_warned = False
-        self._kept_errors: Errors | None = None
+        self._kept_errors: tuple[int, Errors] | None = None  # the step after which they were kept
 
     @property
     def steps(self) -> int:
         """Steps so far, those that were not finite included."""
         return self._state.steps
-
-    def count_step(self, gradient_bytes: int, *, committed: bool) -> None:
-        """Count a step that has ended, and call the observers."""
-        self._gradient_bytes += gradient_bytes
-        self.forget_errors()  # they were of the step before
-        for observer in tuple(self.observers):  # a copy: one may leave while it is called
-            observer(committed)
 
     def warn_of_nonfinite(self) -> None:
         """Say once what becomes of a step that is not finite; for adapters whose means the user applies."""
@@ -92,7 +86,7 @@ class Reporter:
             rounds=traffic.rounds,
             message_bytes=traffic.message_bytes if self._buckets.partition is None else traffic.machine_bytes,
             inside_bytes=traffic.inside_bytes,
-            gradient_bytes=self._gradient_bytes,
+            gradient_bytes=self.gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self._clock.arithmetic_seconds,
             exposed_seconds=self._clock.exposed_seconds,
@@ -101,7 +95,7 @@ class Reporter:
 
     def keep_errors(self) -> None:
         """Keep the errors of the last step until the next one, before residuals are averaged."""
-        self._kept_errors = self._errors()
+        self._kept_errors = self.steps, self._errors()
 
     def forget_errors(self) -> None:
         """Look at memory again when asked for errors."""
@@ -109,8 +103,8 @@ class Reporter:
 
     def _errors(self) -> Errors:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
-        if self._kept_errors is not None:
-            return self._kept_errors
+        if self._kept_errors is not None and self._kept_errors[0] == self.steps:
+            return self._kept_errors[1]
         diagnoses = [
             diagnosis
             for plan in self._buckets.plans

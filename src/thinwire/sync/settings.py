@@ -16,7 +16,7 @@ from thinwire.checks import shown
 from thinwire.comm import Transport
 from thinwire.errors import ConfigError
 from thinwire.tensors import accelerators
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 OnNonfinite = Literal["nan", "zero", "raise"]
 
@@ -72,7 +72,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
         except (TypeError, ValueError, RuntimeError) as error:
             what = "the function given as grad_scaler must return a number above 0 within fp32"
             raise ConfigError(f"{what}, got {scale!r}") from error
-        return sent_to(device, in_fp32)
+        return to_device_async(device, in_fp32)
 
     return scale_on
 
@@ -107,7 +107,7 @@ class Settings:
         if self.host_check != "auto":
             return self
         # On the CPU it makes no one wait, and what the host knows it can count.
-        can_do_without = algorithm.decides_on_device and accelerators.pays_per_launch(device)
+        can_do_without = algorithm.decides_on_device and accelerators.is_accelerator(device)
         needs_host = self.may_be_unused or self.on_nonfinite == "raise"
         return self._unchecked if can_do_without and not needs_host else self._checked
 

@@ -14,7 +14,7 @@ _shortfalls: dict[str, None] = {}  # in the order in which they were found
 _threads = threading.local()  # where each thread keeps those of the step that it is inside of
 
 
-def pays_per_launch(device: torch.device) -> bool:
+def is_accelerator(device: torch.device) -> bool:
     """Return whether few operations on many tensors are worth more than what stays in a core's cache.
 
     Tests put a different function in its place, to run on the CPU what runs on accelerators.
@@ -23,7 +23,7 @@ def pays_per_launch(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
+def to_device_async(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU."""
     if device.type == "cuda":
         # From pageable memory the host would wait until all that was launched before the copy is done.
@@ -89,4 +89,4 @@ def note_shortfall(sentence: str) -> None:
 
 def shortfalls(device: torch.device) -> tuple[str, ...]:
     """Return why slower kernels than those made for a device have served this process; nothing on the CPU."""
-    return tuple(_shortfalls) if pays_per_launch(device) else ()
+    return tuple(_shortfalls) if is_accelerator(device) else ()

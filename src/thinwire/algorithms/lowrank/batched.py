@@ -16,9 +16,9 @@ from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, round_all_into
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, round_all_into
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.layout import as_one
+from thinwire.tensors.layout import concat_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +88,14 @@ class BatchedPlan(LowRankPlan):
         # One part is enough: both are rows of one square, and have its right factor in common.
         (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
-            lefts = products([Asked(part, right, scale, iteration == 0) for part in parts])
+            lefts = products([MatmulBatch(part, right, scale, iteration == 0) for part in parts])
             # Fill up to the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
             _, (mean,) = yield from messages.average([left], as_sent=False)
             (left,) = yield Jointly(orthonormal_bases, [Rows(mean)])
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
             # P̂ᵀ M of both parts' rows adds up to that of the whole square.
-            asked = [Asked(*pair, scale, add_error=False) for pair in zip(parts, lefts, strict=True)]
+            asked = [MatmulBatch(*pair, scale, add_error=False) for pair in zip(parts, lefts, strict=True)]
             owns = projections(asked)
             own = sum(owns[1:], start=owns[0])
             (own,), (mean,) = yield from messages.average([own], as_sent=True)
@@ -105,7 +105,7 @@ class BatchedPlan(LowRankPlan):
             residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
         kept = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=True)
+        is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=True)
         yield from self.remember(memory, kept, by_label([[label]], starts), is_healthy)
         reconstructions = [
             Reconstruction(
@@ -148,4 +148,4 @@ def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
     # In place if memory has it in one piece, as it does once there was a step with this bucket.
-    return as_one(errors)
+    return concat_view(errors)

@@ -9,15 +9,15 @@ import torch
 
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
-from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+from thinwire.algorithms.requests import CollectiveRequest, Jointly, Mean, Request
 from thinwire.kernels.batching import batched, split_as
 from thinwire.kernels.dispatch import orthonormal_bases
 from thinwire.kernels.matrices import MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 
 Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[Message, ...], Any, Answer]
+Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
 """A part of an exchange: it yields requests and returns what it has found."""
 
 # Between the seeds of one step and the next: far from any seed a user would choose.
@@ -82,7 +82,7 @@ def packed(
         # that was infinite before stays infinite, because then the step should be skipped.
         limit = torch.finfo(dtype).max
         factors = [torch.where(factor.isinf(), factor, factor.clamp(-limit, limit)) for factor in factors]
-    if factors and accelerators.pays_per_launch(factors[0].device):
+    if factors and accelerators.is_accelerator(factors[0].device):
         uncompressed = widened(uncompressed, factors[0].dtype)  # torch joins unlike types one by one
     return torch.cat([part.reshape(-1) for part in [*factors, *uncompressed]]).to(dtype)
 
@@ -116,7 +116,7 @@ class StartingBases:
         missing = [index for index, basis in enumerate(bases) if basis is None]
         factors = memory[FACTOR]
         items = [
-            Rows(torch.stack([fitted(factors.get(label), drawn[i]) for label in groups[i].labels]), drawn[i])
+            Rows(torch.stack([resized(factors.get(label), drawn[i]) for label in groups[i].labels]), drawn[i])
             for i in missing
         ]
         made = dict(zip(missing, orthonormal_bases(items), strict=True))
@@ -124,7 +124,7 @@ class StartingBases:
 
     def ahead(self, memory: Memory, factors: Sequence[torch.Tensor]) -> Round[list[torch.Tensor] | None]:
         """Make what the next step starts from, for all buckets at once; None where that does not pay."""
-        if not self._warm_start or not factors or not accelerators.pays_per_launch(factors[0].device):
+        if not self._warm_start or not factors or not accelerators.is_accelerator(factors[0].device):
             return None
         drawn = self._rows(memory, [(factor.shape[1], factor.shape[2]) for factor in factors], factors[0])
         # A row that is zero stays zero through every product, and its direction would be lost for good: it
@@ -154,11 +154,11 @@ def _made_ahead(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch
     if len(fitting) < len(bases) or any(basis.dtype != like.dtype for basis in fitting):
         return None
     # If they were made as one they mostly still lie so: then there is nothing to copy.
-    batch = stacked(fitting)
+    batch = stack_view(fitting)
     return torch.stack(fitting) if batch is None else batch
 
 
-def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def resized(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if its columns differ."""
     if factor is not None and factor.shape == like.shape:
         return factor.to(like)
@@ -174,4 +174,4 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
     # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32)
-    return accelerators.sent_to(device, rows)
+    return accelerators.to_device_async(device, rows)

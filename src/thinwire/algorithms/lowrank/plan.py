@@ -14,7 +14,7 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed, wire_dtype_of
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.factors import Round, StartingBases, fitted
+from thinwire.algorithms.lowrank.factors import Round, StartingBases, resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Requests
 from thinwire.kernels.batching import batched
@@ -56,7 +56,7 @@ class LowRankPlan(BucketPlan):
             for dtype, matrix_rank in kinds
         }
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round if nothing is to be compressed, else those of `compress`."""
         names = [spec.name for spec in self.specs]
         if self.compressed and not self.config.sends_uncompressed(names, memory):
@@ -72,7 +72,7 @@ class LowRankPlan(BucketPlan):
 
     @abstractmethod
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Turn the bucket into the mean of its approximations; a generator, as `exchange` is one."""
+        """Turn the bucket into the mean of its approximations; a generator, as `run` is one."""
 
     def to_remember(
         self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
@@ -123,7 +123,7 @@ class LowRankPlan(BucketPlan):
         for slot, tensors in kept.items():
             memory[slot].update({label: next(placed, new) for label, new in tensors.items()})
 
-    def adopt(self, memory: Memory) -> str:
+    def on_state_loaded(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
         refitted = []
         for label in self.labels:
@@ -133,7 +133,9 @@ class LowRankPlan(BucketPlan):
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
             # Rows are added as zeros: dead rows, which the next step draws again.
-            memory[FACTOR][route.label] = fitted(factor, factor.new_empty(route.matrix_rank, factor.shape[1]))
+            memory[FACTOR][route.label] = resized(
+                factor, factor.new_empty(route.matrix_rank, factor.shape[1])
+            )
             refitted.append((route.label, len(factor), route.matrix_rank))
         if not refitted:
             return ""

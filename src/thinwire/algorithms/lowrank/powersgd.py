@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from thinwire.algorithms.base import Bucket, BucketPlan, Indivisible, Memory
-from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
+from thinwire.algorithms.base import Bucket, BucketPlan, Granularity, Memory
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import FactorMessages, Round
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
@@ -26,8 +26,8 @@ from thinwire.kernels.dispatch import (
     subtract_own,
 )
 from thinwire.kernels.matrices import (
-    Asked,
     Factors,
+    MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
@@ -39,7 +39,7 @@ from thinwire.kernels.matrices import (
 )
 from thinwire.plan import ParameterSpec
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class PowerSGD(LowRank):
         object.__setattr__(self, "matrix_ranks", tuple(sorted(checked)))
 
     @property
-    def indivisible(self) -> Indivisible:
+    def split_granularity(self) -> Granularity:
         """Name the parameter, which is one matrix."""
         return "parameter"
 
@@ -181,7 +181,7 @@ class PowerSGDPlan(LowRankPlan):
         """One or two rounds for each iteration."""
         dtype = self.config.message_dtype(bucket.flat.dtype)
         names = [bucket.specs[index].name for index in self.uncompressed]
-        sent = compensated(bucket, memory, self.uncompressed, dtype)
+        sent = with_residual(bucket, memory, self.uncompressed, dtype)
         messages = FactorMessages(dtype, sent.parts)
         groups = self._matrices(bucket, memory)  # M: gradient, and residual until a kernel adds it
         labels = [group.labels for group in groups]
@@ -196,7 +196,7 @@ class PowerSGDPlan(LowRankPlan):
 
         # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
         drops = any(name in memory[slot] for name in names for slot in (ERROR, SENT))
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=not drops)
+        is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
 
         targets = [bucket.gradients[index] for index in self.uncompressed]
         means = messages.uncompressed  # then, if some residual may not fit, whether any remains
@@ -280,7 +280,9 @@ class PowerSGDPlan(LowRankPlan):
         """Make compressed gradients their mean; remember what this process has not sent."""
         items, errors = [], dict[str, torch.Tensor]()
         for group, found in zip(groups, terms, strict=True):
-            rooms = _rooms(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None
+            rooms = (
+                _residual_buffers(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None
+            )
             items.append(Reconstruction(group, rooms, found, bucket.loss_scale, is_healthy))
             errors.update(zip(group.labels, (room.view(-1) for room in rooms or ()), strict=False))
         yield Jointly(reconstruct, items)
@@ -296,12 +298,12 @@ class PowerSGDPlan(LowRankPlan):
         memory[ERROR].update(errors)
 
 
-def _rooms(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
     known = [error for error in group.errors if error is not None]
     is_whole = len(known) == len(group.errors)
     # On accelerators, as a batch.
-    if is_whole and (not accelerators.pays_per_launch(known[0].device) or stacked(known) is not None):
+    if is_whole and (not accelerators.is_accelerator(known[0].device) or stack_view(known) is not None):
         return known
     first, count = group.matrices[0], len(group.matrices)
     rooms = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
@@ -317,5 +319,5 @@ def _asked(
     loss_scale: torch.Tensor | None,
     *,
     add_error: bool,
-) -> list[Asked]:
-    return [Asked(*pair, loss_scale, add_error) for pair in zip(groups, factors, strict=True)]
+) -> list[MatmulBatch]:
+    return [MatmulBatch(*pair, loss_scale, add_error) for pair in zip(groups, factors, strict=True)]

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, Averaging, CodeKernels, Tables
-from thinwire.kernels.matrices import Asked, Reconstruction, Rows, replaced
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
+from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, replaced
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import FactorBatch, addresses
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
-from thinwire.tensors.rounding import Draws
+from thinwire.tensors.rounding import RandomBits
 
 
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read and write every matrix once; unless each of a group has a residual, PyTorch's products do it."""
     scale, lefts = _number(items[0].loss_scale), []
     for item in items:
@@ -41,7 +41,7 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     return lefts
 
 
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; its residual is added in a pass before."""
     owns = []
     for group, left, loss_scale, add_error in items:
@@ -90,7 +90,7 @@ def _filled(factors: torch.Tensor) -> FactorBatch:
     return filled
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
     """Read all numbers once; stochastic rounding is left to PyTorch's operations."""
     if draws is not None:
         return torch_codes.encoded(flat, blocks, codebook, draws)
@@ -101,7 +101,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
     return coded
 
 
-def averaged(item: Averaging) -> Coded:
+def averaged(item: MeanArgs) -> Coded:
     """Read what was sent once; stochastic rounding is left to PyTorch's operations."""
     received, blocks, own, codebook, draws, lost, _ = item
     if draws is not None:

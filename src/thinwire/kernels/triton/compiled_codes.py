@@ -14,7 +14,7 @@ Parameters, if a kernel has them:
     tiles: Programs that the blocks of one member take.
     starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if no block is
         shorter than others.
-    keys, bases, owners: As `Draws` has them; None if rounding is to the nearest level.
+    keys, bases, owners: As `RandomBits` has them; None if rounding is to the nearest level.
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
     lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
         `until` the one behind them.
@@ -236,7 +236,7 @@ def _drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUB
 
 @triton.jit
 def _uniform(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
-    """Return the draws of `Draws.uniform`."""
+    """Return the draws of `RandomBits.uniform`."""
     owner = tl.load(owners + b, rows, other=0)
     first = b.to(tl.uint32) * BLOCK + tl.load(bases + owner).to(tl.uint32)
     words = first[None, :] + inside.to(tl.uint32)

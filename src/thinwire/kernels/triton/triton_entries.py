@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, Wanted
+from thinwire.kernels.base import EntryLayout, EntryPasses, ScatterArgs, TopKQuery
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.kernels.triton.limits import tell
@@ -32,7 +32,7 @@ def serves(layout: EntryLayout) -> bool:
     return True
 
 
-def encoded(wanted: Wanted, layout: EntryLayout) -> torch.Tensor:
+def encoded(wanted: TopKQuery, layout: EntryLayout) -> torch.Tensor:
     """Take two launches, and zeros."""
     flat, device = wanted.flat, wanted.flat.device
     positions, values = _empty((layout.entries,), device)
@@ -80,7 +80,7 @@ def decoded(gathered: torch.Tensor, layout: EntryLayout) -> tuple[torch.Tensor, 
     return positions, values
 
 
-def merge(merging: Merging, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
+def merge(merging: ScatterArgs, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
     """Take one launch."""
     wanted, rank, by_senders, less, is_healthy = merging
     flat, error, is_wide = wanted.flat, wanted.error, wanted.flat.dtype == torch.float32
@@ -122,7 +122,7 @@ def _streams(layout: EntryLayout) -> tuple[int, int]:
     return 8 * marks, marks + words
 
 
-def _of_chunks(wanted: Wanted, layout: EntryLayout) -> dict[str, object]:
+def _of_chunks(wanted: TopKQuery, layout: EntryLayout) -> dict[str, object]:
     is_aligned = layout.is_aligned and (wanted.flat.data_ptr() | wanted.error.data_ptr()) % 16 == 0
     return {"DECAY": wanted.decay, "LENGTH": padded(layout.most[0]), "ALIGNED": is_aligned, **OPTIONS}
 

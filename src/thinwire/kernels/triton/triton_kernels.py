@@ -15,9 +15,9 @@ import torch
 
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.base import Tables
-from thinwire.kernels.batching import alike, batched, split_as
+from thinwire.kernels.batching import batched, group_indices, split_as
 from thinwire.kernels.device_tables import table_of, tiles_of
-from thinwire.kernels.matrices import DEPENDENT_BELOW, Asked, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
@@ -55,7 +55,7 @@ def _launch(
     launcher.launch(kernel, sum(counts), arguments, constants, device, reads=reads, writes=writes)
 
 
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices."""
     results, launches = _results_and_launches("products", items, side=0)
     for matrices, factors, outs in launches:
@@ -65,7 +65,7 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     return results
 
 
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices, and one for all."""
     results, launches = _results_and_launches("projections", items, side=1)
     sums: list[tuple[torch.Tensor, int, torch.Tensor]] = []
@@ -96,14 +96,14 @@ Launch: TypeAlias = "tuple[_Matrices, list[torch.Tensor], list[torch.Tensor]]"
 
 
 def _results_and_launches(
-    kernel: str, items: Sequence[Asked], *, side: int
+    kernel: str, items: Sequence[MatmulBatch], *, side: int
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Return room for the products with factors, and the reads and writes of each launch."""
     shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
     # In one piece, in the order in which they are sent: so a message of them is not joined first.
     results = _empty(shapes, torch.float32, items[0].factor.device)
     launches: list[Launch] = []
-    for kind in alike(items, lambda item: _kind(item.group)):
+    for kind in group_indices(items, lambda item: _kind(item.group)):
         some = [items[index] for index in kind]
         groups = [item.group for item in some]
         given = _Matrices(kernel, groups, some[0].loss_scale, is_first=some[0].add_error)
@@ -114,7 +114,7 @@ def _results_and_launches(
 
 def reconstruct(items: Sequence[Reconstruction]) -> None:
     """Take one launch for each kind; what a 16-bit gradient can't hold of a mean goes to its residual."""
-    for kind in alike(items, lambda item: (_kind(item.group, item.errors or ()), len(item.terms))):
+    for kind in group_indices(items, lambda item: (_kind(item.group, item.errors or ()), len(item.terms))):
         some = [items[index] for index in kind]
         # Errors are mostly written where the group's own are read: a program has read all of its tile before
         # it writes any of it, and no other program has that tile.

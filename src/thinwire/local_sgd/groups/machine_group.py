@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from thinwire.comm import Description, Message, Transport, Work, gather_bytes, gather_numbers
 from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
@@ -227,15 +228,8 @@ class _Inside(Wrapped):
 
     def start(self, message: Message) -> Work:
         with _ending():
-            return _InsideWork(super().start(message))
-
-
-class _InsideWork(NamedTuple):
-    work: Work
-
-    def wait(self) -> None:
-        with _ending():
-            self.work.wait()
+            work = super().start(message)
+        return CombinedWork(_ending()(work.wait))
 
 
 @contextmanager

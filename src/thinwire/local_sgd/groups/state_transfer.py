@@ -14,7 +14,7 @@ from thinwire.comm import Transport
 from thinwire.comm.collectives import in_messages
 from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import StateError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
 # not taken for that. While a newcomer is served, the other members wait in one message, though: see
@@ -28,7 +28,7 @@ PURPOSE = "handing a newcomer what it starts from"
 def plain(value: object) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
-        return held_of(value).to("cpu").contiguous()
+        return local_tensor(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
