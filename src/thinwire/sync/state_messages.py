@@ -20,7 +20,7 @@ from thinwire.sync.state import Tensors
 MEAN_BYTES = 64 << 20
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """A tensor that some process has."""
 
     rank: int
@@ -76,12 +76,14 @@ def add_up(loaded: Tensors, transport: Transport) -> Tensors:
     return total
 
 
-def parts_of(own: Tensors, rank: int) -> Iterator[Part]:
+def parts_of(own: Tensors, rank: int) -> Iterator[StatePart]:
     """Yield what this process has."""
-    return (Part(rank, slot, label, tensor) for slot, held in own.items() for label, tensor in held.items())
+    return (
+        StatePart(rank, slot, label, tensor) for slot, held in own.items() for label, tensor in held.items()
+    )
 
 
-def parts_of_all(own: Tensors, transport: Transport) -> Iterator[Part]:
+def parts_of_all(own: Tensors, transport: Transport) -> Iterator[StatePart]:
     """Yield process by process what each has, on the CPU; a message for each, however many tensors."""
     mine = list(parts_of(own, transport.rank))
     described = [
@@ -106,15 +108,15 @@ def parts_of_all(own: Tensors, transport: Transport) -> Iterator[Part]:
             theirs, packed.cpu().split_with_sizes(lengths), strict=True
         ):
             # A copy: each begins where its type may, and does not keep the others.
-            yield Part(rank, slot, label, piece.clone().view(dtype).view(shape))
+            yield StatePart(rank, slot, label, piece.clone().view(dtype).view(shape))
 
 
 def assemble(
     slots: Iterable[Slot],
-    parts: Iterable[Part],
+    parts: Iterable[StatePart],
     specs: Mapping[str, ParameterSpec],
-    view_of: Callable[[Part, torch.Tensor], torch.Tensor],
-    label_of: Callable[[Part], str] = lambda part: part.label,
+    view_of: Callable[[StatePart, torch.Tensor], torch.Tensor],
+    label_of: Callable[[StatePart], str] = lambda part: part.label,
 ) -> Tensors:
     """Return whole tensors of the parts of several processes; zeros where no one has a part.
 
