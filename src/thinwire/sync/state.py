@@ -6,7 +6,7 @@ A state is a mapping of plain values and tensors on the CPU:
     parameters      ((name, shape), …) of all that are trained
     slots           ((slot, (is_local, is_elementwise)), …)
     error, …        for each slot ((name, tensor), …), elementwise ones in the parameter's shape
-    layout          of one process alone: which one, and which part of the work it has
+    layout          if one process has saved it for itself: a `Position`, and "cuts" of a sharded model
 
 Pairs stand in tuples: `torch.distributed.checkpoint` takes mappings apart, and fills in only the keys that
 are there when it loads. So a fresh run has the slots of every algorithm.
