@@ -127,7 +127,7 @@ def traces_of(names: list[str]) -> dict[str, Trace]:
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         results = context.Queue()
-        start: Callable[..., Any] = mp.start_processes
+        start: Callable[..., Any] = mp.start_processes  # type: ignore[attr-defined]
         arguments = (names, f"{folder}/store", results)
         running = start(process, arguments, BARS[names[0]].num_processes, join=False)
         found = results.get(timeout=TIMEOUT_SECONDS)

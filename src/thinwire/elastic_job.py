@@ -14,12 +14,12 @@ from torch._C._distributed_c10d import TCPStore
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 from thinwire.launch import Job, Output, Process, ending, loopback_interface, ranks_of
+from thinwire.local_sgd.groups.torchft_client import torchft_module
 from thinwire.local_sgd.groups.torchft_group import (
     HOSTNAME,
     LIGHTHOUSE,
     MEMBER,
     MIN_MEMBERS,
-    torchft_module,
 )
 
 LOOPBACK = "127.0.0.1"

@@ -137,9 +137,9 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         streaming = thinwire.Streaming(fragments=fragments, delay_steps=fragments - 1)
         with thinwire.DiLoCo(
-            model, optimizer, every_steps=2, algorithm=algorithm, streaming=streaming, **groups
+            model, optimizer, every_steps=3, algorithm=algorithm, streaming=streaming, **groups
         ) as local:
-            for step in range(5):
+            for step in range(7):
                 gradients(model, step)
                 optimizer.step()
         parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -44,7 +44,7 @@ from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import MatrixGroup, Rows
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.local_sgd import LocalSGD
-from thinwire.local_sgd import model as local_sgd_model
+from thinwire.local_sgd import averaged_model as local_sgd_model
 from thinwire.sync import Engine, Settings, engine_of
 from thinwire.sync import settings as settings_room
 from thinwire.sync.settings import loss_scale_of

@@ -273,7 +273,7 @@ def test_three_processes_that_resume_again_and_again_go_on_to_the_bit(delay_step
 
 STREAMING: dict[str, Any] = {
     "every_steps": 6,
-    "streaming": Streaming(fragments=2, delay_steps=4),
+    "streaming": Streaming(fragments=2, delay_steps=2),
     "algorithm": Quantize(bits=4),
     "outer": NESTEROV,
 }

@@ -27,7 +27,7 @@ from training import batch_of, flat, new_model, new_optimizer, refused, train
 EVERY_4: dict[str, Any] = {"every_steps": 4, "algorithm": POWER}
 IN_THREE: dict[str, Any] = {
     "every_steps": 6,
-    "streaming": Streaming(fragments=3, delay_steps=3),
+    "streaming": Streaming(fragments=3, delay_steps=1),
     "outer": NESTEROV,
 }
 FEW_BITS = Quantize(bits=4)
@@ -41,7 +41,7 @@ FEW_BITS = Quantize(bits=4)
         *(
             (IN_THREE | {"algorithm": algorithm}, step, num_in_flight)
             for algorithm in (POWER, FEW_BITS)
-            for step, num_in_flight in ((8, 2), (10, 2), (11, 1))
+            for step, num_in_flight in ((8, 1), (9, 0))
         ),
     ],
 )

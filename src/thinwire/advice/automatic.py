@@ -22,7 +22,7 @@ from thinwire.algorithms import AllReduce
 from thinwire.checks import true_or_false, whole_count, whole_number
 from thinwire.comm import CALL, agree, gather_numbers
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.model import check_trains
+from thinwire.local_sgd.averaged_model import check_trains
 from thinwire.sync import GradientSync, engine_of
 
 logger = logging.getLogger(__name__)

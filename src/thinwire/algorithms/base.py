@@ -160,6 +160,8 @@ class Diagnosis(NamedTuple):
 class BucketPlan(ABC):
     """How a bucket travels: made once from shapes, printed, executed.
 
+    Only `run` must be written.
+
     Attributes:
         specs: The bucket's parameters, in the order of their gradients.
         routes: How each travels, once past any warm-up.
@@ -187,6 +189,11 @@ class BucketPlan(ABC):
         return tuple(spec.name for spec in self.specs)
 
     @cached_property
+    def sizes(self) -> list[int]:
+        """The elements of each parameter."""
+        return [spec.numel for spec in self.specs]
+
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels that memory may have for tensors of this bucket."""
         return tuple(dict.fromkeys([*self.names, *(route.label for route in self.routes)]))
@@ -209,10 +216,16 @@ class BucketPlan(ABC):
 
 
 class Algorithm(ABC):
-    """How gradients become their mean over the group: what the user wrote; frozen, it never changes."""
+    """How gradients become their mean over the group: what the user wrote; frozen, it never changes.
+
+    An algorithm of your own needs three things: `slots`, all that its plans remember; `prepare`, which plans
+    a bucket; and `run` of that plan, which averages it. All else has a default.
+    """
 
     # All that its plans remember and write.
     slots: ClassVar[tuple[Slot, ...]] = ()
+
+    # Optional from here on.
 
     # Settings that are shown even with their default.
     always_shown: ClassVar[tuple[str, ...]] = ()

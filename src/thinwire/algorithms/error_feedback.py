@@ -53,13 +53,16 @@ class WithResidual(NamedTuple):
 
 
 def with_residual(
-    bucket: Bucket, memory: Memory, indices: Sequence[int], wire_dtype: torch.dtype | None
+    bucket: Bucket,
+    memory: Memory,
+    names: Sequence[str],
+    gradients: Sequence[torch.Tensor],
+    wire_dtype: torch.dtype | None,
 ) -> WithResidual:
     """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
-    gradients, errors = [bucket.gradients[index] for index in indices], memory[ERROR]
-    names = [bucket.specs[index].name for index in indices]
+    errors = memory[ERROR]
     if errors.keys().isdisjoint(names):
-        return WithResidual(gradients, {})
+        return WithResidual(list(gradients), {})
     dtype, scale = bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly

@@ -75,11 +75,11 @@ def average_uncompressed(
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
     # The same on all members, whose residuals have the same names: it decides the length of the message.
-    residuals = memory.slots.get(ERROR)
+    residuals = memory.slots.get(ERROR) if memory.slots else None
     has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
     message = bucket.flat
     if has_residual:
-        sent = with_residual(bucket, memory, range(len(names)), wire_dtype)
+        sent = with_residual(bucket, memory, names, bucket.gradients, wire_dtype)
         message = torch.cat(sent.parts)
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
     # Without a residual the bucket travels where it lies, and its mean comes back there.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -15,8 +15,9 @@ from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import MeanArgs, ResidualArgs
-from thinwire.kernels.dispatch import all_finite, code_kernels_for
+from thinwire.kernels import dispatch
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.dispatch import all_finite
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
@@ -141,6 +142,8 @@ class QuantizePlan(BucketPlan):
 
     config: Quantize
     blocks: Blocks
+    # The kernels of the last step, and what has chosen them.
+    _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -158,7 +161,7 @@ class QuantizePlan(BucketPlan):
            and what coding its mean has lost.
         """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
-        if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
+        if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
             yield from average_uncompressed(self.names, bucket, memory, None, always_checks=True)
             return
         if not blocks.total:  # on all members alike: no one sends, and no one waits
@@ -174,11 +177,11 @@ class QuantizePlan(BucketPlan):
 
         # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
         # twice (by its member, and as a mean), and the sum is of full precision.
-        kernels, codebook, share = (
-            code_kernels_for(values),
-            CODEBOOKS[self.config.bits],
-            blocks.own(bucket.rank),
-        )
+        codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
+        served = dispatch.backends, values.device, torch.get_num_threads()
+        if self._kernels.get("served") != served:
+            self._kernels.update(served=served, kernels=dispatch.code_kernels_for(values))
+        kernels: CodeKernels = self._kernels["kernels"]
         # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
         # block.
         of_values, of_mean = self._random_bits(memory, bucket)

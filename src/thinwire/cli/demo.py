@@ -21,7 +21,7 @@ from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, LINES, DemoOpt
 from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import LocalJob
-from thinwire.local_sgd.groups.torchft_group import torchft_module
+from thinwire.local_sgd.groups.torchft_client import torchft_module
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 from thinwire.watch import Run, read_run

@@ -19,8 +19,8 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
-from thinwire.local_sgd import elastic
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd import elastic_local_sgd as elastic
+from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.torch_private import takes_step_hooks

@@ -40,7 +40,7 @@ from thinwire.integrations.local import (
     new_auto,
     new_local,
 )
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of

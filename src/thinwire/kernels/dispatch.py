@@ -143,11 +143,12 @@ def choice() -> tuple[object, ...]:
     return backends, torch.get_num_threads()
 
 
-def _kernels_of(group: MatrixGroup) -> Kernels:
-    """Return the kernels that serve a group, found once."""
-    found: Kernels | None = group.bound.get("kernels")
+def _kernels_of(group: MatrixGroup) -> tuple[Kernels, torch.device]:
+    """Return the kernels that serve a group, and its device; found once."""
+    found: tuple[Kernels, torch.device] | None = group.bound.get("kernels")
     if found is None:
-        found = group.bound["kernels"] = kernels_for(group.matrices[0], group.matrix_rank)
+        like = group.matrices[0]
+        found = group.bound["kernels"] = kernels_for(like, group.matrix_rank), like.device
     return found
 
 
@@ -159,7 +160,7 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     def kind(item: Any) -> tuple[Kernels, torch.device]:
         if item.group is None:
             return kernels_for(item.rows, item.rows.shape[1]), item.rows.device
-        return _kernels_of(item.group), item.group.device
+        return _kernels_of(item.group)
 
     def compute(some: list[Any]) -> Sequence[Any]:
         return getattr(kind(some[0])[0], name)(some) or [None] * len(some)

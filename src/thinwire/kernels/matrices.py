@@ -41,11 +41,6 @@ class MatrixGroup:
     matrix_rank: int  # r
     bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of all of it."""
-        return self.matrices[0].device
-
 
 @dataclass(frozen=True)
 class Factors:

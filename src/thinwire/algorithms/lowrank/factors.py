@@ -196,10 +196,11 @@ class StartingBases:
         standard normal, the same on every process.
         """
         bases, items = list[torch.Tensor](), list[Rows]()
+        were_made_ahead = bool(memory[BASIS])
         for group in groups:
             shape = group.matrix_rank, group.matrices[0].shape[0 if left else 1]
             drawn = self._rows(memory, shape, group.matrices[0])
-            made_ahead = self._batch(memory, BASIS, group, drawn)
+            made_ahead = self._made_ahead(memory, group, drawn) if were_made_ahead else None
             if made_ahead is not None:
                 bases.append(made_ahead)
                 continue
@@ -219,14 +220,12 @@ class StartingBases:
         ahead = iter(bases)
         return [by_group[id(group)] if id(group) in by_group else next(ahead) for group in groups]
 
-    def _batch(
-        self, memory: Memory, slot: Slot, group: MatrixGroup, like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return what memory has for a group, as one batch; None if something of it is unlike."""
-        found = self._batches.find(memory, slot, group.labels, torch.Size((len(group.labels), *like.shape)))
+    def _made_ahead(self, memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the bases that memory has for a group, as one batch; None if some are unlike."""
+        found = self._batches.find(memory, BASIS, group.labels, torch.Size((len(group.labels), *like.shape)))
         if found is not None:
             return found
-        tensors = [memory[slot].get(label) for label in group.labels]
+        tensors = [memory[BASIS].get(label) for label in group.labels]
         alike = [t for t in tensors if t is not None and (t.shape, t.dtype) == (like.shape, like.dtype)]
         return torch.stack(alike) if len(alike) == len(tensors) else None
 

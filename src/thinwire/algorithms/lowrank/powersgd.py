@@ -203,38 +203,32 @@ class PowerSGDPlan(LowRankPlan):
         Further `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
         in place of two: Q ← Mᵀ P̂ with the P̂ that memory has, and in the next step P ← M Q̂.
         """
-        M = self._bound_groups(bucket, memory)
+        names, scale = self._uncompressed_names, bucket.loss_scale
+        gradients = bucket.flat.split_with_sizes(self.sizes)
+        whole = [gradients[index] for index in self.uncompressed]
+        M = self._bound_groups(bucket.flat, gradients, memory)
         try:
-            yield from self._average(bucket, memory, M)
+            sent = with_residual(bucket, memory, names, whole, self.message_dtype)
+            messages = FactorMessages(self.message_dtype, self.rooms, sent.parts)
+
+            turn = self._turn(memory)
+            starts = self.bases.of(memory, M, left=self.alternating and turn % 2 == 0)
+            if self.alternating:
+                terms = yield from self._alternating_rounds(M, starts, turn, messages, scale)
+            else:
+                terms = yield from self._two_rounds(M, starts, messages, scale)
+            kept = yield from self.to_remember(memory, M, terms, scale)
+
+            # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
+            drops = not (memory[ERROR].keys() | memory[SENT].keys()).isdisjoint(names)
+            is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
+
+            yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)
         finally:
             for group in M:
                 group.matrices = ()  # they would keep a bucket that is not used any more
-
-    def _average(self, bucket: Bucket, memory: Memory, M: Sequence[MatrixGroup]) -> Requests:
-        scale = bucket.loss_scale
-        sent = with_residual(bucket, memory, self.uncompressed, self.message_dtype)
-        messages = FactorMessages(self.message_dtype, self.rooms, sent.parts)
-
-        turn = self._turn(memory)
-        starts = self.bases.of(memory, M, left=self.alternating and turn % 2 == 0)
-        if self.alternating:
-            terms = yield from self._alternating_rounds(M, starts, turn, messages, scale)
-        else:
-            terms = yield from self._two_rounds(M, starts, messages, scale)
-        kept = yield from self.to_remember(memory, M, terms, scale)
-
-        # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
-        names = self._uncompressed_names
-        drops = not (memory[ERROR].keys() | memory[SENT].keys()).isdisjoint(names)
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
-
-        yield from self._reconstruct(bucket, memory, M, terms, is_healthy)
-        targets = [bucket.gradients[index] for index in self.uncompressed]
         means = messages.uncompressed  # then, if some residual may not fit, whether any remains
-        writes = [
-            Write(target, mean, stays=False, is_healthy=is_healthy)
-            for target, mean in zip(targets, means, strict=False)
-        ]
+        writes = [Write(*pair, False, is_healthy) for pair in zip(whole, means, strict=False)]
         # Behind the reconstruction, which reads the basis that the step has started from.
         yield from self.remember(memory, kept, M, starts, is_healthy, writes)
         keep_remainder(memory, names, sent, means)
@@ -315,9 +309,10 @@ class PowerSGDPlan(LowRankPlan):
             for group, factor in zip(M, factors, strict=True)
         ]
 
-    def _bound_groups(self, bucket: Bucket, memory: Memory) -> Sequence[MatrixGroup]:
+    def _bound_groups(
+        self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory
+    ) -> Sequence[MatrixGroup]:
         """Return gradients and residuals as matrices, in groups that are new only if something has moved."""
-        flat, gradients = bucket.flat, bucket.gradients
         errors = list(map(memory[ERROR].get, self._compressed_names))
         key = flat.data_ptr(), flat.dtype, choice()
         bound = self._kept.get("bound")
@@ -354,6 +349,7 @@ class PowerSGDPlan(LowRankPlan):
     def _reconstruct(
         self,
         bucket: Bucket,
+        gradients: Sequence[torch.Tensor],
         memory: Memory,
         groups: Sequence[MatrixGroup],
         terms: Sequence[Terms],
@@ -368,15 +364,16 @@ class PowerSGDPlan(LowRankPlan):
         for group, errors, *_ in items:
             if errors is not None and errors is not group.errors:
                 remains.update(zip(group.labels, [error.view(-1) for error in errors], strict=True))
+        if all(group.matrices[0].dtype == bucket.flat.dtype for group in groups):
+            return
         # Rounding errors of wide copies go to the residual too.
         copied = [
-            (bucket.gradients[index], matrix.view(-1), None if errors is None else remains[name])
+            (gradients[index], matrix.view(-1), None if errors is None else remains[name])
             for (group, errors, *_), indices in zip(items, self.shape_groups.values(), strict=True)
             if group.matrices[0].dtype != bucket.flat.dtype
             for index, name, matrix in zip(indices, group.labels, group.matrices, strict=True)
         ]
-        if copied:
-            round_all_into(copied, bucket.loss_scale, is_healthy)
+        round_all_into(copied, bucket.loss_scale, is_healthy)
 
 
 class _Bound(NamedTuple):
@@ -388,16 +385,17 @@ class _Bound(NamedTuple):
     wide: Sequence[torch.dtype | None]  # the type to which the matrices of each are copied
 
 
-def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
     if "residuals" not in group.bound:
         known = [error for error in group.errors if error is not None]
         is_whole = len(known) == len(group.errors)
         # On accelerators, as a batch.
-        if is_whole and accelerators.is_accelerator(group.device):
+        if is_whole and accelerators.is_accelerator(group.matrices[0].device):
             is_whole = stack_view(known) is not None
-        group.bound["residuals"] = group.errors if is_whole else None
-    if (residuals := group.bound["residuals"]) is not None:
+        group.bound["residuals"] = known if is_whole else None
+    residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
+    if residuals is not None:
         return residuals
     first, count = group.matrices[0], len(group.matrices)
     buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()

@@ -49,11 +49,11 @@ def plain(value: object) -> Any:
     )
 
 
-def packed(value: object) -> torch.Tensor:
+def serialize(value: object) -> torch.Tensor:
     """Return the bytes of a value such as `plain` returns.
 
     Examples:
-        >>> unpacked(packed({"step": 3, "weight": torch.ones(2)}))
+        >>> deserialize(serialize({"step": 3, "weight": torch.ones(2)}))
         {'step': 3, 'weight': tensor([1., 1.])}
     """
     file = io.BytesIO()
@@ -61,8 +61,8 @@ def packed(value: object) -> torch.Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def unpacked(data: torch.Tensor) -> Any:
-    """Return the value that `packed` was given."""
+def deserialize(data: torch.Tensor) -> Any:
+    """Return the value that `serialize` was given."""
     try:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged, it raises what it likes
@@ -74,7 +74,7 @@ def unpacked(data: torch.Tensor) -> Any:
 
 def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
     """Send a state to members that call `receive_state`, one after the other."""
-    data = packed(state)
+    data = serialize(state)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
         for part in torch.split(data, PART_BYTES):
@@ -109,7 +109,7 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
         transport.receive(part, source, PURPOSE).wait()
         num_received += len(part)
         _check_in_time(num_received, len(data), time.monotonic() - start, timeout_seconds)
-    return unpacked(data)
+    return deserialize(data)
 
 
 def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,10 @@ from thinwire.comm.metered import Wrapped
 from thinwire.comm.transport import CombinedWork
 from thinwire.errors import CommunicationError, LeftError, StateError
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.state_transfer import packed, unpacked
+from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
 
 PURPOSE = "the processes of a member telling each other"
-TOLD = (CommunicationError, LeftError, StateError)  # what the first process tells the others, who raise it
+FORWARDED_ERRORS = (CommunicationError, LeftError, StateError)  # of the first process, which all raise
 
 
 class BrokenMemberError(CommunicationError):
@@ -29,7 +29,7 @@ class MachineGroup(Group):
 
     What members say of themselves, and their verdict on an averaging, is said and heard by the first process
     of each. If all processes of a member hold the whole model (DDP), the first one sends and receives that,
-    too. If each holds a part (`has_parts`), it averages that with those of its place in the other members.
+    too. If each holds a part (`has_parts`), it averages that with those of its local rank in other members.
     """
 
     def __init__(self, group: Any, *, has_parts: bool) -> None:
@@ -37,43 +37,32 @@ class MachineGroup(Group):
         super().__init__(group.min_members, group.wait_seconds, **settings)
         self.inside, self.has_parts, self.kind = _Inside(group.inside), has_parts, group.kind
         self._group, self._is_first = group, self.inside.rank == 0
-        self._spoken = _Spoken(group.transport if self._is_first else None, self.inside)
-        self.transport = group.transport if has_parts else Wrapped(self._spoken)
-        self._address = ""  # at which the processes of one place find each other
+        self._leader = _LeaderTransport(group.transport if self._is_first else None, self.inside)
+        self.transport = group.transport if has_parts else Wrapped(self._leader)
+        self._address = ""  # at which the processes of one local rank find each other
         group.is_leaving = lambda: self.is_leaving()  # noqa: PLW0108 - it is set after this
         group.provide = lambda: self.provide()  # noqa: PLW0108
 
     @property
     def control(self) -> Transport:
-        return self._spoken
+        return self._leader
 
-    def decided(self, value: float) -> float:
+    def broadcast_scalar(self, value: float) -> float:
         return gather_numbers([value], self.inside, PURPOSE)[0][0]
 
-    def meet(self) -> None:
-        met: dict[str, Any] = {}
-        failure: BaseException | None = None
-        if self._is_first:
-            try:
-                met = self._met()
-            except BaseException as error:  # whatever it is, the others of this member wait to hear
-                failure = error
-        words = told(failure, TOLD) or json.dumps(met).encode()
-        words = gather_bytes(words, self.inside, PURPOSE)[0]
-        if failure is not None:
-            raise failure
-        met = json.loads(words)
-        heard(words if "error" in met else b"", TOLD)
-        self._spoken.rank, self._spoken.size = met["rank"], met["size"]
-        self.quorum_id, self.num_changes, self._address = met["quorum"], met["changes"], met["address"]
-        if met["received"] is None:
+    def start_quorum(self) -> None:
+        quorum = broadcast_outcome(self._start_first_quorum, self.inside)
+        self._leader.rank, self._leader.size = quorum["rank"], quorum["size"]
+        self.quorum_id, self.num_changes = quorum["quorum"], quorum["changes"]
+        self._address = quorum["address"]
+        if quorum["received"] is None:
             self.received = None
         elif not self._is_first:
-            self.received = met["received"]  # until `join` brings the rest
+            self.received = quorum["received"]  # until `join` brings the rest
 
-    def _met(self) -> dict[str, Any]:
+    def _start_first_quorum(self) -> dict[str, Any]:
         group = self._group
-        group.meet()
+        group.start_quorum()
         if group.received is not None:
             self.received, group.received = group.received, None
         return {
@@ -86,58 +75,95 @@ class MachineGroup(Group):
         }
 
     def join(self, are_new: Sequence[bool]) -> None:
-        if self.has_parts and not self._is_first:  # which has met those of its place before
-            spoken, place = self._spoken, self.inside.rank
-            received = self._group.join_place(f"{self._address}/{place}", spoken.rank, spoken.size, are_new)
+        if self.has_parts and not self._is_first:  # which has met those of its local rank before
+            leader, address = self._leader, f"{self._address}/{self.inside.rank}"
+            received = self._group.join_local_rank(address, leader.rank, leader.size, are_new)
             self.received = None if self.received is None else received
         elif not self.has_parts and self.received is not None:
-            self._hear_state()
+            self._broadcast_state()
 
-    def _hear_state(self) -> None:
-        """Let the first process tell the others of this member what all start from."""
-        data = packed(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
-        length = int(self.decided(len(data)))
+    def _broadcast_state(self) -> None:
+        data = serialize(self.received) if self._is_first else torch.empty(0, dtype=torch.uint8)
+        length = int(self.broadcast_scalar(len(data)))
         if not self._is_first:
             data = torch.empty(length, dtype=torch.uint8)
         data = data.to(self.inside.control_device)
         self.inside.broadcast(data, 0, PURPOSE).wait()
         if not self._is_first:
-            self.received = unpacked(data.cpu())
+            self.received = deserialize(data.cpu())
 
     def break_off(self) -> None:
         self._group.break_off()
 
-    def conclude(self, committed: bool) -> None:
+    def commit(self, committed: bool) -> None:
         if self._is_first:
-            self._group.conclude(committed)
+            self._group.commit(committed)
         elif not committed:
             self._group.break_off()
 
-    def start_over(self, commits: int = 0) -> None:
+    def reset(self, commits: int = 0) -> None:
         if self._is_first:
-            self._group.start_over(commits)
+            self._group.reset(commits)
 
     def leave(self) -> None:
         self._group.leave()
 
 
-def told(failure: BaseException | None, kinds: Sequence[type[Exception]]) -> bytes:
+def broadcast_outcome(action: Callable[[], Any], inside: Transport) -> Any:
+    """Let the first process of a member act; return its plain result, or raise its failure, on all."""
+    result, failure = None, None
+    if inside.rank == 0:
+        try:
+            result = action()
+        except BaseException as error:  # whatever it is, the others of this member wait to hear
+            failure = error
+    data = _encoded(failure, FORWARDED_ERRORS) or json.dumps({"result": result}).encode()
+    data = gather_bytes(data, inside, PURPOSE)[0]
+    if failure is not None:
+        raise failure
+    if "result" not in (outcome := json.loads(data)):
+        _raise(data, FORWARDED_ERRORS, 0)
+    return outcome["result"]
+
+
+def in_all_processes(action: Callable[[], Any], group: Group, retried: Sequence[type[Exception]]) -> Any:
+    """Do what all processes of a member must be able to do; if one can't, all raise. Collective inside."""
+    if group.inside.size == 1:
+        return action()
+    result = failure = None
+    try:
+        result = action()
+    except BrokenMemberError:
+        raise
+    except BaseException as error:
+        # Before the others of this member know: those of this local rank wait for this process's messages.
+        group.break_off()
+        failure = error
+    everyone = gather_bytes(_encoded(failure, retried), group.inside, PURPOSE)
+    if failure is not None:
+        raise failure
+    for rank, data in enumerate(everyone):
+        if data:
+            _raise(data, [CommunicationError] * len(retried), rank)
+    return result
+
+
+def _encoded(failure: BaseException | None, foreseen: Sequence[type[Exception]]) -> bytes:
     """Encode a failure for the other processes of this member; empty if there is none."""
     if failure is None:
         return b""
     is_foreseen = not isinstance(failure, BrokenMemberError)
-    places = (place for place, known in enumerate(kinds) if is_foreseen and isinstance(failure, known))
-    kind = next(places, None)
-    words = str(failure) if kind is not None else f"{type(failure).__name__}: {failure}"
-    return json.dumps({"error": [kind, words]}).encode()
+    numbers = (n for n, known in enumerate(foreseen) if is_foreseen and isinstance(failure, known))
+    number = next(numbers, None)
+    message = str(failure) if number is not None else f"{type(failure).__name__}: {failure}"
+    return json.dumps({"error": [number, message]}).encode()
 
 
-def heard(words: bytes, kinds: Sequence[type[Exception]], rank: int = 0) -> None:
-    """Raise what a process of this member has told; what was not foreseen ends the member."""
-    if words:
-        kind, said = json.loads(words)["error"]
-        error = BrokenMemberError if kind is None else kinds[kind]
-        raise error(f"process {rank} of this member: {said}")
+def _raise(data: bytes, foreseen: Sequence[type[Exception]], rank: int) -> None:
+    """Raise the failure of a process of this member; one that was not foreseen ends the member."""
+    number, message = json.loads(data)["error"]
+    error = BrokenMemberError if number is None else foreseen[number]
+    raise error(f"process {rank} of this member: {message}")
 
 
 def described_together(own: Description, group: Group) -> Description:
@@ -154,7 +180,7 @@ def described_together(own: Description, group: Group) -> Description:
     return described
 
 
-class _Spoken(Transport):
+class _LeaderTransport(Transport):
     """The members' group to each process of one member: its first process sends and receives for all.
 
     Every result, and every failure, is the first one's on all of them.
@@ -165,18 +191,17 @@ class _Spoken(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        work = None
-        failure: BaseException | None = None
+        work, failure = None, None
         if self._first is not None:
             try:
                 work = self._first.start(message)
             except BaseException as error:
                 failure = error  # raised when it is waited for, on all alike
-        return _Heard(message, work, failure, self._inside)
+        return _BroadcastWork(message, work, failure, self._inside)
 
 
-class _Heard:
-    """A message of the first process, whose result the others hear."""
+class _BroadcastWork:
+    """A message of the first process, whose result the others are sent."""
 
     def __init__(
         self, message: Message, work: Work | None, failure: BaseException | None, inside: Transport
@@ -185,26 +210,17 @@ class _Heard:
         self._is_done = False
 
     def wait(self) -> None:
-        if not self._is_done:
-            self._is_done = True
-            self._hear()
+        if self._is_done:
+            return
+        self._is_done = True
+        broadcast_outcome(self._wait_first, self._inside)
+        self._inside.broadcast(self._message.output, 0, PURPOSE).wait()
+
+    def _wait_first(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _hear(self) -> None:
         if self._work is not None:
-            try:
-                self._work.wait()
-            except BaseException as error:
-                self._failure = error
-        inside = self._inside
-        words = gather_bytes(told(self._failure, TOLD), inside, PURPOSE)[0]
-        try:
-            heard(words, TOLD)
-        except (*TOLD, BrokenMemberError) as error:
-            self._failure = self._failure or error
-            return
-        inside.broadcast(self._message.output, 0, PURPOSE).wait()
+            self._work.wait()
 
 
 class _Inside(Wrapped):

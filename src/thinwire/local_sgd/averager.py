@@ -16,41 +16,51 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.checks import checked_scaler
 from thinwire.comm import ProcessGroupTransport
-from thinwire.errors import StepError
-from thinwire.local_sgd.fragment import Fragments
-from thinwire.local_sgd.inner import CopiesOfWeights, silent_steps
-from thinwire.local_sgd.loop import after_each_step
-from thinwire.local_sgd.model import AveragedModel, check_gradient_settings
-from thinwire.local_sgd.outer import Outer, check_outer
+from thinwire.errors import LeftError, StepError
+from thinwire.local_sgd.averaged_model import AveragedModel, check_gradient_settings
+from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
+from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.outer import warn_of_momentum
+from thinwire.local_sgd.saved_state import LoadedState
 from thinwire.local_sgd.schedule import Schedule
-from thinwire.local_sgd.state import LoadedState
-from thinwire.sync import Engine, GradientSync
+from thinwire.local_sgd.training_loop import after_each_step
+from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
+from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 
 
 class Averager(AbstractContextManager[Any]):
-    """A context around a training loop, in which something is averaged."""
+    """A context around a training loop, in which a membership averages what a contributor puts in.
 
-    _make_outer: Outer | None = None
+    Attributes:
+        sync: The handle of the averagings: their plan, and switching the algorithm.
+        observers: Called after every step, with True.
+    """
 
     def __init__(
         self,
         model: AveragedModel,
         optimizers: Sequence[torch.optim.Optimizer],
-        engine: Engine,
+        contributor: Contributor,
+        membership: Membership,
         sync: GradientSync,
     ) -> None:
         super().__init__()
-        self._model, self._optimizers, self._engine, self.sync = model, optimizers, engine, sync
-        self.observers: list[Callable[[bool], None]] = []  # called after every step, with True
+        self._model, self._optimizers, self.sync = model, optimizers, sync
+        self._contributor, self._membership = contributor, membership
+        self._engine = contributor.engines[0]
+        self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
         self._is_inside = False
-        self._steps = self._steps_here = 0
         self._loaded: LoadedState | None = None  # until entry
         # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
         compared = WeakMethod(self._compared)
-        engine.reporter.compared = lambda stats: stats if (method := compared()) is None else method(stats)
+        self._engine.reporter.compared = lambda stats: (
+            stats if (method := compared()) is None else method(stats)
+        )
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -63,7 +73,7 @@ class Averager(AbstractContextManager[Any]):
     @property
     def steps(self) -> int:
         """Attempted steps; a member that joins takes over those of the others."""
-        return self._steps
+        return self._contributor.steps
 
     @property
     def has_state(self) -> bool:
@@ -87,18 +97,24 @@ class Averager(AbstractContextManager[Any]):
     def _compared(self, stats: Stats) -> Stats:
         # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
         step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
-        return replace(stats, steps=self.steps, gradient_bytes=self._steps_here * step_bytes)
+        return replace(stats, steps=self.steps, gradient_bytes=self._contributor.steps_here * step_bytes)
 
     def _tell_observers(self) -> None:
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
 
+    def _check_not_over(self, call: str) -> None:
+        """Refuse a call of a member that has left, or while the model shows the last average."""
+        if self._membership.has_left:
+            raise LeftError(f"{call} came after this member has left its group; end the loop")
+        self._model.check_own(call)
+
     def _check_inside(self, call: str) -> None:
         """Refuse a call outside the context, or with a model that has changed."""
+        self._check_not_over(call)
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
         self._model.check_unchanged()
-        self._model.check_own(call)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -144,19 +160,14 @@ class DistributedState:
 class ModelAverager(Averager):
     """Averages a model every few steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
 
-    def _configure(self, schedule: Schedule, outer: Outer | None, grad_scaler: GradScaler | None) -> None:
+    _contributor: ModelChanges
+
+    def _configure(self, schedule: Schedule, grad_scaler: GradScaler | None) -> None:
         """Take the settings that all models are averaged by."""
-        check_outer(outer)
-        self._schedule, self._make_outer = schedule, outer
-        self._grad_scaler = checked_scaler(grad_scaler)
+        self._schedule, self._grad_scaler = schedule, checked_scaler(grad_scaler)
         check_gradient_settings(schedule, grad_scaler)
         self._copies = CopiesOfWeights()
-
-    def _check_copies(self) -> None:
-        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
-        self._copies.check(
-            self._optimizers, {id(parameter.tensor): last for parameter, last in self._fragments.lasts}
-        )
+        self._warned_for: object = None  # the algorithm for which the outer momentum was looked at
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -166,23 +177,73 @@ class ModelAverager(Averager):
         """The outer optimizer, from entry on; for a learning-rate schedule, say."""
         return self._model.outer if self._model.entered else None
 
-    @property
-    def _fragments(self) -> Fragments:
-        return self._model.fragments
+    def _check_copies(self) -> None:
+        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
+        lasts = {id(parameter.tensor): last for parameter, last in self._model.fragments.lasts}
+        self._copies.check(self._optimizers, lasts)
+
+    def _check_momentum(self, *, stacklevel: int) -> None:
+        algorithm = self._engine.algorithm
+        if algorithm is not self._warned_for:  # perhaps a new one since the last averaging
+            self._warned_for = algorithm
+            warn_of_momentum(self._model.outer, algorithm, stacklevel=stacklevel + 1)
 
     @contextmanager
     def _in_loop(self) -> Iterator[None]:
         """Count the steps of the user's loop while this is open."""
-        loads = self._model.loads.noted(self.module, self._optimizers, self._fragments.checksum)
+        loads = self._model.loads.noted(self.module, self._optimizers, self._model.fragments.checksum)
         transport = self._engine.transport
         group = transport.group if isinstance(transport, ProcessGroupTransport) else None
         silent = silent_steps(self._optimizers, group)
         with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
             yield
 
-    @abstractmethod
     def _after_own_step(self) -> None:
-        """Count a step that the optimizer, or the scaler, has attempted, and average if it is time to."""
+        """Count a step that the optimizer, or the scaler, has attempted."""
+        # The whole model is too much to look at in every step.
+        self._check_not_over("a step")
+        if self._contributor.steps_here == 0:  # optimizers make their state in their first step
+            self._check_copies()
+        self._after_step(is_own=True)
+
+    def _after_step(self, *, is_own: bool) -> None:
+        """Count a step, and average as the schedule says."""
+        self._contributor.count_step(is_own=is_own)
+        self._average_if_due()
+        self._tell_observers()
+
+    def _average_if_due(self) -> None:
+        changes, membership, schedule = self._contributor, self._membership, self._schedule
+        is_delayed = schedule.is_delayed(changes.steps)
+        if membership.is_open and changes.age >= schedule.streaming.delay_steps:
+            with self._collective("a step"):
+                membership.finish()
+        elif membership.is_behind(changes.rounds_due):
+            with self._collective("a step"):
+                membership.advance(changes.rounds_due)
+        if not membership.is_open and changes.is_due(self._seconds_since()):
+            with self._collective("a step"):
+                membership.start(is_delayed=is_delayed)
+                if not is_delayed:
+                    membership.finish()
+
+    def _seconds_since(self) -> float:
+        """Return for how long this member has trained since the last averaging, if that decides anything."""
+        return 0.0
+
+    @contextmanager
+    def _collective(self, call: str) -> Iterator[None]:
+        """Check the model first; if anything fails inside, forget what is under way."""
+        self._check_inside(call)
+        self._check_copies()
+        self._check_momentum(stacklevel=4)
+        try:
+            # The step may stand under autocast, which would round the arithmetic on changes.
+            with full_precision(self._contributor.device):
+                yield
+        except BaseException:
+            self._membership.abandon()
+            raise
 
     @abstractmethod
     def average(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.local_sgd.groups.presence import Presence
+from thinwire.local_sgd.member_status import MemberStatus
 
 # Settings that schedules change. Others are counts or estimates of some optimizers' own.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
@@ -57,15 +57,17 @@ def difference(own: InnerSettings, others: InnerSettings) -> str:
     return ""
 
 
-def set_otherwise(everyone: Sequence[InnerSettings], present: Sequence[Presence]) -> tuple[int, list[int]]:
+def set_otherwise(
+    everyone: Sequence[InnerSettings], statuses: Sequence[MemberStatus]
+) -> tuple[int, list[int]]:
     """Return the rank of whose settings count, most of those here for longest, and the ranks with others."""
-    old = [rank for rank, presence in enumerate(present) if not presence.is_new]
-    longest = max(present[rank].averagings for rank in old)
-    oldest = [rank for rank in old if present[rank].averagings == longest]
-    counts = Counter(present[rank].settings for rank in oldest)
-    usual = max(oldest, key=lambda rank: counts[present[rank].settings])
+    old = [rank for rank, status in enumerate(statuses) if not status.is_new]
+    longest = max(statuses[rank].averagings for rank in old)
+    oldest = [rank for rank in old if statuses[rank].averagings == longest]
+    counts = Counter(statuses[rank].inner_settings for rank in oldest)
+    usual = max(oldest, key=lambda rank: counts[statuses[rank].inner_settings])
     # At other steps a schedule has other values.
-    alike = [rank for rank in old if present[rank].step == present[usual].step]
+    alike = [rank for rank in old if statuses[rank].step == statuses[usual].step]
     return usual, [rank for rank in alike if difference(everyone[rank], everyone[usual])]
 
 

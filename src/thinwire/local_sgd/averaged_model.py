@@ -20,8 +20,8 @@ from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments, fragments_of
-from thinwire.local_sgd.inner import check_keeps_to_itself
-from thinwire.local_sgd.loads import Loads
+from thinwire.local_sgd.inner_optimizers import check_keeps_to_itself
+from thinwire.local_sgd.loaded_weights import Loads
 from thinwire.local_sgd.outer import Outer, held_by, new_outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.schedule import Schedule
@@ -47,6 +47,7 @@ class AveragedModel:
     buffers: bool = True  # whether saved floating buffers are averaged
     entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
     fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
+    make_outer: Outer | None = None
     outer: torch.optim.Optimizer | None = None  # steps the last averages
     shows_average: bool = False  # in place of its values
     loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
@@ -116,14 +117,10 @@ class AveragedModel:
         return group, inner
 
     def divide(
-        self,
-        averaged: Sequence[Averaged],
-        schedule: Schedule,
-        make: Outer | None,
-        num_members: int,
-        algorithm: Algorithm,
+        self, averaged: Sequence[Averaged], schedule: Schedule, num_members: int, algorithm: Algorithm
     ) -> None:
         """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
+        make = self.make_outer
         device = make.device if isinstance(make, Nesterov) else None  # None: the model's
         parts = fragments_of(averaged, schedule.streaming.fragments)
         self.fragments = Fragments(Fragment(part, device) for part in parts)
@@ -231,15 +228,6 @@ def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) 
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
         )
-
-
-def as_sharded(parameter: Any, held: torch.Tensor) -> torch.Tensor:
-    """Return `held`, this process's part of a tensor, sharded as a parameter is."""
-    if not hasattr(parameter, "to_local"):
-        return held
-    # That takes seconds to import; with a sharded model it is done.
-    sharded: torch.Tensor = import_module("thinwire.adapters.sharded.model").sharded_like(parameter, held)
-    return sharded
 
 
 def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
-from thinwire.local_sgd.fragment import Fragment, Fragments
-from thinwire.local_sgd.model import AveragedModel
-from thinwire.local_sgd.outer import load_outer, saved_outer
-from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.fragment import Fragments
+from thinwire.local_sgd.outer import load_outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.sync import Engine, GradientSync
 from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of, shown_kind
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
@@ -42,31 +39,26 @@ class LoadedState(NamedTuple):
 
 
 def packed_state(
-    model: AveragedModel,
+    *,
     step: int,
-    pending_averages: Sequence[PendingAverage[Fragment]],
-    sync: GradientSync,
-    warmup: Engine | None,
+    sent_after: Sequence[int],
+    last_average: Tensors,
+    sync: Mapping[str, Any],
+    outer: Mapping[str, Any] | None,
+    in_flight: Sequence[tuple[int, Tensors]] = (),
+    **parts: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the state, as copies on the CPU. Collective."""
-    fragments, outer, replica = model.fragments, model.outer, model.replica
-    lasts = dict(chain.from_iterable(fragment.named(fragment.last).items() for fragment in fragments))
-    in_flight = [item for pending_average in pending_averages for item in pending_average.changes.items()]
-    # Several of these values are collective: in one order on all processes, of the shards of a replica too.
+    """Return a state; of its `parts`, those of the warm-up and of members that there are."""
     state = {
         "version": FORMAT,
         "step": step,
-        "sent_after": tuple(fragment.sent_after for fragment in fragments),
-        "in_flight": tuple(
-            (fragments.index(fragment), replica.whole(fragment.named(means))) for fragment, means in in_flight
-        ),
-        "last_average": replica.whole(lasts),
-        "sync": sync.state_dict(),
-        "outer": None if outer is None else saved_outer(outer, fragments.lasts, replica),
+        "sent_after": tuple(sent_after),
+        "in_flight": tuple(in_flight),
+        "last_average": last_average,
+        "sync": sync,
+        "outer": outer,
     }
-    if warmup is not None:
-        state[WARMUP_KEY] = warmup.state_dict()
-    return state
+    return state | {key: part for key, part in parts.items() if part is not None}
 
 
 def members_of(loaded: LoadedState) -> Mapping[str, Any]:
@@ -78,8 +70,8 @@ def members_of(loaded: LoadedState) -> Mapping[str, Any]:
     return {"lineage": lineage, "commits": 1, "turns": 0, "residual_of": (), "not_averaged": {}}
 
 
-def go_on_from(loaded: LoadedState, model: AveragedModel) -> list[PendingAverage[Fragment]]:
-    """Let fragments go on from a state; return what had landed and is still to be applied."""
+def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
+    """Let fragments and outer optimizer go on from a state."""
     fragments, sent_after = model.fragments, loaded.sent_after
     if model.outer is not None and loaded.outer is not None:
         _load_outer(model.outer, fragments, model.replica, loaded)
@@ -91,11 +83,6 @@ def go_on_from(loaded: LoadedState, model: AveragedModel) -> list[PendingAverage
         fragment.sent_after = step
         if loaded.members is not None:  # which save the model as well
             fragment.show()
-    # They have landed; each is applied at the step at which it would have been.
-    return [
-        PendingAverage({fragments[place]: fragments[place].flat(means)}, None)
-        for place, means in loaded.in_flight
-    ]
 
 
 def _load_outer(

@@ -1,0 +1,50 @@
+"""The engines of a `LocalSGD` over members that stay: of changes, of the warm-up, within subgroups."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from thinwire.algorithms import Algorithm
+from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.fragment import layouts_of
+from thinwire.local_sgd.schedule import EXACT, Schedule
+from thinwire.sync import Engine, Settings
+
+
+class Engines(NamedTuple):
+    """Engines that count together what they send over the group; a subgroup has a faster network."""
+
+    main: Engine  # of the changes that `algorithm` averages
+    warmup: Engine  # of changes in the warm-up
+    gradients: Engine  # of a DDP model in the warm-up; `warmup` if there is none
+    subgroup: Engine | None  # of changes or gradients within it
+    num_members: int  # that train on their own
+
+    @property
+    def together(self) -> Transport | None:
+        """Joins processes that must all be healthy; None on a machine, whose processes have one change."""
+        return self.main.settings.health_group if self.main.partition is None else None
+
+
+def engines_of(
+    model: AveragedModel, schedule: Schedule, algorithm: Algorithm, group: Transport, within: Transport | None
+) -> Engines:
+    """Return the engines of a model and its schedule."""
+    averaged, shards = model.tensors(), model.replica.shards
+    specs = [tensor.spec for tensor in averaged]
+    parts = layouts_of(averaged, schedule.streaming.fragments)
+    # The processes of a subgroup have the same changes, so each sends a part of them.
+    machines = None
+    if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+        machines, _ = machines_of_subgroups(group, within)
+    # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+    main = Engine(algorithm, group, specs, Settings(health_group=shards), parts=parts, machines=machines)
+    counts: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
+    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=shards)
+    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
+    if model.ddp is not None and warmup.algorithm != EXACT:
+        # A separate one: `gradients` remembers those, not the parameters averaged when the warm-up ends.
+        warmup = Engine(EXACT, group, specs, settings, **counts)
+    subgroup = None if within is None else Engine(EXACT, within, specs, settings)
+    return Engines(main, warmup, gradients, subgroup, group.size // (1 if within is None else within.size))
