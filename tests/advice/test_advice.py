@@ -173,16 +173,9 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
 
 def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
     hidden = advised(predicted("rank 1", 98, 99, 3, 10), compute_ms=99)
-    tiny = advised(predicted("rank 1", 101, 102, 3))  # and no message would be smaller
-    for advice in (hidden, tiny):
-        assert advice.nothing_to_win
-        assert "Do this: use(16 bits)" in str(advice)
-        exact = replace(advice, best=replace(advice.baseline, name="AllReduce()", loss=EXACT_LOSS))
-        assert str(exact).startswith("Do this: leave DDP as it is\n")
-        assert "use(" not in str(exact)
-        assert "It loses nothing: it is exact averaging." in str(exact)
+    assert hidden.nothing_to_win
+    assert "Do this: use(16 bits)" in str(hidden)
     assert "Nothing more to win: a step takes about as long without any averaging." in str(hidden)
-    assert "Nothing to win by compressing: of this model, compressed messages are as large" in str(tiny)
     assert not advised(predicted("rank 1", 101, 102, 3, 10)).nothing_to_win
 
 
@@ -322,7 +315,6 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
         assert unchanged
         assert slow.compress
         assert slow.best in slow.tied
-        assert slow.is_within_budget(slow.best)
         assert slow.best.step_seconds < slow.baseline.step_seconds / 2
         assert slow.best.code == f"thinwire.attach(ddp_model, thinwire.{slow.best.name})"
         assert "Loss gaps are the largest of AdamW, Lion, Muon, SGD" in slow.notes[0]
@@ -475,7 +467,7 @@ def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixtu
         ("nowhere:build", "mine:step", "1%", "--model nowhere:build can't be imported (ModuleNotFound"),
         ("mine:broken", "mine:step", "1%", "mine:broken failed: ValueError: no weights here"),
         ("mine:ends", "mine:step", "1%", "mine:ends failed: SystemExit: 4"),
-        ("ending:build", "mine:step", "1%", "can't be imported (SystemExit: 3); expected MODULE:FUNCTION of"),
+        ("ending:build", "mine:step", "1%", "can't be imported (SystemExit: 3); give a file without"),
         ("mine:number", "mine:step", "1%", "mine:number must return a torch.nn.Module, got 7"),
         *(
             (

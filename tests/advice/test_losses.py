@@ -35,8 +35,8 @@ from thinwire.advice.losses import (
     expected_losses,
     known_optimizers,
     loss_gaps,
+    notes_on_losses,
     optimizer_name,
-    optimizer_notes,
 )
 from thinwire.advice.notes import notes_on_link
 from thinwire.advice.prediction import Prediction, choose
@@ -175,10 +175,6 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     # Of transformers, for want of its own.
     assert expected_loss("PowerSGD(matrix_rank=2)", recurrent).short == "+7.5"
     assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
-    convolutional = Training.of(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Linear(8, 8)), "AdamW", 4, 2000)
-    (of_text,) = convolutional.notes()
-    assert of_text.startswith("The model has convolutions, and all gaps are of models of text:")
-    assert list(Training("AdamW", 4, 10**6, 2000).notes()) == []
 
 
 class OwnKind(torch.optim.AdamW):
@@ -215,7 +211,7 @@ NOT_MEASURED = (
 )
 def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: str, notes: list[str]) -> None:
     assert optimizer_name(optimizer) == name
-    told = optimizer_notes(optimizer)
+    told = list(notes_on_losses(optimizer, 3000))
     assert len(told) == len(notes)
     assert all(note in line for note, line in zip(notes, told, strict=True))
 
@@ -230,7 +226,6 @@ def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: s
 def test_the_fastest_within_the_budget_is_advised(budget: float, best: Prediction) -> None:
     advice = advice_of(*EVERYTHING, budget=budget)
     assert advice.best is best
-    assert advice.is_within_budget(best)
 
 
 # One rule: `choose`, the run's own choice, and the pages
@@ -301,11 +296,6 @@ def test_the_pages_tell_what_is_advised() -> None:
         assert "thinwire.attach(model, thinwire.Quantize(bits=4))" in text
 
 
-def test_what_is_beyond_the_budget_and_faster_is_told() -> None:
-    told = str(advice_of(*EVERYTHING, budget=0.005))
-    assert "Beyond a loss budget of 0.5 %, TopK() takes 20.5 ms (loss gap: ? %)." in told
-
-
 def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:
     told, of_none = (str(advice_of(*ways, budget=0.01)) for ways in ((ONE, ROUGH), (UNKNOWN,)))
     assert "known to lose at most 1 %: the nearest is Quantize(bits=1) (+4.5 % loss)." in told
@@ -359,7 +349,5 @@ def test_what_makes_it_less_certain_is_said() -> None:
     assert f"All processes of the probe ran on one machine, {gethostname()}; for a training" in of_one_machine
     (elsewhere,) = told(1, hosts=["a", "b"] * 4)
     assert "The probe is of other machines (a, b): their links, and the arithmetic of this one" in elsewhere
-    (of_time,) = told(8, timings=[Timing(4, [0.1]), Timing(16384, [0.15])])
-    assert "The link's rate is uncertain: 16,384 bytes took less than twice as long" in of_time
     (doubt,) = told(8, timings=[Timing(4, [0.1] * 4 + [9.0] * 3), Timing(1 << 20, [11.0])])
     assert doubt.startswith("The probe is doubtful: averagings of 4 bytes had a spread of")

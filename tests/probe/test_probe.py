@@ -132,7 +132,7 @@ def test_a_budget_too_small_to_tell_the_rate_is_told(pool2: Pool) -> None:
         with pytest.raises(ConfigError, match="the link's rate is not known: 1,024 bytes were not") as caught:
             found.average_seconds(1025)
         assert advised == str(caught.value)
-        assert "bandwidth  not known: 1 KiB took no longer for sure than 4 B did" in shown(found)
+        assert "bandwidth  not known: a larger --budget-seconds sends larger messages" in shown(found)
         assert "inf" not in shown(found)
 
 
@@ -155,7 +155,6 @@ def test_the_rate_is_told_by_messages_that_differ_for_sure() -> None:
     noisy = [Timing(3000, [0.004, 0.005, 0.009]), Timing(9000, [0.008, 0.008, 0.008])]
     found = replace(example(), timings=[*example().timings[:2], *noisy])
     assert found.bytes_per_second == pytest.approx(8000 / 0.005)
-    assert "by messages of 1000 B and 8 KiB" in shown(found)
 
 
 def test_a_spread_of_five_times_the_median_is_said_to_be_doubtful() -> None:

@@ -81,11 +81,9 @@ class Advice:
 
     @property
     def nothing_to_win(self) -> bool:
-        """Whether no averaging at all would win less than `least_gain`, or no message would be smaller."""
-        return not self.best.is_lossy and (
-            self.compute_seconds > (1 - self.least_gain) * self.best.step_seconds
-            or self._least_bytes >= self.baseline.sent_bytes
-        )
+        """Whether no averaging at all would win less than `least_gain`."""
+        is_near = self.compute_seconds > (1 - self.least_gain) * self.best.step_seconds
+        return is_near and not self.best.is_lossy
 
     @property
     def lines(self) -> dict[str, str]:
@@ -96,14 +94,6 @@ class Advice:
         by_framework = {"FSDP2": self.best.code} if self.shards else lines_by_framework(self.best.name)
         imported = "import thinwire\n"
         return {name: imported * ("thinwire." in text) + text for name, text in by_framework.items()}
-
-    def is_within_budget(self, prediction: Prediction) -> bool:
-        """Return whether an algorithm is exact or 16 bits, or its expected gap is no larger."""
-        return prediction.is_within(self.budget_loss)
-
-    @property
-    def _least_bytes(self) -> float:
-        return min(prediction.sent_bytes for prediction in self.predictions if prediction.is_lossy)
 
     def __str__(self) -> str:
         """Return the headline, the table, why, notes, the sources of losses, and lines to paste."""
@@ -148,11 +138,9 @@ class Advice:
         ]
 
     def _why(self) -> Iterator[str]:
-        """Yield why it is advised, and what the loss budget forbids."""
-        best, budget = self.best, f"{100 * self.budget_loss:g} %"
-        if self._least_bytes >= self.baseline.sent_bytes:
-            yield "Nothing to win by compressing: of this model, compressed messages are as large as 16 bits."
-        elif self.nothing_to_win:
+        """Yield why it is advised, and what is left to win."""
+        best = self.best
+        if self.nothing_to_win:
             yield "Nothing more to win: a step takes about as long without any averaging."
         elif not best.is_lossy:
             yield f"No approximation within the budget wins more than {self.least_gain:.0%} for sure."
@@ -164,18 +152,10 @@ class Advice:
         losses = {p.name: p.loss for p in self.predictions if p.is_lossy}
         if not any(loss.order <= 100 * self.budget_loss for loss in losses.values()):
             yield none_within(losses, self.budget_loss)
-        # Worth a word only if it is faster for sure, and by as much as counts.
-        max_seconds = (1 - self.least_gain) * best.low_seconds
-        beyond = (prediction for prediction in self.predictions if not self.is_within_budget(prediction))
-        fastest = next((prediction for prediction in beyond if prediction.high_seconds < max_seconds), None)
-        if fastest is not None:
-            faster = f"{fastest.name} takes {1e3 * fastest.step_seconds:.1f} ms"
-            yield f"Beyond a loss budget of {budget}, {faster} (loss gap: {fastest.loss.short} %)."
-        if best.step_seconds > (1 + self.least_gain) * self.compute_seconds:
-            waits = (
-                f"A step still waits {1e3 * (best.step_seconds - self.compute_seconds):.1f} ms for messages"
-            )
-            yield f"{waits}: LocalSGD and DiLoCo average models less often (docs/local-sgd.md)."
+        waited_ms = 1e3 * (best.step_seconds - self.compute_seconds)
+        if waited_ms > 1e3 * self.least_gain * best.step_seconds:
+            less_often = "LocalSGD and DiLoCo average models less often (docs/local-sgd.md)"
+            yield f"A step still waits {waited_ms:.1f} ms for messages: {less_often}."
 
     def _sources(self) -> list[str]:
         """Return a line for each training that losses are known from, with the gaps that it tells."""

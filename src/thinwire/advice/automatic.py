@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from thinwire.adapters.attach import attach
 from thinwire.advice.advice_page import none_within
-from thinwire.advice.losses import Training, expected_losses, optimizer_name, optimizer_notes
+from thinwire.advice.losses import Training, expected_losses, notes_on_losses, optimizer_name
 from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose
 from thinwire.advice.priced import BASELINE, EXACT, priced
 from thinwire.algorithms import AllReduce
@@ -79,7 +78,7 @@ def auto(
     )
     sync = attach(model, AllReduce(), **settings)
     training = Training.of(model, name, engine_of(sync).inter_node.size, total_steps)
-    return Auto(sync, training, rules, [*optimizer_notes(optimizer), *training.notes()])
+    return Auto(sync, training, rules, list(notes_on_losses(optimizer, total_steps)))
 
 
 class Rules(NamedTuple):
@@ -89,20 +88,6 @@ class Rules(NamedTuple):
     least_gain: float
     probe_steps: int
     every_steps: int | None
-
-
-@dataclass(frozen=True)
-class Trial(Prediction):
-    """Steps of the run itself with one algorithm, on the slowest process."""
-
-    def __str__(self) -> str:
-        return f"{self.name} {1e3 * self.step_seconds:.3g} ms"
-
-    def differs_from(self, before: Trial) -> bool:
-        """Return whether steps take a different time, for sure, than before."""
-        # If the quartiles of then and now overlap, it may be what else the machine does.
-        is_apart = self.low_seconds > before.high_seconds or self.high_seconds < before.low_seconds
-        return is_apart and abs(self.step_seconds - before.step_seconds) > CHANGE * before.step_seconds
 
 
 class Auto:
@@ -124,8 +109,8 @@ class Auto:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.sync, self.is_choosing = sync, True
-        self.trials: tuple[Trial, ...] = ()
-        self.chosen: Trial | None = None
+        self.trials: tuple[Prediction, ...] = ()
+        self.chosen: Prediction | None = None
         self._engine, self._rules, self._notes, self._clock = engine_of(sync), rules, notes, clock
         variants, self._losses = priced(), expected_losses(training)
         rough = [
@@ -157,8 +142,8 @@ class Auto:
             why = self.chosen.loss.in_words
         elif len(self.trials) == 2:
             why = none_within(self._losses, self._rules.budget_loss)
-        tried = ", ".join(map(str, self.trials))
-        return "\n".join([f"A step with {self.chosen}. {why}", *self._notes, f"Tried: {tried}."])
+        tried = ", ".join(map(_timed, self.trials))
+        return "\n".join([f"A step with {_timed(self.chosen)}. {why}", *self._notes, f"Tried: {tried}."])
 
     # A generator, so that trials and looks read from top to bottom: each `yield` is a step of the run.
     def _follow(self) -> Generator[None, float, None]:
@@ -174,19 +159,19 @@ class Auto:
                 return
             # Small messages hardly tell a fast link from a slow one: looks are steps with 16 bits.
             now = before = self.trials[1]
-            while not now.differs_from(before):
+            while not _differs(now, before):
                 self._use(self.chosen.name)
                 for _ in range(rules.every_steps):
                     yield
                 now = yield from self._try_out(BASELINE, rules.probe_steps)
-            self._tell(f"{now}, in its trial {before}: choosing again")
+            self._tell(f"{_timed(now)}, in its trial {_timed(before)}: choosing again")
 
     def _use(self, name: str) -> None:
         # Processes are compared again after a switch, so none is made without need.
         if self.sync.algorithm != self._candidates[name].algorithm:
             self.sync.use(self._candidates[name].algorithm)
 
-    def _try_out(self, name: str, num_steps: int) -> Generator[None, float, Trial]:
+    def _try_out(self, name: str, num_steps: int) -> Generator[None, float, Prediction]:
         """Make steps with a candidate; return what all processes have measured."""
         traffic = self._engine.traffic
         self._use(name)
@@ -202,7 +187,7 @@ class Auto:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
         low_seconds, step_seconds, high_seconds = numbers
-        return Trial(
+        return Prediction(
             name,
             f"thinwire.attach(model, thinwire.{name})",
             step_seconds,
@@ -226,3 +211,14 @@ class Auto:
     def _tell(self, text: str) -> None:
         if all(group.rank == 0 for group in self._groups):
             logger.info("thinwire.auto: %s", text)
+
+
+def _timed(trial: Prediction) -> str:
+    return f"{trial.name} {1e3 * trial.step_seconds:.3g} ms"
+
+
+def _differs(now: Prediction, before: Prediction) -> bool:
+    """Return whether steps take a different time, for sure, than before."""
+    # If the quartiles of then and now overlap, it may be what else the machine does.
+    is_apart = now.low_seconds > before.high_seconds or now.high_seconds < before.low_seconds
+    return is_apart and abs(now.step_seconds - before.step_seconds) > CHANGE * before.step_seconds

@@ -17,7 +17,7 @@ from torch import nn
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.losses import Training, optimizer_name, optimizer_notes
+from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
 from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
 from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose, contenders
 from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark, mean_over_processes, slowest_of
@@ -55,9 +55,7 @@ def advise(
     the other on this process, without any network, noting which message would have been sent when. The probe
     tells how long each would have been under way, and of as many steps as there are processes the slowest
     sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
-    together, with FSDP2's own messages between them and none to other replicas; all of them share the link
-    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps were
-    measured with small models, by optimizer and number of members: yours may be others.
+    together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
@@ -68,7 +66,7 @@ def advise(
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
-            case, of which four are not timed: of a large model, and of a sharded one, they take longer.
+            case, of which four are not timed.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
@@ -93,7 +91,7 @@ def advise(
             sharded model.
         GradientError: Gradients are sparse.
     """
-    name = None if optimizer is None else optimizer_name(optimizer)
+    name = optimizer_name(optimizer)
     budget_loss, least_gain = checked_budget(budget_loss), checked_gain(least_gain)
     if total_steps is not None:
         total_steps = whole_count("total_steps", total_steps, minimum=1)
@@ -125,8 +123,7 @@ def advise(
         shards=subject.shards,
         processes=link.processes,
         notes=(
-            *optimizer_notes(optimizer),
-            *training.notes(),
+            *notes_on_losses(optimizer, total_steps),
             *notes_on_saving(best, link),
             *notes_on_spread(low_seconds, high_seconds),
             *notes_on_link(link, transport.size, device),

@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
 from thinwire.advice.priced import EXACT, priced
 from thinwire.errors import ConfigError
@@ -77,7 +76,6 @@ class Training:
     parameters: int
     steps: int | None = None  # None for as few as were measured
     is_recurrent: bool = False
-    has_convolutions: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
@@ -85,23 +83,7 @@ class Training:
         numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         kinds = {type(module) for module in model.modules()}
         is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
-        has_convolutions = any(issubclass(kind, _ConvNd) for kind in kinds)
-        return cls(optimizer, members, numel, steps, is_recurrent, has_convolutions)
-
-    def notes(self) -> Iterator[str]:
-        """Yield what its gaps hold for, as far as the model and the length of the run go."""
-        if self.steps is None:
-            yield (
-                "The length of the run decides what few bits lose: without it (--steps, total_steps=) the "
-                "gaps of the shortest runs that were measured count."
-            )
-        if self.is_recurrent:
-            yield "The model has an RNN: where no LSTM was measured, it has the gap of transformers."
-        if self.has_convolutions:
-            yield (
-                "The model has convolutions, and all gaps are of models of text: compare losses, "
-                "or accuracies (docs/optimizers.md)."
-            )
+        return cls(optimizer, members, numel, steps, is_recurrent)
 
 
 @dataclass(frozen=True)
@@ -172,8 +154,10 @@ def known_optimizers() -> list[str]:
     return sorted({gap.optimizer for gap in loss_gaps()})
 
 
-def optimizer_name(optimizer: object) -> str:
-    """Return under which name an optimizer's loss gaps are looked up."""
+def optimizer_name(optimizer: object) -> str | None:
+    """Return the name under which an optimizer's loss gaps are looked up; None for the worst of all."""
+    if optimizer is None:
+        return None
     optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         # A subclass of SGD counts as SGD.
@@ -187,21 +171,24 @@ def optimizer_name(optimizer: object) -> str:
     return next((name for name in known_optimizers() if name.lower() == plain), text)
 
 
-def optimizer_notes(optimizer: object) -> list[str]:
-    """Return how the user's optimizer differs from those that gaps were measured with, in words."""
-    known = ", ".join(known_optimizers())
-    if optimizer is None:
-        return [f"Loss gaps are the largest of {known}; name your optimizer for its own."]
-    name, unwrapped, notes = optimizer_name(optimizer), _unwrapped(optimizer), []
-    not_measured = "No loss gap was measured with"
-    if name not in known_optimizers():
-        return [f"{not_measured} {name}, only with {known}: the largest of them counts."]
-    if isinstance(unwrapped, torch.optim.Optimizer):
+def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]:
+    """Yield how the user's run differs from those that gaps were measured in, in words."""
+    known, name = ", ".join(known_optimizers()), optimizer_name(optimizer)
+    if name is None:
+        yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
+    elif name not in known_optimizers():
+        yield f"No loss gap was measured with {name}, only with {known}: the largest of them counts."
+    unwrapped = _unwrapped(optimizer)
+    if isinstance(unwrapped, torch.optim.Optimizer) and name in known_optimizers():
         if (class_name := type(unwrapped).__name__) != name:
-            notes.append(f"{not_measured} {class_name}: those of {name}, from which it derives, count.")
+            yield f"No loss gap was measured with {class_name}: those of {name}, its base class, count."
         if name == "SGD" and not any(group.get("momentum") for group in unwrapped.param_groups):
-            notes.append(f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none.")
-    return notes
+            yield f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none."
+    if total_steps is None:
+        yield (
+            "The length of the run decides what few bits lose: without it (--steps, total_steps=) the gaps "
+            "of the shortest runs that were measured count."
+        )
 
 
 def _unwrapped(optimizer: object) -> object:

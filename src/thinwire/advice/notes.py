@@ -45,11 +45,6 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) 
     if num_processes not in (link.shards, predicted_processes):
         sizes = f"of {probe.world_size} processes, this job has {num_processes}"
         yield f"The probe is {sizes}: predictions are for {predicted_processes}."
-    if device.type != "cpu" and link.shards == 1:
-        yield (
-            "If no message could hide behind the backward pass, DistributedDataParallel(..., "
-            "bucket_cap_mb=10_000) makes one bucket of all, with fewer launches."
-        )
     if probe.device != device.type:
         yield f"The probe is of messages on {probe.device}; steps were timed on {device.type}."
     hosts, here = list(dict.fromkeys(probe.hosts)), gethostname()
@@ -62,8 +57,3 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) 
         yield f"{here_alone}; for a training on several, probe between those."
     if probe.doubt:
         yield f"The probe is doubtful: {probe.doubt}."
-    if probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
-        yield (
-            f"The link's rate is uncertain: {probe.timings[-1].message_bytes:,} bytes took less than twice "
-            "as long as a message of nothing; probe with a larger budget_seconds."
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from thinwire.advice.losses import UNKNOWN_LOSS, ExpectedLoss
 from thinwire.checks import number
@@ -17,7 +16,7 @@ MAX_SLOWDOWN = 1.1  # of what ties with the fastest
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted cost of an algorithm.
+    """The cost of an algorithm: predicted, or measured in the run by `auto`.
 
     Attributes:
         name: As it is written in code.
@@ -59,10 +58,6 @@ class Prediction:
         return not self.is_lossy or self.loss.order <= 100 * budget_loss
 
 
-# Predicted, or measured in the run.
-AnyPrediction = TypeVar("AnyPrediction", bound=Prediction)
-
-
 def checked_budget(budget_loss: object) -> float:
     """Return a loss budget as a share; `math.inf` for any."""
     budget = number("budget_loss", budget_loss, minimum=0)
@@ -82,11 +77,11 @@ def checked_gain(least_gain: object) -> float:
 
 
 def choose(
-    predictions: Sequence[AnyPrediction],
+    predictions: Sequence[Prediction],
     least_gain: float,
     budget_loss: float = math.inf,
     compute_seconds: float = 0.0,
-) -> AnyPrediction:
+) -> Prediction:
     """Choose an algorithm by the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
     Of the contenders, take the one that loses least; of equal losses the one that sends the most bits.
@@ -102,11 +97,11 @@ def choose(
 
 
 def contenders(
-    predictions: Sequence[AnyPrediction],
+    predictions: Sequence[Prediction],
     least_gain: float,
     budget_loss: float = math.inf,
     compute_seconds: float = 0.0,
-) -> list[AnyPrediction]:
+) -> list[Prediction]:
     """Return the fastest within the budget (the first), and what is as fast as it, as far as can be told.
 
     Exact and 16-bit averaging lose nothing. A rougher algorithm must win more than `least_gain` over both,
@@ -129,7 +124,7 @@ def contenders(
     return tied(rough, least_gain) if rough else careful
 
 
-def tied(predictions: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
+def tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
     """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure.
 
     None of them takes more than a tenth longer.

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.advice import Advice
 from thinwire.advice import advise as predict
-from thinwire.advice.prediction import MAX_BUDGET_LOSS
+from thinwire.advice.prediction import MAX_BUDGET_LOSS, checked_budget
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
@@ -42,15 +41,10 @@ def advise(
         "1%", metavar="SHARE", help="The largest loss gap that is advised, such as 0.5%; any: no limit."
     ),
     optimizer: str | None = typer.Option(
-        None,
-        metavar="NAME",
-        help="What trains the model, such as AdamW.",
-        show_default="the worst of all known",
+        None, help="What trains the model, such as AdamW.", show_default="the worst of all known"
     ),
     steps: int | None = typer.Option(
-        None,
-        help="Of the whole run: in short ones few bits lose more.",
-        show_default="as few as were measured",
+        None, help="Of the run: short ones lose more by few bits.", show_default="as few as were measured"
     ),
     sharded: int | None = typer.Option(
         None,
@@ -71,17 +65,16 @@ def advise(
 
     Example: `… --optimizer AdamW --steps 3000 --budget-loss 0.5%`
     """
-    # Refuse what can be refused before anything is measured.
-    share = _share(budget_loss)
-    found = Probe.load(probe)
-    found.known_rate()
+    # Refuse whatever can be refused before anything is measured.
+    largest_gap, network = _share(budget_loss), Probe.load(probe)
+    network.known_rate()
     # `python -m` does the same: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     run_here(sharded, "--sharded")
     with alone() if sharded is None else joined_job("advise", None) as device:
         # Within the group: a model may ask for it when it is built.
-        built = _called(build, model)
+        built = build()
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
         if device is not None and not is_fsdp2(built):
@@ -92,18 +85,17 @@ def advise(
         with shown_measuring(console, budget_seconds) as show_measuring:
             advice = predict(
                 built,
-                partial(_called, one_step, step),
-                found,
+                one_step,
+                network,
                 budget_seconds=budget_seconds,
-                budget_loss=share,
+                budget_loss=largest_gap,
                 optimizer=optimizer,
                 total_steps=steps,
                 progress=show_measuring,
             )
-    if not is_first:
-        return
-    print(_as_json(advice) if as_json else advice)
-    tell_without_numba()
+    if is_first:
+        print(_as_json(advice) if as_json else advice)
+        tell_without_numba()
 
 
 def _shard(model: nn.Module) -> None:
@@ -123,42 +115,35 @@ def _share(text: str) -> float:
     """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
     if text == "any":
         return math.inf
-    number = text.strip()
     try:
-        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    # NaN fails this, too.
-    if not 0 <= share <= MAX_BUDGET_LOSS:
+        return checked_budget(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+    except (ConfigError, ValueError) as error:
         most = f"from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any"
-        raise ConfigError(f"--budget-loss must be {most}; got {text!r:.50}")
-    return share
+        raise ConfigError(f"--budget-loss must be {most}; got {text!r:.50}") from error
 
 
-def _function(place: str, option: str) -> Callable[..., Any]:
-    """Return a user's function."""
-    module, _, name = place.partition(":")
+def _function(path: str, option: str) -> Callable[..., Any]:
+    """Return a user's function; a failure of any kind is told in one line, which says where to look."""
+    module, _, name = path.partition(":")
     if not name or "/" in module or module.endswith(".py"):
         such = "such as train:build for build() of train.py in this folder"
-        raise ConfigError(f"{option} must be MODULE:FUNCTION, {such}; got {place!r}")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        raise ConfigError(f"{option} must be MODULE:FUNCTION, {such}; got {path!r}")
     # A script that parses its arguments when it is imported ends by SystemExit.
-    except (Exception, SystemExit) as error:
-        found = f"{option} {place} can't be imported ({type(error).__name__}: {error})"
-        expected = "MODULE:FUNCTION of a file that trains nothing when it is imported"
-        raise ConfigError(f"{found}; expected {expected}") from error
-    if not callable(function):
-        raise ConfigError(f"{option} {place} must be a function, got {function!r}")
-    return function
-
-
-def _called(function: Callable[..., Any], place: str, *given: Any) -> Any:
-    """Call a user's function; its failure, of any kind, is told in one line, which says where to look."""
     try:
-        return function(*given)
+        function = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{place} failed: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{option} {path} can't be imported ({reason}); give a file without side effects"
+        ) from error
+
+    def called(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+
+    return called
 
 
 def _as_json(advice: Advice) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from thinwire.cli.common import BACKEND, PROCESSES, check_output, joined_job, run_here, shown_measuring
 from thinwire.errors import ConfigError
-from thinwire.probe import Probe, Timing
+from thinwire.probe import Probe
 from thinwire.probe import probe as measure
 from thinwire.probe.link_timings import ring_share
 from thinwire.probe.prober import compare_streams
@@ -92,41 +92,39 @@ def told_streams(rates: Mapping[int, float]) -> str:
 def show(probed: Probe, console: Console) -> None:
     """Print what was measured: a table with bars, then what follows from it."""
     console.print(_table(probed))
-    latency = f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes"
-    small, large = map(_size, probed.rate_from or (probed.timings[0], probed.timings[-1]))
-    bandwidth = f"not known: {large} took no longer for sure than {small} did; a larger --budget-seconds "
-    bandwidth += "sends larger messages"
-    if probed.rate_from is not None:
-        rate = f"{8e-6 * probed.known_rate():,.0f} Mbit/s"
-        bandwidth = f"{rate} each process sends, by messages of {small} and {large}"
-    lines = [("latency", latency), ("bandwidth", bandwidth)]
+    rate = probed.bytes_per_second
+    lines = {
+        "latency": f"{1e3 * probed.latency_seconds:.3f} ms per averaging of {probed.world_size} processes",
+        "bandwidth": "not known: a larger --budget-seconds sends larger messages"
+        if rate is None
+        else f"{8e-6 * rate:,.0f} Mbit/s each process sends",
+    }
     for kind, factor in probed.wire_factors.items():
         # Less may be other work of the machine.
         if factor > SHOWN_FACTOR:
             slower = f"takes {factor:.1f} times as long as averaging, for as many bytes on the wire"
-            lines.append((kind.replace("_", "-"), slower))
+            lines[kind.replace("_", "-")] = slower
     if probed.doubt:
-        lines.append(("doubtful", probed.doubt))
+        lines["doubtful"] = probed.doubt
     if len(probed.nodes) > 1:
-        structure = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in probed.nodes)
+        lines["structure"] = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in probed.nodes)
         inside, between = (probed.pair_bytes_per_second(inside=is_inside) for is_inside in (True, False))
         if inside and between:
-            structure += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
-        lines.append(("structure", structure))
-    for name, text in lines:
+            lines["structure"] += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
+    for name, text in lines.items():
         console.print(f"{name:<10} {text}", highlight=False, soft_wrap=True)
 
 
 def _table(probed: Probe) -> Table:
     table = Table(title=f"Averaging on {probed.world_size} processes, {probed.backend}, {probed.device}")
-    for name in ("message", "ms, median", "spread", "times", "Mbit/s", ""):
+    for name in ("bytes", "ms, median", "spread", "times", "Mbit/s", ""):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     # Counts what leaves each process, as on a ring: that is what its link carries.
     megabits = 8e-6 * ring_share(probed.world_size)
     rates = [megabits * timing.message_bytes / timing.median_seconds for timing in probed.timings]
     for timing, rate in zip(probed.timings, rates, strict=True):
         table.add_row(
-            _size(timing),
+            f"{timing.message_bytes:,}",
             f"{1e3 * timing.median_seconds:.3f}",
             f"{1e3 * timing.spread_seconds:.3f}",
             str(len(timing.seconds)),
@@ -134,9 +132,3 @@ def _table(probed: Probe) -> Table:
             "█" * round(BAR_WIDTH * rate / max(rates)),
         )
     return table
-
-
-def _size(timing: Timing) -> str:
-    units = [(1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")]
-    size, unit = next(pair for pair in units if timing.message_bytes >= pair[0])
-    return f"{timing.message_bytes // size} {unit}"

@@ -223,15 +223,11 @@ class Probe:
         whole_number("world_size", self.world_size, minimum=2)
         for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
             whole_number("a process", rank, minimum=0)
-        sizes = [timing.message_bytes for timing in self.timings if timing.seconds]
-        for message_bytes in chain(sizes, (pair.message_bytes for pair in self.pairs)):
-            whole_number("message_bytes", message_bytes, minimum=1)
-        for seconds in chain(
-            *(timing.seconds for timing in self.timings), (pair.seconds for pair in self.pairs)
-        ):
+        for seconds in chain(*(timing.seconds for timing in self.timings), (p.seconds for p in self.pairs)):
             number("seconds", seconds, minimum=0)
         for factor in self.wire_factors.values():
             number("wire_factors", factor, minimum=1)
+        sizes = [whole_number("message_bytes", t.message_bytes, minimum=1) for t in self.timings if t.seconds]
         # `average_seconds` divides by the difference of neighbours.
         if len(sizes) < max(2, len(self.timings)) or sizes != sorted(set(sizes)):
             raise ValueError("timings must be two or more, of ascending message_bytes, none without seconds")
