@@ -26,7 +26,7 @@ from pool import Pool
 from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice
 from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss
-from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
+from thinwire.advice.notes import notes_on_link, notes_on_saving
 from thinwire.advice.prediction import Prediction
 from thinwire.advice.priced import BASELINE, priced
 from thinwire.advice.step_benchmark import slowest_of
@@ -297,15 +297,6 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
     assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 
-def test_steps_are_told_by_round_trip() -> None:
-    seconds_at = {0: 0.05, 80: 0.21}
-    ways = [replace(predicted("rank 1", 49, 51, 3, 10), seconds_at=seconds_at, rounds=2)]
-    careful = (replace(predicted("16 bits", 99, 101, 0), seconds_at=seconds_at),)
-    lines = [line.split() for line in str(advice_of(*ways, careful=careful)).splitlines()]
-    assert ["0", "ms", "80", "ms", "rounds"] in [line[-5:] for line in lines]
-    assert ["rank", "1", "50.0", "210.0", "2"] in [line[:2] + line[-3:] for line in lines]
-
-
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
     everyone = pool2.run(_advised)
     first, second = ([p.step_seconds for p in slow.predictions] for slow, *_ in everyone)
@@ -494,9 +485,3 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_steps_that_varied_meanwhile_are_told() -> None:
-    assert list(notes_on_spread(0.010, 0.011)) == []
-    (told,) = notes_on_spread(0.010, 0.013)
-    assert told.startswith("Half of the steps without averaging took 10.0 to 13.0 ms: on a quiet machine")

@@ -170,8 +170,7 @@ def none_within(losses: dict[str, ExpectedLoss], budget_loss: float) -> str:
     """Return that nothing meets the budget, and the algorithm that is nearest to it."""
     known = {name: loss for name, loss in losses.items() if loss.percent is not None}
     nearest = min(known, key=lambda name: known[name].order, default=None)
-    is_short = any(loss.kind == "shorter" for loss in losses.values())
-    detail = "none was measured in so short a run" if is_short else "no gap is known"
+    detail = "no gap is known"
     if nearest is not None:
         detail = f"the nearest is {nearest} ({known[nearest].short} % loss)"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {detail}."

@@ -22,7 +22,7 @@ NOISE_PERCENT = 0.5
 SGD_MOMENTUM = 0.9
 MAX_NAME_LENGTH = 100  # it is printed
 
-Kind = Literal["exact", "measured", "between", "above", "shorter", "unknown"]
+Kind = Literal["exact", "measured", "between", "above", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,6 @@ class LossGap:
     high_percent: float
     source: str
     is_recurrent: bool = False
-
-    def __str__(self) -> str:
-        interval = f"{signed(self.low_percent)} to {signed(self.high_percent)}"
-        return f"{signed(self.percent)} % ({interval}), {self.training}"
 
     @property
     def training(self) -> str:
@@ -92,8 +88,8 @@ class ExpectedLoss:
 
     Attributes:
         kind: "exact": there is none. "measured": `gaps` has it. "between": not measured; `gaps` holds a
-            lower and an upper bound. "above": only the lower one. "shorter": measured in longer runs only,
-            which promise nothing for this one. "unknown": nothing was measured.
+            lower and an upper bound. "above": only the lower one. "unknown": nothing was measured, or in
+            longer runs only, which promise nothing for this one.
         percent: To be counted with: the mean, or of what is between the larger one; None if there is no
             upper bound.
         low_percent: The least that it may be, as far as known.
@@ -126,8 +122,6 @@ class ExpectedLoss:
         """The possible loss, in a sentence."""
         if self.kind == "exact":
             return "It loses nothing: it is exact averaging."
-        if self.kind == "shorter":
-            return "What it loses in so short a run is not known: compare losses."
         if self.percent is None:
             least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
             return f"What it loses is not known{least}: compare losses."
@@ -220,8 +214,6 @@ def expected_loss(
     if less is not None and more is not None and _is_as_short(more, training):
         # The larger one counts, so that what is within a budget is so for sure.
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
-    if gap is not None:
-        return ExpectedLoss("shorter", gaps=(gap,))
     if less is not None:
         return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
     return UNKNOWN_LOSS

@@ -28,15 +28,9 @@ from thinwire.probe import Probe
 def advise(
     *,
     probe: Path = typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote."),
-    model: str = typer.Option(
-        metavar="MODULE:FUNCTION", help="A function without arguments that returns the model."
-    ),
-    step: str = typer.Option(
-        metavar="MODULE:FUNCTION", help="A function of the model: makes a batch, runs forward and backward."
-    ),
-    budget_seconds: float = typer.Option(
-        30.0, help="About how long it may take; it makes at least ten steps with each algorithm."
-    ),
+    model: str = typer.Option(metavar="MODULE:FUNCTION", help="Returns the model; takes no arguments."),
+    step: str = typer.Option(metavar="MODULE:FUNCTION", help="Takes the model: batch, forward, backward."),
+    budget_seconds: float = typer.Option(30.0, help="About; at least ten steps with each algorithm."),
     budget_loss: str = typer.Option(
         "1%", metavar="SHARE", help="The largest loss gap that is advised, such as 0.5%; any: no limit."
     ),

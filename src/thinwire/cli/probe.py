@@ -27,12 +27,10 @@ def probe(
     *,
     budget_seconds: float = typer.Option(20.0, help="About how long it may take."),
     backend: str | None = BACKEND,
-    save: Path | None = typer.Option(
-        None, metavar="FILE", help="Write the result as JSON, for thinwire advise --probe."
-    ),
+    save: Path | None = typer.Option(None, metavar="FILE", help="Write it for thinwire advise --probe."),
     processes: int | None = PROCESSES,
     streams: str | None = typer.Option(
-        None, metavar="1,4,8", help="Also compare these numbers of Gloo connections to each process."
+        None, metavar="1,4,8", help="Compare numbers of Gloo connections to each process, too."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
