@@ -66,7 +66,7 @@ def test_the_shards_of_a_replica_share_its_link(pool4: Pool) -> None:
     assert first.best.code.startswith(SHARDING)
     assert 'replicas=mesh["replicate"]' in first.best.code
     compile(first.best.code, "to paste", "exec")
-    assert "2 replicas of 2 shards, 4 processes" in first.notes[-1]
+    assert "2 replicas of 2 shards; the 2 of a replica share one link" in first.notes[-1]
 
 
 def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:

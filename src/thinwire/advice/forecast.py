@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -20,10 +20,10 @@ from thinwire.advice.advice_page import Advice
 from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
 from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
 from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose, contenders
-from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark, mean_over_processes, slowest_of
-from thinwire.advice.timeline import Network, Stopwatch
+from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark
+from thinwire.advice.timeline import Stopwatch
 from thinwire.checks import number, whole_count
-from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import AttachError, ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
@@ -104,11 +104,10 @@ def advise(
         stopwatch = Stopwatch(link.members, device)
         kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
         subject = kind(module, stopwatch.transport, entered)
-        benchmark = StepBenchmark(subject, one_step, stopwatch, training)
-        benchmark.run(budget_seconds, transport, progress)
-    forecast = Forecast(benchmark, link, transport)
-    ranked = forecast.ranked()
-    compute_seconds, low_seconds, high_seconds = forecast.compute_seconds()
+        benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
+        benchmark.run(budget_seconds, progress)
+    ranked, num_processes = _ranked(benchmark, link), link.members * link.processes
+    compute_seconds, low_seconds, high_seconds = benchmark.compute_seconds(num_processes)
     rules = ranked, least_gain, budget_loss, compute_seconds
     best = choose(*rules)
     return Advice(
@@ -168,49 +167,17 @@ def _link_between_replicas(
     return MeasuredLink.of(probe or measure_network())
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Predicts the steps that were timed here for a network: the mean of what all processes predict."""
-
-    benchmark: StepBenchmark
-    link: MeasuredLink
-    transport: Transport
-
-    def on(self, network: Network) -> list[Prediction]:
-        """Return the prediction for each algorithm: the same on all processes, so all choose alike."""
-        predictions = self.benchmark.predictions(network)
-        trained = [p for p in self.benchmark.subject.model.parameters() if p.requires_grad]
-        inside_seconds = self.link.inside_seconds(sum(parameter.nbytes for parameter in trained))
-        # All in one message: there are tens of numbers, and tens of networks to ask about.
-        flat = [
-            seconds + inside_seconds
-            for prediction in predictions
-            for seconds in (prediction.step_seconds, prediction.low_seconds, prediction.high_seconds)
-        ]
-        means = mean_over_processes(flat, self.transport)
-        return [
-            replace(prediction, step_seconds=step, low_seconds=low, high_seconds=high)
-            for prediction, step, low, high in zip(
-                predictions, means[::3], means[1::3], means[2::3], strict=True
-            )
-        ]
-
-    def ranked(self) -> list[Prediction]:
-        """Return the predictions for the probed link, and for other round trips; the fastest first."""
-        ranked, seconds_at = self.on(self.link.transfer), dict[str, dict[int, float]]()
-        for ms in ROUND_TRIPS_MS if self.link.counts_round_trips else ():
-            for prediction in self.on(partial(self.link.transfer, round_trip_seconds=ms / 1e3)):
-                seconds_at.setdefault(prediction.name, {})[ms] = prediction.step_seconds
-        return [
-            replace(prediction, seconds_at=seconds_at.get(prediction.name, {}))
-            for prediction in sorted(ranked, key=lambda prediction: prediction.step_seconds)
-        ]
-
-    def compute_seconds(self) -> tuple[float, float, float]:
-        """Return how long steps take without averaging, and their quartiles."""
-        seconds = [timeline.seconds for timeline in self.benchmark.alone.timelines]
-        # Without averaging, too, the slowest process sets the pace. The spread is that of each.
-        typical, *_ = slowest_of(seconds, self.link.members * self.link.processes)
-        _, *quartiles = slowest_of(seconds, 1)
-        compute, low, high = mean_over_processes([typical, *quartiles], self.transport)
-        return compute, low, high
+def _ranked(benchmark: StepBenchmark, link: MeasuredLink) -> list[Prediction]:
+    """Return the predictions for the link, and for other round trips on it; the fastest first."""
+    trained = [p for p in benchmark.subject.model.parameters() if p.requires_grad]
+    inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
+    predictions = benchmark.predictions(link.transfer, inside_seconds)
+    seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
+    for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
+        network = partial(link.transfer, round_trip_seconds=ms / 1e3)
+        for prediction in benchmark.predictions(network, inside_seconds):
+            seconds_at[prediction.name][ms] = prediction.step_seconds
+    return [
+        replace(prediction, seconds_at=seconds_at[prediction.name])
+        for prediction in sorted(predictions, key=lambda prediction: prediction.step_seconds)
+    ]

@@ -33,14 +33,12 @@ def notes_on_link(link: MeasuredLink, num_processes: int, device: torch.device) 
     probe, predicted_processes = link.probe, link.members * link.shards * link.processes
     if link.processes > 1:
         yield (
-            f"Predicted for {link.members} machines of {link.processes} processes, which average inside of "
-            "each one first, as if nothing hid that (docs/machines.md): bytes are those that leave a machine."
+            f"Predicted for {link.members} machines of {link.processes} processes, which average inside of a "
+            "machine first, as if nothing hid that (docs/machines.md): bytes are those that leave a machine."
         )
     if link.shards > 1:
-        yield (
-            f"Predicted for {link.members} replicas of {link.shards} shards, {predicted_processes} "
-            f"processes; the {link.shards} of a replica share one link to the others."
-        )
+        shared = f"the {link.shards} of a replica share one link"
+        yield f"Predicted for {link.members} replicas of {link.shards} shards; {shared} to the others."
     # One replica alone may ask about any network: that is what the command does.
     if num_processes not in (link.shards, predicted_processes):
         sizes = f"of {probe.world_size} processes, this job has {num_processes}"

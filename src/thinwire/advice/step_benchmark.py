@@ -89,8 +89,10 @@ class StepBenchmark:
         one_step: OneStep,
         stopwatch: Stopwatch,
         training: Training,
+        transport: Transport,
     ) -> None:
         self.subject, self.one_step, self.stopwatch, self.training = subject, one_step, stopwatch, training
+        self.transport = transport  # between all processes that measure
         self.variants, self.losses = priced(), expected_losses(training)
         self.baseline = BASELINE if subject.shards is None else NATIVE
         self.variants[self.baseline] = self.variants.pop(BASELINE)
@@ -98,7 +100,7 @@ class StepBenchmark:
         self.alone = TimedSteps()
         self.timed = {name: TimedSteps() for name in self.variants}
 
-    def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
+    def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""
         turns: list[tuple[TimedSteps, Algorithm | None]] = [(self.alone, None)]
         turns += [(timed, self.variants[name].algorithm) for name, timed in self.timed.items()]
@@ -112,7 +114,7 @@ class StepBenchmark:
             if done == MIN_ROUNDS:
                 # The mean over all processes: a module that communicates must run equally often everywhere.
                 seconds = (time.perf_counter() - start) / done
-                (round_seconds,) = mean_over_processes([seconds], transport)
+                (round_seconds,) = mean_over_processes([seconds], self.transport)
                 # The budget bends if steps are long: fewer would tell nothing.
                 num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
                 pace = f", {round_seconds:.1f} s each"
@@ -135,16 +137,28 @@ class StepBenchmark:
         timed.timelines += timelines[UNTIMED_STEPS:]
         model.zero_grad(set_to_none=True)
 
-    def predictions(self, network: Network) -> list[Prediction]:
-        """Return a prediction for each algorithm, as this process has measured it."""
+    def predictions(self, network: Network, inside_seconds: float = 0.0) -> list[Prediction]:
+        """Return a prediction for each algorithm, the mean of what all processes predict. Collective.
+
+        `inside_seconds` are for averaging inside of a machine, before and after the network.
+        """
         members, shards = self.training.members, self.subject.shards
+        seconds = [
+            quartile + inside_seconds
+            for timed in self.timed.values()
+            for quartile in slowest_of([line.step_seconds(network) for line in timed.timelines], members)
+        ]
+        # All in one message, and alike on all processes, so that all choose alike.
+        means = iter(mean_over_processes(seconds, self.transport))
         predictions = []
         for name, timed in self.timed.items():
             last = timed.timelines[-1]
             prediction = Prediction(
                 name,
                 code_of(name, is_sharded=shards is not None),
-                *slowest_of([timeline.step_seconds(network) for timeline in timed.timelines], members),
+                step_seconds=next(means),
+                low_seconds=next(means),
+                high_seconds=next(means),
                 # All of a replica send over one link.
                 sent_bytes=(shards or 1) * last.wire_bytes(members),
                 memory_bytes=timed.memory_bytes,
@@ -155,6 +169,15 @@ class StepBenchmark:
             )
             predictions.append(prediction)
         return predictions
+
+    def compute_seconds(self, num_processes: int) -> Quartiles:
+        """Return how long steps take without averaging, and their quartiles. Collective."""
+        seconds = [timeline.seconds for timeline in self.alone.timelines]
+        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
+        typical, *_ = slowest_of(seconds, num_processes)
+        _, *quartiles = slowest_of(seconds, 1)
+        compute, low, high = mean_over_processes([typical, *quartiles], self.transport)
+        return compute, low, high
 
 
 def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:
