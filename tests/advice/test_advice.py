@@ -109,7 +109,7 @@ def test_the_table_has_all_numbers_below_each_other() -> None:
     assert max(map(len, table)) <= 110
     numbers = [line for line in table if " – " in line]
     assert len({line.index(" – ") for line in numbers}) == 1
-    names = ["computing alone", *(prediction.name for prediction in advice.predictions)]
+    names = ["computing alone", "16 bits, DDP as it is", *priced()]
     assert [line.partition("  ")[0] for line in table[1:]] == names
 
 

@@ -116,6 +116,9 @@ def test_it_tells_what_and_why() -> None:
     chooser.trials, chooser.chosen, chooser.is_choosing = (EXACT, SIXTEEN, rough), rough, False
     assert str(chooser).startswith("A step with rough 40 ms. We could measure no loss: between")
     assert str(chooser).endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
+    short = chooser_for("Muon", budget_loss=0.0)
+    short.trials, short.chosen, short.is_choosing = (EXACT, SIXTEEN), SIXTEEN, False
+    assert "is known to lose at most 0 %: the nearest is Quantize(bits=8)" in str(short)
 
 
 # Members on a link that is given

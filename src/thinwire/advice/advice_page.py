@@ -112,6 +112,7 @@ class Advice:
         def share(seconds: float) -> str:
             return f"{100 * seconds / self.baseline.step_seconds:.0f}"
 
+        plain = "DDP as it is" if self.shards is None else "without Thinwire"
         round_trips = [f"{ms} ms" for ms in self.best.seconds_at]
         rows = [
             ["predicted, fastest first", "ms", "between", "%", "MB", "kept", "loss", *round_trips, "rounds"]
@@ -121,7 +122,7 @@ class Advice:
         for prediction in self.predictions:
             megabytes = prediction.sent_bytes / 1e6
             row = [
-                f"{prediction.name}, DDP as it is" if prediction.is_exact else prediction.name,
+                f"{prediction.name}, {plain}" if prediction is self.plain else prediction.name,
                 f"{1e3 * prediction.step_seconds:.1f}",
                 f"{1e3 * prediction.low_seconds:.1f} – {1e3 * prediction.high_seconds:>6.1f}",
                 share(prediction.step_seconds),

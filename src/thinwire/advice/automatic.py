@@ -113,12 +113,9 @@ class Auto:
         self.chosen: Prediction | None = None
         self._engine, self._rules, self._notes, self._clock = engine_of(sync), rules, notes, clock
         variants, self._losses = priced(), expected_losses(training)
-        rough = [
-            code
-            for code, variant in variants.items()
-            if not variant.keeps_16_bits and self._losses[code].order <= 100 * rules.budget_loss
-        ]
-        names = [EXACT, BASELINE, *sorted(rough, key=lambda code: self._losses[code].order)]
+        self._rough = {name: self._losses[name] for name in variants if not variants[name].keeps_16_bits}
+        within = [name for name, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
+        names = [EXACT, BASELINE, *sorted(within, key=lambda name: self._losses[name].order)]
         self._candidates = {name: variants[name] for name in names}
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
@@ -141,7 +138,7 @@ class Auto:
         if self.chosen.is_lossy:
             why = self.chosen.loss.in_words
         elif len(self.trials) == 2:
-            why = none_within(self._losses, self._rules.budget_loss)
+            why = none_within(self._rough, self._rules.budget_loss)
         tried = ", ".join(map(_timed, self.trials))
         return "\n".join([f"A step with {_timed(self.chosen)}. {why}", *self._notes, f"Tried: {tried}."])
 
