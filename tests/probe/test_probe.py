@@ -28,7 +28,7 @@ from launcher import run_in_network, run_job
 from pool import Pool
 from test_lab import real, undisturbed
 from thinwire.cli.common import alone
-from thinwire.cli.probe import _counts, show, told_streams
+from thinwire.cli.probe import _counts, show, describe_streams
 from thinwire.comm import ProcessGroupTransport, Work
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import Link, Network
@@ -316,11 +316,11 @@ def test_connections_are_compared_and_the_fewest_that_are_as_good_are_told(pool2
         assert sorted(rates) == [1, 3]
         assert min(rates.values()) > 1e6
         assert interface == "lo"
-    assert told_streams({1: 97e6, 4: 153e6, 8: 162e6}) == (
+    assert describe_streams({1: 97e6, 4: 153e6, 8: 162e6}) == (
         "connections 97 Mbit/s by 1, 153 Mbit/s by 4, 162 Mbit/s by 8, eight averagings in flight: set "
         "GLOO_SOCKET_IFNAME=eth0,eth0,eth0,eth0 (your interface, 4 times) on every machine"
     )
-    assert told_streams({1: 167e6, 8: 169e6}).endswith("one is enough")
+    assert describe_streams({1: 167e6, 8: 169e6}).endswith("one is enough")
 
 
 def _compared_streams() -> tuple[dict[int, float], str]:

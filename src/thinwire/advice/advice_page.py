@@ -159,7 +159,7 @@ class Advice:
             yield f"A step still waits {waited_ms:.1f} ms for messages: {less_often}."
 
     def _sources(self) -> list[str]:
-        """Return a line for each training that losses are known from, with the gaps that it tells."""
+        """Return a line for each training that losses are known from, and its gaps."""
         by_training: dict[str, dict[str, str]] = {}
         for prediction in self.predictions:
             for gap in prediction.loss.gaps:

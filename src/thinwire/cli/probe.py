@@ -59,7 +59,7 @@ def probe(
             # All hold the same result.
             print(probed.to_json()) if as_json else show(probed, Console())
             if rates:
-                Console(stderr=as_json).print(told_streams(rates), highlight=False, soft_wrap=True)
+                Console(stderr=as_json).print(describe_streams(rates), highlight=False, soft_wrap=True)
             if save is not None:
                 probed.save(save)
 
@@ -74,9 +74,9 @@ def _counts(streams: str | None) -> list[int]:
     return sorted({1, *map(int, parts)}) if parts else []
 
 
-def told_streams(rates: Mapping[int, float]) -> str:
+def describe_streams(rates: Mapping[int, float]) -> str:
     """Return the rates by connections, and which setting to use."""
-    told = ", ".join(f"{1e-6 * rate:,.0f} Mbit/s by {count}" for count, rate in rates.items())
+    by_count = ", ".join(f"{1e-6 * rate:,.0f} Mbit/s by {count}" for count, rate in rates.items())
     best = max(rates, key=lambda count: rates[count])
     # The fewest that are about as good: each connection has a thread that works on it.
     fewest = min(count for count, rate in rates.items() if rate >= rates[best] / WORTH_A_CONNECTION)
@@ -84,7 +84,7 @@ def told_streams(rates: Mapping[int, float]) -> str:
     if fewest > 1:
         names = ",".join(["eth0"] * fewest)
         do = f"set GLOO_SOCKET_IFNAME={names} (your interface, {fewest} times) on every machine"
-    return f"connections {told}, eight averagings in flight: {do}"
+    return f"connections {by_count}, eight averagings in flight: {do}"
 
 
 def show(probed: Probe, console: Console) -> None:
