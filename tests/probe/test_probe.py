@@ -28,7 +28,7 @@ from launcher import run_in_network, run_job
 from pool import Pool
 from test_lab import real, undisturbed
 from thinwire.cli.common import alone
-from thinwire.cli.probe import _counts, show, describe_streams
+from thinwire.cli.probe import _counts, describe_streams, show
 from thinwire.comm import ProcessGroupTransport, Work
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import Link, Network
