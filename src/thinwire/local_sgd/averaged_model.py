@@ -70,9 +70,8 @@ class AveragedModel:
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} is sharded over processes, expected whole parameters, or those of a model "
-                    "that fully_shard held when it was given to LocalSGD: call fully_shard before; LocalSGD "
-                    "averages no others"
+                    f"{name} is sharded over processes since LocalSGD was made, or not by fully_shard: call "
+                    "fully_shard before LocalSGD(model)"
                 )
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
