@@ -25,7 +25,8 @@ from torch._C._distributed_c10d import FileStore, TCPStore
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 from thinwire.exit_with_launcher import END_ALL, LAUNCHER_VARIABLE, exiting_with_this
-from thinwire.local_sgd.groups.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
+from thinwire.local_sgd.groups.torchft_client import torchft_module
+from thinwire.local_sgd.groups.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACK = "127.0.0.1"

@@ -20,7 +20,7 @@ from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, LINES, DemoOptions
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import ElasticJob, LocalJob
-from thinwire.local_sgd.groups.torchft_group import torchft_module
+from thinwire.local_sgd.groups.torchft_client import torchft_module
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 from thinwire.watch import Run, read_run

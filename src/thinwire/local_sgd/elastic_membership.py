@@ -28,7 +28,7 @@ from thinwire.local_sgd.member_status import (
     count_changes,
     kept_lineage,
     next_lineage,
-    of_one_member,
+    reduced_over_local_processes,
 )
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -173,14 +173,10 @@ class ElasticMembership(Membership):
         if total:
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
-            pending = self._all_can(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed)
+            pending = in_all_processes(
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group, RETRIED
             )
         self._open = _Averaging(pending, lineage, statuses)
-
-    def _all_can(self, action: Callable[[], Any]) -> Any:
-        """Do what all processes of this member must be able to do; if one can't, all raise."""
-        return in_all_processes(action, self._group, RETRIED)
 
     def _finish(self) -> None:
         if self._open is None:
@@ -191,7 +187,7 @@ class ElasticMembership(Membership):
             if opened.pending is not None:
                 engine = self._contributor.engines[0]
                 with engine.clock.inside(engine.traffic):
-                    self._all_can(opened.pending.send)
+                    in_all_processes(opened.pending.send, self._group, RETRIED)
             purpose = "whether all have received everything"
             try:
                 gather_numbers([1.0], self._group.control, purpose)
@@ -211,7 +207,7 @@ class ElasticMembership(Membership):
         # Members that leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = self._all_can(self._contributor.engine.state_dict)
+            self._saved = in_all_processes(self._contributor.engine.state_dict, self._group, RETRIED)
 
     def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
@@ -230,7 +226,7 @@ class ElasticMembership(Membership):
         # If others have committed what this member is in doubt of.
         behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
         is_still_that, settings = not is_new and self._doubt is None, contributor.inner_settings()
-        own = self._reduced_over_local_processes(
+        own = reduced_over_local_processes(
             MemberStatus(
                 step=0 if is_new else contributor.steps,
                 weight=0.0 if is_new else contribution.weight,
@@ -246,7 +242,8 @@ class ElasticMembership(Membership):
                 error_norm=contributor.engine.state.error_norm(),
                 inner_settings=digest(settings),
                 averagings=self.stats.averagings,
-            )
+            ),
+            group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
         # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
@@ -268,13 +265,6 @@ class ElasticMembership(Membership):
             self._agreed_changes = group.num_changes
         return statuses, contribution.tensors if is_still_that else None
 
-    def _reduced_over_local_processes(self, own: MemberStatus) -> MemberStatus:
-        """Return this member's status: work and health of all processes, the rest from the first one."""
-        if self._group.inside.size == 1:
-            return own
-        everyone = StatusGather(own, self._group.inside, "the status of each process of a member").read()
-        return of_one_member(everyone, have_parts=self._group.has_parts)
-
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
         group, are_new = self._group, [status.is_new for status in statuses]
@@ -283,7 +273,7 @@ class ElasticMembership(Membership):
             group.received = None
             group.reset()
             raise TryAgainError("no member is left that holds all parts of the model")
-        self._all_can(lambda: group.join(are_new))
+        in_all_processes(lambda: group.join(are_new), group, RETRIED)
 
     def _provided(self) -> Mapping[str, Any]:
         """Return the state that a newcomer starts from."""

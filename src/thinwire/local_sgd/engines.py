@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from thinwire.adapters.common import averaging_model
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import layouts_of
-from thinwire.local_sgd.schedule import EXACT, Schedule
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.schedule import EXACT, Level, Schedule
+from thinwire.local_sgd.training_loop import driven_gradients
 from thinwire.sync import Engine, Settings
 
 
@@ -25,6 +29,24 @@ class Engines(NamedTuple):
     def together(self) -> Transport | None:
         """Joins processes that must all be healthy; None on a machine, whose processes have one change."""
         return self.main.settings.health_group if self.main.partition is None else None
+
+    def driving(
+        self, owner: object, model: AveragedModel, changes: ModelChanges
+    ) -> AbstractContextManager[None]:
+        """Direct a DDP model's gradients; of a different model, refuse that they are averaged besides."""
+        if model.ddp is None:
+            return averaging_model(owner, model.module, self.main.transport)
+        driven: dict[Level, Engine] = {"group": self.gradients}
+        if self.subgroup is not None:
+            driven["subgroup"] = self.subgroup
+        return driven_gradients(model.ddp, driven, lambda: changes.schedule.gradients_in(changes.steps))
+
+    def end_warmup(self, schedule: Schedule, step: int) -> None:
+        """Let the warm-up's last gradients take what its algorithm has kept: no one would add to it later."""
+        is_ending = schedule.has_ddp and step >= schedule.warmup.steps - 1
+        if is_ending and self.gradients.algorithm != EXACT:
+            self.gradients.check_between_steps("use()")
+            self.gradients.buckets.use(EXACT)
 
 
 def engines_of(

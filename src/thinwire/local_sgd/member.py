@@ -117,7 +117,6 @@ class Member(Averager):
         membership = self._membership
         if self._model.entered:
             raise StepError("this context has been entered before; make a new one")
-        self._begin()
         with ExitStack() as attached:
             attached.callback(membership.leave)
             if self._loaded is not None:
@@ -141,16 +140,9 @@ class Member(Averager):
             self._attached = attached.pop_all()
         return self
 
-    def _begin(self) -> None:
-        """Make what a member needs only inside the context."""
-
     @abstractmethod
     def _in_loop(self) -> AbstractContextManager[None]:
         """Watch the user's loop while this is open."""
-
-    @abstractmethod
-    def _average_pending(self) -> None:
-        """Average what has not been averaged yet. Collective."""
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +160,6 @@ class Member(Averager):
         """
         self._check_inside("state_dict()")
         with full_precision(self._contributor.device):
-            self._average_pending()
             state = self._membership.state(self._membership.save())
         copied: dict[str, Any] = plain(state)
         return copy.deepcopy(copied)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from time import monotonic
 from typing import Literal, TypeAlias
@@ -44,9 +44,11 @@ class ModelChanges(Contributor):
         *,
         weigh_by: Weight,
         together: Transport | None = None,
+        broadcast: Callable[[float], float] = float,
     ) -> None:
         super().__init__(model, engines, optimizers, sent_optimizers)
         self.schedule, self.weigh_by, self.together = schedule, weigh_by, together
+        self._broadcast = broadcast  # the clock of a member's first process to its others
         self.pending_steps = 0
         self.chosen: Sequence[int] | None = None
         self.work: list[float] = []  # of this member since each fragment's last averaging
@@ -85,12 +87,11 @@ class ModelChanges(Contributor):
         """Steps since the averaging under way was sent."""
         return self.steps - self.sent_at
 
-    def seconds(self) -> float:
-        """Return the time since the last averaging."""
-        return monotonic() - self._averaged_at
-
-    def is_due(self, seconds: float = 0.0) -> bool:
-        """Return whether an averaging is due after this step, with so many seconds since the last one."""
+    def is_due(self) -> bool:
+        """Return whether an averaging is due after this step."""
+        seconds = 0.0
+        if self.schedule.every_seconds is not None:
+            seconds = self._broadcast(monotonic() - self._averaged_at)
         return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
 
     def end_warmup(self) -> None:
@@ -184,7 +185,7 @@ class ModelChanges(Contributor):
         # Without a step since it was sent there is nothing that is this member's to keep.
         weight = self.schedule.local_weight(algorithm) if made else 0.0
         for fragment, means in pending.changes.items():
-            fragment.move(means, None if is_exact else model.outer, weight)
+            fragment.apply(means, None if is_exact else model.outer, weight)
             fragment.sent_after = step
         for place, work in self._sent_work.items():
             self.work[place] -= work
@@ -214,7 +215,7 @@ class ModelChanges(Contributor):
 
     def reset(self, step: int, turns: int) -> None:
         for fragment in self.fragments:
-            fragment.show()
+            fragment.restore_last()
         self.work = [0.0] * len(self.fragments)
         self._sent_work, self.pending_steps = {}, 0
         self.steps = self.turn_began = step

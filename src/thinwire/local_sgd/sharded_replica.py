@@ -144,7 +144,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     if not all(set(widest).issuperset(ranks) for ranks in places):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
-            f"parameters lie on unlike meshes, {shown}, so it is not known which processes hold the replica; "
-            'give replicas as a dimension of the mesh that all are parts of, such as mesh["replicate"]'
+            f"parameters use different meshes, {shown}; pass replicas=mesh['replicate'] of their common "
+            "parent mesh"
         )
     return widest

@@ -123,9 +123,6 @@ class Steps(Member):
             self._membership.average()
         self._tell_observers()
 
-    def _average_pending(self) -> None:
-        pass
-
 
 class Gradients(Contributor):
     """Puts in a model's gradients, and lets its optimizers step with their means."""

@@ -27,7 +27,8 @@ PURPOSE = "handing a newcomer what it starts from"
 
 def plain(value: object) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
+    # A class of its own, as quantized states have, only its optimizer reads.
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local"):
         return local_tensor(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
