@@ -15,14 +15,13 @@ from thinwire.errors import ConfigError, LeftError
 from thinwire.local_sgd.averaged_model import Optimizers, check_gradient_settings
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.fragment import layouts_of
+from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member import Joining, Member
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.sync import Engine
 
 MANY_STEPS = 30
 
@@ -96,32 +95,15 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         check_gradient_settings(schedule, grad_scaler)
-        joining = Joining.of(model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer)
-        held, transport = joining.model, joining.group.transport
-        averaged = held.tensors()
-        specs, parts = [tensor.spec for tensor in averaged], layouts_of(averaged, streaming.fragments)
-        main = Engine(algorithm, transport, specs, joining.settings, parts=parts)
-        warm = Engine(
-            warmup.algorithm or EXACT,
-            transport,
-            specs,
-            joining.settings,
-            traffic=main.traffic,
-            clock=main.clock,
+        held, optimizers, group, health_group = Joining.of(
+            model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer
         )
-        changes = ModelChanges(
-            held,
-            schedule,
-            (main, warm),
-            joining.optimizers,
-            joining.sent_optimizers,
-            weigh_by=joining.group.weigh_by,
-            broadcast=joining.group.broadcast_scalar,
-        )
-        membership = ElasticMembership(joining.group, changes, type(self).__name__)
-        sync = held.replica.sync_of(main)
-        super().__init__(held, joining.optimizers, changes, membership, sync, grad_scaler)
-        self._group = joining.group
+        engines = engines_of(held, schedule, algorithm, group.transport, health_group)
+        changes = ModelChanges(held, schedule, engines, optimizers, group)
+        membership = ElasticMembership(group, changes, type(self).__name__)
+        sync = held.replica.sync_of(engines.main)
+        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
+        self._group = group
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"

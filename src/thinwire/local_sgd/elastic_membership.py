@@ -99,7 +99,7 @@ class ElasticMembership(Membership):
     def finish(self) -> None:
         self._repeated(self._finish)
         # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
-        if self.statuses[self._group.control.rank].is_leaving:
+        if self.statuses[self.group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
@@ -123,7 +123,7 @@ class ElasticMembership(Membership):
     def stand_at(self, lineage: int, commits: int) -> None:
         """Stand where a saved state does, of which others may be, too."""
         self.lineage, self.commits, self._error_members = lineage, commits, 0
-        self._group.reset(commits)
+        self.group.reset(commits)
 
     def leave(self) -> None:
         """Go at once. What has not been handed over is lost."""
@@ -133,11 +133,11 @@ class ElasticMembership(Membership):
             if averaging is not None:
                 averaging.abandon()
         self._open, self.has_left = None, True
-        self._group.leave()
+        self.group.leave()
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
         """Try until it succeeds, or the group's patience is over."""
-        group, give_up_at, said = self._group, math.inf, ""
+        group, give_up_at, said = self.group, math.inf, ""
         while True:
             try:
                 attempt()
@@ -165,7 +165,7 @@ class ElasticMembership(Membership):
                     ) from error
 
     def _start(self) -> None:
-        group, contributor = self._group, self._contributor
+        group, contributor = self.group, self._contributor
         statuses, tensors = self._met()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
@@ -187,10 +187,10 @@ class ElasticMembership(Membership):
             if opened.pending is not None:
                 engine = self._contributor.engines[0]
                 with engine.clock.inside(engine.traffic):
-                    in_all_processes(opened.pending.send, self._group, RETRIED)
+                    in_all_processes(opened.pending.send, self.group, RETRIED)
             purpose = "whether all have received everything"
             try:
-                gather_numbers([1.0], self._group.control, purpose)
+                gather_numbers([1.0], self.group.control, purpose)
             except CommunicationError:
                 # Don't abandon it: some member may have received this message, and committed.
                 self._doubt = opened
@@ -201,17 +201,17 @@ class ElasticMembership(Membership):
             raise
         # No message lies between the last one and the commit; the hand-over comes behind it, so that its
         # failure takes nothing back.
-        self._group.commit(True)
+        self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)
         # Members that leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = in_all_processes(self._contributor.engine.state_dict, self._group, RETRIED)
+            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group, RETRIED)
 
     def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
-        group = self._group
+        group = self.group
         start = time.perf_counter()
         try:
             group.start_quorum()
@@ -267,7 +267,7 @@ class ElasticMembership(Membership):
 
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
-        group, are_new = self._group, [status.is_new for status in statuses]
+        group, are_new = self.group, [status.is_new for status in statuses]
         if group.has_parts and all(are_new):
             # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
@@ -282,11 +282,11 @@ class ElasticMembership(Membership):
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(device)
         # Send what it is about to load: its own model is not shared yet.
-        return self.state() if self._group.received is None else self._group.received
+        return self.state() if self.group.received is None else self.group.received
 
     def _note_received(self) -> None:
         """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
-        received = self._group.received
+        received = self.group.received
         if received is None:
             return
         members = received.get("members") if isinstance(received, Mapping) else None
@@ -309,9 +309,9 @@ class ElasticMembership(Membership):
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
         statuses = tuple(status.without_doubt(kept) for status in statuses)
         if any(status.lineage != kept for status in statuses):
-            if statuses[self._group.control.rank].lineage != kept:
-                self._group.received = None
-                self._group.reset()
+            if statuses[self.group.control.rank].lineage != kept:
+                self.group.received = None
+                self.group.reset()
             raise TryAgainError("members come from different averagings, and some must start from the others")
         return statuses
 
@@ -319,13 +319,13 @@ class ElasticMembership(Membership):
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
         if was_committed:
-            self._group.received = None
+            self.group.received = None
             self._commit(doubt)
         else:
             doubt.abandon()
 
     def _adopt(self) -> None:
-        received, contributor = self._group.received, self._contributor
+        received, contributor = self.group.received, self._contributor
         if received is None:
             return
         lost = contributor.engine.state.error_norm()
@@ -336,8 +336,8 @@ class ElasticMembership(Membership):
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
-        self._error_members = self._group.control.size
-        self.statuses, self._group.received = (), None
+        self._error_members = self.group.control.size
+        self.statuses, self.group.received = (), None
 
     def _commit(self, averaging: _Averaging) -> None:
         pending, _, statuses = averaging
@@ -356,7 +356,7 @@ class ElasticMembership(Membership):
         """Let those who stay take over, in equal parts, the residual of those who leave."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
-        errors, transport = self._contributor.engine.state.memory[ERROR], self._group.transport
+        errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
         if not stayers or not names:
@@ -377,4 +377,4 @@ class ElasticMembership(Membership):
 
     def _drawn(self) -> int:
         """Return a number that no other member has; whatever seeds the user's script sets."""
-        return int(self._group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))
+        return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

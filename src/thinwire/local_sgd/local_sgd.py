@@ -38,7 +38,7 @@ from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer, described_outer, saved_outer
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.local_sgd.saved_state import LoadedState, checked_state, load_fragments, packed_state
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
 from thinwire.local_sgd.settings import Streaming, Warmup
 from thinwire.local_sgd.static_averages import StaticAverages
 from thinwire.local_sgd.training_loop import check_ddp
@@ -148,16 +148,10 @@ class LocalSGD(ModelAverager, Joinable):
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        engines = engines_of(held, schedule, algorithm, group, within)
-        changes = ModelChanges(
-            held,
-            schedule,
-            (engines.main, engines.warmup),
-            optimizers,
-            weigh_by="members",
-            together=engines.together,
-        )
-        membership = Membership(StaticGroup(group), changes)
+        engines = engines_of(held, schedule, algorithm, group, replica.shards, within)
+        static = StaticGroup(group)
+        changes = ModelChanges(held, schedule, engines, optimizers, static)
+        membership = Membership(static, changes)
         sync = replica.sync_of(engines.main)
         super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
         self._engines = engines
@@ -191,7 +185,7 @@ class LocalSGD(ModelAverager, Joinable):
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
-            attached.enter_context(engines.driving(self, model, self._contributor))
+            attached.enter_context(engines.driving(self, model, self._gradients_in))
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
@@ -244,6 +238,9 @@ class LocalSGD(ModelAverager, Joinable):
         super()._average_if_due()
         self._engines.end_warmup(self._schedule, self.steps)
 
+    def _gradients_in(self) -> Level | None:
+        return self._schedule.gradients_in(self.steps)
+
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
@@ -275,7 +272,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        self._contributor.weigh_by = "contributors" if by_contributors else "members"
+        self._membership.group.weigh_by = "contributors" if by_contributors else "members"
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm import Transport
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import (
     AveragedModel,
@@ -35,7 +36,6 @@ from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Outer, held_by
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of
-from thinwire.sync import Settings
 from thinwire.sync.precision import full_precision
 
 Entered = TypeVar("Entered", bound="Member")
@@ -46,9 +46,8 @@ class Joining(NamedTuple):
 
     model: AveragedModel
     optimizers: tuple[torch.optim.Optimizer, ...]
-    sent_optimizers: tuple[torch.optim.Optimizer, ...]
     group: Group
-    settings: Settings
+    health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
 
     @classmethod
     def of(
@@ -74,9 +73,7 @@ class Joining(NamedTuple):
         optimizers = checked_optimizers(optimizer, averaged, module, replica)
         if group.send_optimizer:
             _check_hold_all(optimizers, averaged)
-        # If each process has a part, a mean is finite if those of all are.
-        settings = Settings(health_group=group.inside if group.has_parts else None)
-        return cls(held, optimizers, optimizers if group.send_optimizer else (), group, settings)
+        return cls(held, optimizers, group, group.inside if group.has_parts else None)
 
 
 class Member(Averager):

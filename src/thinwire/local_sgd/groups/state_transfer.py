@@ -25,7 +25,7 @@ MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state c
 PURPOSE = "handing a newcomer what it starts from"
 
 
-def plain(value: object) -> Any:
+def plain(value: Any) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
     # A class of its own, as quantized states have, only its optimizer reads.
     if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local"):
