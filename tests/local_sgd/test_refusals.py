@@ -207,11 +207,11 @@ MISTAKES: dict[str, tuple[Callable[[Member], object] | dict[str, Any], str]] = {
     ),
     "weight of 1": (
         lambda _: Streaming(delay_steps=1, local_weight=1),
-        "ConfigError: local_weight is the share",
+        "ConfigError: local_weight must be in [0, 1)",
     ),
     "weight without delay": (
         lambda _: Streaming(local_weight=0.5),
-        "delay_steps=0: leave it out, or give delay_steps",
+        "got 0.5 with delay_steps=0",
     ),
     "device": (lambda _: Nesterov(device="moon"), "ConfigError: device must be a device"),
     "other fragments": (
@@ -323,13 +323,13 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "attached inside": (
         _attached_inside,
-        "AttachError: the gradients of this Sequential are averaged in every",
+        "AttachError: this Sequential is averaged twice",
     ),
     "trained attached": (
         _trained_attached,
-        "StepError: the gradients of this Sequential are averaged in every",
+        "StepError: this Sequential is averaged twice",
     ),
-    "aggregated inside": (_aggregated_inside, "leave out one of the two: train the plain module inside"),
+    "aggregated inside": (_aggregated_inside, "train the plain module inside LocalSGD"),
     "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
     "raise with a subgroup": (
         lambda: make(

@@ -164,15 +164,15 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
     "a fragment's number": (
         lambda state: state | {"in_flight": ((torch.ones(2), {}),)},
-        "in_flight must hold pairs",
+        "the state can't be read",
     ),
     "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
-    "kind": (lambda state: state | {"last_average": 3}, "must map names to tensors"),
-    "shape": (replaced("0.bias", torch.ones(1)), "not a tensor of shape (48,)"),
+    "kind": (lambda state: state | {"last_average": 3}, "the state can't be read"),
+    "shape": (replaced("0.bias", torch.ones(1)), "0.bias is torch.float32 of shape (1,), expected floating"),
     "sync": (lambda state: state | {"sync": {}}, "expected a state"),
     "outer": (lambda state: state | {"outer": {}}, "pass outer="),
     "not finite": (replaced("0.bias", torch.full((48,), torch.nan)), "0.bias is not finite"),
-    "8 bits": (replaced("0.bias", torch.zeros(48).to(torch.float8_e5m2)), "0.bias is of torch.float8_e5m2"),
+    "8 bits": (replaced("0.bias", torch.zeros(48).to(torch.float8_e5m2)), "0.bias is torch.float8_e5m2"),
 }
 
 

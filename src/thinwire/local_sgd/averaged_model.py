@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
 from thinwire.algorithms import Algorithm
-from thinwire.checks import shown
+from thinwire.checks import checked_scaler, shown
 from thinwire.comm import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments, fragments_of
@@ -70,8 +70,8 @@ class AveragedModel:
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} is sharded over processes since LocalSGD was made, or not by fully_shard: call "
-                    "fully_shard before LocalSGD(model)"
+                    f"{name} is sharded, and was not when LocalSGD was made; call fully_shard before "
+                    "LocalSGD(model)"
                 )
             averaged.append(Averaged(name, parameter, is_buffer=False))
         if not averaged:
@@ -137,7 +137,7 @@ class AveragedModel:
         self.shows_average = True
         try:
             for fragment in self.fragments:
-                fragment.show()
+                fragment.restore_last()
             yield
         finally:
             # Parameters gathered for an evaluation are of the average, and would be used again.
@@ -217,6 +217,7 @@ def replica_of(
 
 def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
     """Refuse settings of gradients if none are averaged, or not by all."""
+    checked_scaler(grad_scaler)
     on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
     if on_nonfinite != "nan" and not schedule.has_ddp:
         raise ConfigError(

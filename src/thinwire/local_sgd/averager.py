@@ -7,24 +7,24 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from thinwire.checks import checked_scaler
+from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import LeftError, StepError
-from thinwire.local_sgd.averaged_model import AveragedModel, check_gradient_settings
+from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contributor
 from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import warn_of_momentum
 from thinwire.local_sgd.saved_state import LoadedState
-from thinwire.local_sgd.schedule import Schedule
 from thinwire.local_sgd.training_loop import after_each_step
 from thinwire.sync import GradientSync
 from thinwire.sync.handle import not_copied
@@ -57,10 +57,7 @@ class Averager(AbstractContextManager[Any]):
         self._is_inside = False
         self._loaded: LoadedState | None = None  # until entry
         # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
-        compared = WeakMethod(self._compared)
-        self._engine.reporter.compared = lambda stats: (
-            stats if (method := compared()) is None else method(stats)
-        )
+        self._engine.reporter.compared = partial(_with_steps, ref(self))
 
     def __reduce__(self) -> NoReturn:
         raise not_copied(f"a {type(self).__name__}")
@@ -93,11 +90,6 @@ class Averager(AbstractContextManager[Any]):
     def counts(self) -> Stats:
         """Return `stats()` without errors; see `Engine.counts`."""
         return self._engine.reporter.counts()
-
-    def _compared(self, stats: Stats) -> Stats:
-        # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
-        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
-        return replace(stats, steps=self.steps, gradient_bytes=self._contributor.steps_here * step_bytes)
 
     def _tell_observers(self) -> None:
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
@@ -136,6 +128,15 @@ class Averager(AbstractContextManager[Any]):
         return DistributedState(self)
 
 
+def _with_steps(averager: ref[Averager], stats: Stats) -> Stats:
+    """Compare with averaging exact gradients in each step."""
+    if (self := averager()) is None:
+        return stats
+    # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
+    step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
+    return replace(stats, steps=self.steps, gradient_bytes=self._contributor.steps_here * step_bytes)
+
+
 class DistributedState:
     """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
 
@@ -162,12 +163,19 @@ class ModelAverager(Averager):
 
     _contributor: ModelChanges
 
-    def _configure(self, schedule: Schedule, grad_scaler: GradScaler | None) -> None:
-        """Take the settings that all models are averaged by."""
-        self._schedule, self._grad_scaler = schedule, checked_scaler(grad_scaler)
-        check_gradient_settings(schedule, grad_scaler)
+    def __init__(
+        self,
+        model: AveragedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        changes: ModelChanges,
+        membership: Membership,
+        sync: GradientSync,
+        grad_scaler: GradScaler | None,
+    ) -> None:
+        super().__init__(model, optimizers, changes, membership, sync)
+        self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
-        self._warned_for: object = None  # the algorithm for which the outer momentum was looked at
+        self._warned_for: Algorithm | None = None  # for which the outer momentum was looked at
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
@@ -221,15 +229,11 @@ class ModelAverager(Averager):
         elif membership.is_behind(changes.rounds_due):
             with self._collective("a step"):
                 membership.advance(changes.rounds_due)
-        if not membership.is_open and changes.is_due(self._seconds_since()):
+        if not membership.is_open and changes.is_due():
             with self._collective("a step"):
                 membership.start(is_delayed=is_delayed)
                 if not is_delayed:
                     membership.finish()
-
-    def _seconds_since(self) -> float:
-        """Return for how long this member has trained since the last averaging, if that decides anything."""
-        return 0.0
 
     @contextmanager
     def _collective(self, call: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import Description
 from thinwire.errors import StateError
 from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_settings import InnerSettings, inner_settings
 from thinwire.local_sgd.optimizer_state import load_optimizers, state_of_shards
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -47,11 +48,12 @@ class Contributor(ABC):
         model: AveragedModel,
         engines: Sequence[Engine],
         optimizers: Sequence[torch.optim.Optimizer],
-        sent_optimizers: Sequence[torch.optim.Optimizer] = (),
+        group: Group,
     ) -> None:
         self.steps = self.steps_here = self.turns = 0
         self.model, self.engines, self.optimizers = model, engines, optimizers
-        self.sent_optimizers = sent_optimizers
+        self.sent_optimizers = optimizers if group.send_optimizer else ()
+        self._group = group
         self.device = model.tensors()[0].tensor.device
 
     @property

@@ -12,17 +12,16 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError
-from thinwire.local_sgd.averaged_model import Optimizers
+from thinwire.local_sgd.averaged_model import Optimizers, check_gradient_settings
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.fragment import layouts_of
+from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member import Joining, Member
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.sync import Engine
 
 MANY_STEPS = 30
 
@@ -95,32 +94,16 @@ class LocalSGD(ModelAverager, Member):
         warmup = NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
-        self._configure(schedule, grad_scaler)
-        joining = Joining.of(model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer)
-        held, transport = joining.model, joining.group.transport
-        averaged = held.tensors()
-        specs, parts = [tensor.spec for tensor in averaged], layouts_of(averaged, streaming.fragments)
-        main = Engine(algorithm, transport, specs, joining.settings, parts=parts)
-        warm = Engine(
-            warmup.algorithm or EXACT,
-            transport,
-            specs,
-            joining.settings,
-            traffic=main.traffic,
-            clock=main.clock,
+        check_gradient_settings(schedule, grad_scaler)
+        held, optimizers, group, health_group = Joining.of(
+            model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer
         )
-        changes = ModelChanges(
-            held,
-            schedule,
-            (main, warm),
-            joining.optimizers,
-            joining.sent_optimizers,
-            weigh_by=joining.group.weigh_by,
-        )
-        membership = ElasticMembership(joining.group, changes, type(self).__name__)
-        sync = held.replica.sync_of(main)
-        super().__init__(held, joining.optimizers, changes, membership, sync)
-        self._group = joining.group
+        engines = engines_of(held, schedule, algorithm, group.transport, health_group)
+        changes = ModelChanges(held, schedule, engines, optimizers, group)
+        membership = ElasticMembership(group, changes, type(self).__name__)
+        sync = held.replica.sync_of(engines.main)
+        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
+        self._group = group
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"
@@ -143,13 +126,17 @@ class LocalSGD(ModelAverager, Member):
         added = float(number("amount", amount, minimum=0))
         self._contributor.count_work(added)
 
-    def _begin(self) -> None:
-        self._check_copies()
-        # The learning rate that goes by the number of members is chosen at every averaging.
-        self._contributor.begin(self._model.tensors(), 1, self._engine.algorithm)
-        for fragment in self._model.fragments:
-            fragment.take()
-        self._check_momentum(stacklevel=4)
+    @torch.inference_mode(False)
+    def __enter__(self) -> LocalSGD:
+        model = self._model
+        if not model.entered:
+            self._check_copies()
+            # The learning rate that goes by the number of members is chosen at every averaging.
+            self._contributor.begin(model.tensors(), 1, self._engine.algorithm)
+            for fragment in model.fragments:
+                fragment.set_last()
+            self._check_momentum(stacklevel=3)
+        return super().__enter__()
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -178,21 +165,17 @@ class LocalSGD(ModelAverager, Member):
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
         """
         with self._collective("average()"):
-            self._average_pending()
+            self._model.loads.check()
+            if self._membership.is_open:
+                self._membership.finish()
+            is_warm_up = self._schedule.is_warm_up(self.steps)
+            for _ in range(1 if is_warm_up else len(self._model.fragments)):
+                self._membership.average()
 
-    def _average_pending(self) -> None:
-        self._check_copies()
-        self._model.loads.check()
-        if self._membership.is_open:
-            self._membership.finish()
-        is_warm_up = self._schedule.is_warm_up(self.steps)
-        for _ in range(1 if is_warm_up else len(self._model.fragments)):
-            self._membership.average()
-
-    def _seconds_since(self) -> float:
-        if self._schedule.every_seconds is None:
-            return 0.0
-        return self._group.broadcast_scalar(self._contributor.seconds())
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        self.average()
+        return super().state_dict()
 
 
 class DiLoCo(LocalSGD):

@@ -28,7 +28,7 @@ from thinwire.local_sgd.member_status import (
     count_changes,
     kept_lineage,
     next_lineage,
-    of_one_member,
+    reduced_over_local_processes,
 )
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.pending_average import PendingAverage
@@ -99,7 +99,7 @@ class ElasticMembership(Membership):
     def finish(self) -> None:
         self._repeated(self._finish)
         # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
-        if self.statuses[self._group.control.rank].is_leaving:
+        if self.statuses[self.group.control.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
@@ -123,7 +123,7 @@ class ElasticMembership(Membership):
     def stand_at(self, lineage: int, commits: int) -> None:
         """Stand where a saved state does, of which others may be, too."""
         self.lineage, self.commits, self._error_members = lineage, commits, 0
-        self._group.reset(commits)
+        self.group.reset(commits)
 
     def leave(self) -> None:
         """Go at once. What has not been handed over is lost."""
@@ -133,11 +133,11 @@ class ElasticMembership(Membership):
             if averaging is not None:
                 averaging.abandon()
         self._open, self.has_left = None, True
-        self._group.leave()
+        self.group.leave()
 
     def _repeated(self, attempt: Callable[[], None]) -> None:
         """Try until it succeeds, or the group's patience is over."""
-        group, give_up_at, said = self._group, math.inf, ""
+        group, give_up_at, said = self.group, math.inf, ""
         while True:
             try:
                 attempt()
@@ -165,7 +165,7 @@ class ElasticMembership(Membership):
                     ) from error
 
     def _start(self) -> None:
-        group, contributor = self._group, self._contributor
+        group, contributor = self.group, self._contributor
         statuses, tensors = self._met()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
@@ -173,14 +173,10 @@ class ElasticMembership(Membership):
         if total:
             scale = statuses[group.control.rank].weight * len(statuses) / total
             step = max(status.step for status in statuses)
-            pending = self._all_can(
-                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed)
+            pending = in_all_processes(
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group, RETRIED
             )
         self._open = _Averaging(pending, lineage, statuses)
-
-    def _all_can(self, action: Callable[[], Any]) -> Any:
-        """Do what all processes of this member must be able to do; if one can't, all raise."""
-        return in_all_processes(action, self._group, RETRIED)
 
     def _finish(self) -> None:
         if self._open is None:
@@ -191,10 +187,10 @@ class ElasticMembership(Membership):
             if opened.pending is not None:
                 engine = self._contributor.engines[0]
                 with engine.clock.inside(engine.traffic):
-                    self._all_can(opened.pending.send)
+                    in_all_processes(opened.pending.send, self.group, RETRIED)
             purpose = "whether all have received everything"
             try:
-                gather_numbers([1.0], self._group.control, purpose)
+                gather_numbers([1.0], self.group.control, purpose)
             except CommunicationError:
                 # Don't abandon it: some member may have received this message, and committed.
                 self._doubt = opened
@@ -205,17 +201,17 @@ class ElasticMembership(Membership):
             raise
         # No message lies between the last one and the commit; the hand-over comes behind it, so that its
         # failure takes nothing back.
-        self._group.commit(True)
+        self.group.commit(True)
         self._commit(opened)
         self._hand_over(opened.statuses)
         # Members that leave have handed over what they owed, and would count it again.
         is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
-            self._saved = self._all_can(self._contributor.engine.state_dict)
+            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group, RETRIED)
 
     def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
-        group = self._group
+        group = self.group
         start = time.perf_counter()
         try:
             group.start_quorum()
@@ -230,7 +226,7 @@ class ElasticMembership(Membership):
         # If others have committed what this member is in doubt of.
         behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
         is_still_that, settings = not is_new and self._doubt is None, contributor.inner_settings()
-        own = self._reduced_over_local_processes(
+        own = reduced_over_local_processes(
             MemberStatus(
                 step=0 if is_new else contributor.steps,
                 weight=0.0 if is_new else contribution.weight,
@@ -246,7 +242,8 @@ class ElasticMembership(Membership):
                 error_norm=contributor.engine.state.error_norm(),
                 inner_settings=digest(settings),
                 averagings=self.stats.averagings,
-            )
+            ),
+            group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
         # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
@@ -268,22 +265,15 @@ class ElasticMembership(Membership):
             self._agreed_changes = group.num_changes
         return statuses, contribution.tensors if is_still_that else None
 
-    def _reduced_over_local_processes(self, own: MemberStatus) -> MemberStatus:
-        """Return this member's status: work and health of all processes, the rest from the first one."""
-        if self._group.inside.size == 1:
-            return own
-        everyone = StatusGather(own, self._group.inside, "the status of each process of a member").read()
-        return of_one_member(everyone, have_parts=self._group.has_parts)
-
     def _join(self, statuses: Sequence[MemberStatus]) -> None:
         """Let the other processes of this member have what its first one has: the others, and their state."""
-        group, are_new = self._group, [status.is_new for status in statuses]
+        group, are_new = self.group, [status.is_new for status in statuses]
         if group.has_parts and all(are_new):
             # The member that has sent its state to the first processes has gone, and the other parts with it.
             group.received = None
             group.reset()
             raise TryAgainError("no member is left that holds all parts of the model")
-        self._all_can(lambda: group.join(are_new))
+        in_all_processes(lambda: group.join(are_new), group, RETRIED)
 
     def _provided(self) -> Mapping[str, Any]:
         """Return the state that a newcomer starts from."""
@@ -292,11 +282,11 @@ class ElasticMembership(Membership):
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(device)
         # Send what it is about to load: its own model is not shared yet.
-        return self.state() if self._group.received is None else self._group.received
+        return self.state() if self.group.received is None else self.group.received
 
     def _note_received(self) -> None:
         """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
-        received = self._group.received
+        received = self.group.received
         if received is None:
             return
         members = received.get("members") if isinstance(received, Mapping) else None
@@ -319,9 +309,9 @@ class ElasticMembership(Membership):
             self._resolve_doubt(was_committed=self._doubt.lineage == kept)
         statuses = tuple(status.without_doubt(kept) for status in statuses)
         if any(status.lineage != kept for status in statuses):
-            if statuses[self._group.control.rank].lineage != kept:
-                self._group.received = None
-                self._group.reset()
+            if statuses[self.group.control.rank].lineage != kept:
+                self.group.received = None
+                self.group.reset()
             raise TryAgainError("members come from different averagings, and some must start from the others")
         return statuses
 
@@ -329,13 +319,13 @@ class ElasticMembership(Membership):
         assert self._doubt is not None
         doubt, self._doubt = self._doubt, None
         if was_committed:
-            self._group.received = None
+            self.group.received = None
             self._commit(doubt)
         else:
             doubt.abandon()
 
     def _adopt(self) -> None:
-        received, contributor = self._group.received, self._contributor
+        received, contributor = self.group.received, self._contributor
         if received is None:
             return
         lost = contributor.engine.state.error_norm()
@@ -346,8 +336,8 @@ class ElasticMembership(Membership):
             self.stats.lost_error += lost
         contributor.start_from(contributor.check_state(received))
         self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
-        self._error_members = self._group.control.size
-        self.statuses, self._group.received = (), None
+        self._error_members = self.group.control.size
+        self.statuses, self.group.received = (), None
 
     def _commit(self, averaging: _Averaging) -> None:
         pending, _, statuses = averaging
@@ -366,7 +356,7 @@ class ElasticMembership(Membership):
         """Let those who stay take over, in equal parts, the residual of those who leave."""
         stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
         leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
-        errors, transport = self._contributor.engine.state.memory[ERROR], self._group.transport
+        errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
         # On which parameters there is a residual is the same on all members.
         names = sorted(errors)
         if not stayers or not names:
@@ -387,4 +377,4 @@ class ElasticMembership(Membership):
 
     def _drawn(self) -> int:
         """Return a number that no other member has; whatever seeds the user's script sets."""
-        return int(self._group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))
+        return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

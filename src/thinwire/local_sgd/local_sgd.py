@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow, averaging_model
+from thinwire.adapters.common import Shadow
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from
@@ -24,12 +24,13 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import (
     AveragedModel,
     Optimizers,
+    check_gradient_settings,
     checked_optimizers,
     replica_of,
     unwrapped,
 )
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.local_sgd.engines import engines_of
+from thinwire.local_sgd.engines import Engines, engines_of
 from thinwire.local_sgd.fragment import Averaged, fragments_of
 from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.membership import Membership
@@ -40,7 +41,7 @@ from thinwire.local_sgd.saved_state import LoadedState, checked_state, load_frag
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
 from thinwire.local_sgd.settings import Streaming, Warmup
 from thinwire.local_sgd.static_averages import StaticAverages
-from thinwire.local_sgd.training_loop import check_ddp, driven_gradients
+from thinwire.local_sgd.training_loop import check_ddp
 from thinwire.sync import Engine
 from thinwire.tensors.layout import local_tensor
 
@@ -140,24 +141,19 @@ class LocalSGD(ModelAverager, Joinable):
         has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
         check_outer(outer)
-        self._configure(schedule, grad_scaler)
+        check_gradient_settings(schedule, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
         held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
         optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        engines = engines_of(held, schedule, algorithm, group, within)
-        changes = ModelChanges(
-            held,
-            schedule,
-            (engines.main, engines.warmup),
-            optimizers,
-            weigh_by="members",
-            together=engines.together,
-        )
-        membership = Membership(StaticGroup(group), changes)
-        super().__init__(held, optimizers, changes, membership, replica.sync_of(engines.main))
+        engines = engines_of(held, schedule, algorithm, group, replica.shards, within)
+        static = StaticGroup(group)
+        changes = ModelChanges(held, schedule, engines, optimizers, static)
+        membership = Membership(static, changes)
+        sync = replica.sync_of(engines.main)
+        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
         self._engines = engines
         self._averages = StaticAverages(engines, membership, changes)
 
@@ -170,87 +166,33 @@ class LocalSGD(ModelAverager, Joinable):
                 "with load_state_dict(state_dict())"
             )
         self._check_copies()  # before models are made equal: copies are of each process's own
-        group, model, changes = self._engine.transport, self._model, self._contributor
+        group, model, engines = self._engine.transport, self._model, self._engines
         averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
-        self._check_models(averaged)
-        changes.begin(averaged, self._engines.num_members, self._engine.algorithm)
+        _check_models(model, self._engine, averaged, type(self).__name__)
+        self._contributor.begin(averaged, engines.num_members, self._engine.algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        self._agree_on(self._described())
+        _agree_on(_described(self._contributor, engines, self._loaded), model, self._engine)
         if self._loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
             copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
-                fragment.take()
+                fragment.set_last()
         else:
-            self._go_on_from(self._loaded)
+            _go_on_from(self._loaded, self._contributor, self._membership)
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
-            attached.enter_context(self._driven_gradients())
+            attached.enter_context(engines.driving(self, model, self._gradients_in))
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        self._end_warmup()
+        engines.end_warmup(self._schedule, self.steps)
         tell_start(self._engine, (), str(self))
         return self
-
-    def _driven_gradients(self) -> AbstractContextManager[None]:
-        """Direct a DDP model's gradients; of a different model, refuse that they are averaged besides."""
-        ddp, engines = self._model.ddp, self._engines
-        if ddp is None:
-            return averaging_model(self, self.module, self._engine.transport)
-        driven: dict[Level, Engine] = {"group": engines.gradients}
-        if engines.subgroup is not None:
-            driven["subgroup"] = engines.subgroup
-        return driven_gradients(ddp, driven, lambda: self._schedule.gradients_in(self.steps))
-
-    def _check_models(self, averaged: Sequence[Averaged]) -> None:
-        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
-        group = self._engine.transport
-        alike_on_all_shards(
-            self._model.replica.inside,
-            "entering LocalSGD",
-            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
-            lambda: self._engine.agree(averaged[0].value.device),
-        )
-        # The plan is of what was trained then: messages of other lengths would end the process, and those of
-        # equal lengths be averaged with other parameters'.
-        others = sorted({spec.name for spec in {*self._engine.specs} ^ {tensor.spec for tensor in averaged}})
-        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
-        self._agree_on(changed)
-        if others:
-            raise StepError(
-                "the model's trainable parameters or buffers are others than when this "
-                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
-                "make it"
-            )
-
-    def _agree_on(self, described: dict[str, str]) -> None:
-        transport, replica, purpose = self._engine.transport, self._model.replica, "entering LocalSGD"
-        of_all = dict(described)
-        if replica.saves_parts:  # each process has loaded its own
-            of_all.pop(LOADED, None)
-        alike_on_all_shards(
-            replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
-        )
-
-    def _described(self) -> dict[str, str]:
-        """Return the settings that must be the same on all processes, by subject."""
-        schedule = self._schedule
-        described = {
-            "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup.steps,
-            "algorithm of the warm-up": self._engines.gradients.algorithm,
-            "streaming": schedule.streaming,
-            "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(self._model.outer),
-            LOADED: self._loaded is not None and self._loaded.digest,
-        }
-        return {subject: str(value) for subject, value in described.items()}
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -294,18 +236,10 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._averages.average_within()
         super()._average_if_due()
-        self._end_warmup()
+        self._engines.end_warmup(self._schedule, self.steps)
 
-    def _end_warmup(self) -> None:
-        """Let the warm-up's last gradients take what its algorithm has kept: no one would add to it later."""
-        engine = self._engines.gradients
-        if (
-            self._schedule.has_ddp
-            and engine.algorithm != EXACT
-            and self.steps >= self._schedule.warmup.steps - 1
-        ):
-            engine.check_between_steps("use()")
-            engine.buckets.use(EXACT)
+    def _gradients_in(self) -> Level | None:
+        return self._schedule.gradients_in(self.steps)
 
     # Uneven inputs: see thinwire.join.
 
@@ -338,7 +272,7 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        self._contributor.weigh_by = "contributors" if by_contributors else "members"
+        self._membership.group.weigh_by = "contributors" if by_contributors else "members"
         return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property
@@ -450,19 +384,65 @@ class LocalSGD(ModelAverager, Joinable):
         self._loaded = loaded
         self._contributor.steps = loaded.step
 
-    def _go_on_from(self, loaded: LoadedState) -> None:
-        """Let fragments and what was under way go on from a state."""
-        changes, fragments = self._contributor, self._model.fragments
-        load_fragments(loaded, self._model)
-        self._membership.abandon()  # of an attempt to enter that has failed
-        changes.go_by_steps(loaded.step)
-        changes.end_warmup()
-        for place, means in loaded.in_flight:
-            # Version 0.2 had several under way: those before the last are applied here.
-            if self._membership.is_open:
-                self._membership.finish()
-            fragment = fragments[place]
-            changes.sent_at = fragment.sent_after
-            changes.go_by_steps(fragment.sent_after)
-            pending = PendingAverage({fragment: fragment.flat(means)}, None)
-            self._membership.resume(pending, fragment.sent_after)
+
+def _check_models(model: AveragedModel, engine: Engine, averaged: Sequence[Averaged], name: str) -> None:
+    """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+    group = engine.transport
+    alike_on_all_shards(
+        model.replica.inside,
+        "entering LocalSGD",
+        lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(engine.algorithm)},
+        lambda: engine.agree(averaged[0].value.device),
+    )
+    # The plan is of what was trained then: messages of other lengths would end the process, and those of
+    # equal lengths be averaged with other parameters'.
+    others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})
+    changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+    _agree_on(changed, model, engine)
+    if others:
+        raise StepError(
+            "the model's trainable parameters or buffers are others than when this "
+            f"{name} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+            "make it"
+        )
+
+
+def _agree_on(described: dict[str, str], model: AveragedModel, engine: Engine) -> None:
+    """Refuse, on all processes alike, to enter with other settings. Collective."""
+    transport, replica, purpose = engine.transport, model.replica, "entering LocalSGD"
+    of_all = dict(described)
+    if replica.saves_parts:  # each process has loaded its own
+        of_all.pop(LOADED, None)
+    alike_on_all_shards(replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose))
+
+
+def _described(changes: ModelChanges, engines: Engines, loaded: LoadedState | None) -> dict[str, str]:
+    """Return the settings that must be the same on all processes, by subject."""
+    schedule = changes.schedule
+    described = {
+        "every_steps": schedule.every_steps,
+        "warmup_steps": schedule.warmup.steps,
+        "algorithm of the warm-up": engines.gradients.algorithm,
+        "streaming": schedule.streaming,
+        "subgroup": schedule.has_subgroup,
+        "outer optimizer": described_outer(changes.model.outer),
+        LOADED: None if loaded is None else loaded.digest,
+    }
+    return {subject: str(value) for subject, value in described.items()}
+
+
+def _go_on_from(loaded: LoadedState, changes: ModelChanges, membership: Membership) -> None:
+    """Let fragments and what was under way go on from a state."""
+    load_fragments(loaded, changes.model)
+    membership.abandon()  # of an attempt to enter that has failed
+    changes.go_by_steps(loaded.step)
+    changes.end_warmup()
+    for place, means in loaded.in_flight:
+        # Version 0.2 had several under way: those before the last are applied here.
+        if membership.is_open:
+            membership.finish()
+        fragment = changes.fragments[place]
+        changes.sent_at = fragment.sent_after
+        changes.go_by_steps(fragment.sent_after)
+        pending = PendingAverage({fragment: fragment.flat(means)}, None)
+        membership.resume(pending, fragment.sent_after)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm import Transport
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import (
     AveragedModel,
@@ -35,7 +36,6 @@ from thinwire.local_sgd.member_status import MembershipStats
 from thinwire.local_sgd.outer import Outer, held_by
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of
-from thinwire.sync import Settings
 from thinwire.sync.precision import full_precision
 
 Entered = TypeVar("Entered", bound="Member")
@@ -46,9 +46,8 @@ class Joining(NamedTuple):
 
     model: AveragedModel
     optimizers: tuple[torch.optim.Optimizer, ...]
-    sent_optimizers: tuple[torch.optim.Optimizer, ...]
     group: Group
-    settings: Settings
+    health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
 
     @classmethod
     def of(
@@ -74,9 +73,7 @@ class Joining(NamedTuple):
         optimizers = checked_optimizers(optimizer, averaged, module, replica)
         if group.send_optimizer:
             _check_hold_all(optimizers, averaged)
-        # If each process has a part, a mean is finite if those of all are.
-        settings = Settings(health_group=group.inside if group.has_parts else None)
-        return cls(held, optimizers, optimizers if group.send_optimizer else (), group, settings)
+        return cls(held, optimizers, group, group.inside if group.has_parts else None)
 
 
 class Member(Averager):
@@ -117,7 +114,6 @@ class Member(Averager):
         membership = self._membership
         if self._model.entered:
             raise StepError("this context has been entered before; make a new one")
-        self._begin()
         with ExitStack() as attached:
             attached.callback(membership.leave)
             if self._loaded is not None:
@@ -141,16 +137,9 @@ class Member(Averager):
             self._attached = attached.pop_all()
         return self
 
-    def _begin(self) -> None:
-        """Make what a member needs only inside the context."""
-
     @abstractmethod
     def _in_loop(self) -> AbstractContextManager[None]:
         """Watch the user's loop while this is open."""
-
-    @abstractmethod
-    def _average_pending(self) -> None:
-        """Average what has not been averaged yet. Collective."""
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -168,7 +157,6 @@ class Member(Averager):
         """
         self._check_inside("state_dict()")
         with full_precision(self._contributor.device):
-            self._average_pending()
             state = self._membership.state(self._membership.save())
         copied: dict[str, Any] = plain(state)
         return copy.deepcopy(copied)

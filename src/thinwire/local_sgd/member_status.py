@@ -13,6 +13,7 @@ from typing import NamedTuple, get_type_hints
 import torch
 
 from thinwire.comm import Transport
+from thinwire.local_sgd.groups.group import Group
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +101,16 @@ class MembershipStats:
     quorum_seconds: float = 0.0
 
 
-def of_one_member(everyone: Sequence[MemberStatus], *, have_parts: bool) -> MemberStatus:
-    """Combine the statuses of a member's processes. The first one's counts where all must be the same."""
+def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberStatus:
+    """Return a member's status: work and health of all processes, the rest of the first one. Collective."""
+    if group.inside.size == 1:
+        return status
+    everyone = StatusGather(status, group.inside, "the status of each process of a member").read()
     norms = [status.error_norm for status in everyone]
     return everyone[0]._replace(
         weight=sum(status.weight for status in everyone),
         weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
-        error_norm=math.hypot(*norms) if have_parts else norms[0],
+        error_norm=math.hypot(*norms) if group.has_parts else norms[0],
         is_finite=all(status.is_finite for status in everyone),
         is_leaving=any(status.is_leaving for status in everyone),
         is_saving=any(status.is_saving for status in everyone),

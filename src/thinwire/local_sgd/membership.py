@@ -32,7 +32,7 @@ class Membership:
 
     def __init__(self, group: Group, contributor: Contributor) -> None:
         self.pending: PendingAverage[Any] | None = None
-        self._group, self._contributor = group, contributor
+        self.group, self._contributor = group, contributor
         self._step = 0  # of the members, when it was sent
         self._gathers: list[StatusGather] = []  # not read yet, in this order
         self._to_read = 0  # of those: before the latest round is waited for
@@ -49,7 +49,7 @@ class Membership:
 
     def start(self, *, is_delayed: bool = False, statuses: Sequence[MemberStatus] = ()) -> None:
         """Send the first messages of an averaging. Collective."""
-        self._group.start_quorum()
+        self.group.start_quorum()
         contributor = self._contributor
         contribution = contributor.contribution()
         if not statuses:
@@ -102,7 +102,7 @@ class Membership:
         self.wait()
         # Only then: what has raised above is still to be abandoned.
         pending, self.pending = self.pending, None
-        members = self._group.transport.size
+        members = self.group.transport.size
         self._contributor.commit(pending, self._step, members, may_be_empty=True)
 
     def abandon(self) -> None:
@@ -122,7 +122,7 @@ class Membership:
         """Ask all members at which step they are; do not wait for the answers. Collective."""
         status = self.status(weight, is_finite=is_finite, **flags)
         purpose = f"step {status.step}, the consensus check before an averaging"
-        self._gathers.append(StatusGather(status, self._group.transport, purpose))
+        self._gathers.append(StatusGather(status, self.group.transport, purpose))
         return self._gathers[-1]
 
     def status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> MemberStatus:

@@ -5,30 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 from time import monotonic
-from typing import Literal, TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.comm import Description, Transport
+from thinwire.comm import Description
 from thinwire.errors import StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
+from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.outer import described_outer, nesterov_lr
 from thinwire.local_sgd.pending_average import Changes, PendingAverage, are_finite
 from thinwire.local_sgd.schedule import EXACT, Schedule
 from thinwire.local_sgd.settings import Nesterov
 from thinwire.sync import Engine
 
-Weight: TypeAlias = Literal["steps", "work", "members", "contributors"]
-
 
 class ModelChanges(Contributor):
     """Puts in a model's changes, fragment by fragment, and moves the model by their means.
 
     Attributes:
-        weigh_by: The weight of a member: its steps or counted work; 1, or 0 without a step of its own.
         together: Joins the processes that hold the shards of a replica, and must all be finite; or None.
         pending_steps: This process's since the last averaging.
         chosen: Fragments to average out of turn, by place; None for those whose turn it is.
@@ -38,15 +36,14 @@ class ModelChanges(Contributor):
         self,
         model: AveragedModel,
         schedule: Schedule,
-        engines: Sequence[Engine],
+        engines: Engines,
         optimizers: Sequence[torch.optim.Optimizer],
-        sent_optimizers: Sequence[torch.optim.Optimizer] = (),
-        *,
-        weigh_by: Weight,
-        together: Transport | None = None,
+        group: Group,
     ) -> None:
-        super().__init__(model, engines, optimizers, sent_optimizers)
-        self.schedule, self.weigh_by, self.together = schedule, weigh_by, together
+        super().__init__(model, (engines.main, engines.warmup), optimizers, group)
+        self.schedule = schedule
+        # Members that come and go combine the statuses of their processes.
+        self.together = None if self._follows_members else engines.together
         self.pending_steps = 0
         self.chosen: Sequence[int] | None = None
         self.work: list[float] = []  # of this member since each fragment's last averaging
@@ -73,7 +70,7 @@ class ModelChanges(Contributor):
         self.steps += 1
         self.steps_here += 1
         self.pending_steps += is_own
-        if self.weigh_by == "steps":
+        if self._group.weigh_by == "steps":
             self.count_work(1.0)
 
     def count_work(self, amount: float) -> None:
@@ -85,12 +82,11 @@ class ModelChanges(Contributor):
         """Steps since the averaging under way was sent."""
         return self.steps - self.sent_at
 
-    def seconds(self) -> float:
-        """Return the time since the last averaging."""
-        return monotonic() - self._averaged_at
-
-    def is_due(self, seconds: float = 0.0) -> bool:
-        """Return whether an averaging is due after this step, with so many seconds since the last one."""
+    def is_due(self) -> bool:
+        """Return whether an averaging is due after this step."""
+        seconds = 0.0
+        if self.schedule.every_seconds is not None:
+            seconds = self._group.broadcast_scalar(monotonic() - self._averaged_at)
         return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
 
     def end_warmup(self) -> None:
@@ -184,7 +180,7 @@ class ModelChanges(Contributor):
         # Without a step since it was sent there is nothing that is this member's to keep.
         weight = self.schedule.local_weight(algorithm) if made else 0.0
         for fragment, means in pending.changes.items():
-            fragment.move(means, None if is_exact else model.outer, weight)
+            fragment.apply(means, None if is_exact else model.outer, weight)
             fragment.sent_after = step
         for place, work in self._sent_work.items():
             self.work[place] -= work
@@ -198,12 +194,12 @@ class ModelChanges(Contributor):
     @property
     def own_weight(self) -> float:
         """The weight of a member that stays."""
-        return float(self.weigh_by != "contributors" or self.pending_steps > 0)
+        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
 
     @property
     def _follows_members(self) -> bool:
         """Whether the members change, and the outer learning rate with their number."""
-        return self.weigh_by in ("steps", "work")
+        return self._group.weigh_by in ("steps", "work")
 
     @property
     def averaged_steps(self) -> int:
@@ -214,7 +210,7 @@ class ModelChanges(Contributor):
 
     def reset(self, step: int, turns: int) -> None:
         for fragment in self.fragments:
-            fragment.show()
+            fragment.restore_last()
         self.work = [0.0] * len(self.fragments)
         self._sent_work, self.pending_steps = {}, 0
         self.steps = self.turn_began = step
@@ -229,7 +225,7 @@ class ModelChanges(Contributor):
             "every_seconds": str(schedule.every_seconds),
             "streaming": str(schedule.streaming),
             "warmup": str(schedule.warmup),
-            "weigh_by": self.weigh_by,
+            "weigh_by": self._group.weigh_by,
             "outer optimizer": described_outer(self.model.outer),
         }
 

@@ -77,15 +77,11 @@ class PendingAverage(Generic[Part]):
         if not committed or not are_finite(self.changes, together):
             # Memory is written before it is known what comes of it in the model's type.
             residual_moved = committed and self._engine.state.memory_bytes() > 0
+            became = "No model has moved, but the residual has: load a checkpoint"
             raise StepError(
-                f"the mean {self._subject} is not finite though that of each process is: it has left the "
-                "range of the type it travels in, on all alike. "
-                + (
-                    "No model has moved, but the residual has: load a checkpoint"
-                    if residual_moved
-                    else "Nothing was averaged"
-                )
-                + "; average more often, or in a different type"
+                f"the averaged {self._subject} overflowed the type it travels in, on all alike. "
+                f"{became if residual_moved else 'Nothing was averaged'}; average more often, or choose a "
+                "wider type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,13 +14,10 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import Fragments
 from thinwire.local_sgd.outer import load_outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of, shown_kind
+from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
-WARMUP_KEY = "warmup"  # there if an algorithm of the warm-up still remembers something
-MEMBERS_KEY = "members"  # of those that come and go
 COUNTS = ("lineage", "commits", "turns")
-MEMBERS_KEYS = {*COUNTS, "not_averaged", "residual_of", "optimizers"}
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -79,10 +77,10 @@ def load_fragments(loaded: LoadedState, model: AveragedModel) -> None:
     if len(sent_after) != len(fragments):
         sent_after = [min(sent_after)] * len(fragments)
     for fragment, step in zip(fragments, sent_after, strict=True):
-        fragment.take(loaded.last_average)
+        fragment.set_last(loaded.last_average)
         fragment.sent_after = step
         if loaded.members is not None:  # which save the model as well
-            fragment.show()
+            fragment.restore_last()
 
 
 def _load_outer(
@@ -94,8 +92,8 @@ def _load_outer(
     try:
         load_outer(outer, fragments.lasts, replica, loaded.outer)
         for fragment in fragments:
-            fragment.take(loaded.last_average)
-            fragment.step([flat.zero_() for flat in fragment.empty()], outer)
+            fragment.set_last(loaded.last_average)
+            fragment.outer_step([flat.zero_() for flat in fragment.empty()], outer)
     except StateError:
         raise
     except Exception as error:  # optimizers raise what they like
@@ -107,82 +105,72 @@ def _load_outer(
 
 
 def checked_state(
-    state: object,
-    shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    *,
-    has_outer: bool,
-    has_warmup: bool = False,
+    state: Any, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool, has_warmup: bool = False
 ) -> LoadedState:
-    """Return a state that has been checked, but for what the engine and the outer optimizer check."""
+    """Return a state that has been checked, but for what the engine and the outer optimizer check.
+
+    `shapes` are those of each fragment's tensors, by name.
+    """
     check_kind(state, KEYS, "LocalSGD.state_dict()")
-    assert isinstance(state, Mapping)
-    step = whole_number("step", state["step"], minimum=0, error=StateError)
-    state = {WARMUP_KEY: None, MEMBERS_KEY: None, **state, "step": step, "digest": digest_of(state)}
-    if state["outer"] is not None and not has_outer:
+    try:
+        loaded = LoadedState(
+            step=whole_number("step", state["step"], minimum=0, error=StateError),
+            sent_after=list(map(int, state["sent_after"])),
+            in_flight=[(int(place), dict(means)) for place, means in state["in_flight"]],
+            last_average=dict(state["last_average"]),
+            sync=state["sync"],
+            outer=state["outer"],
+            warmup=state.get("warmup"),
+            digest=digest_of(state),
+            members=None if state.get("members") is None else _checked_members(state["members"]),
+        )
+        # A mean that has come is of one division of the model, and can't be applied to the parts of another.
+        num_saved = len(loaded.sent_after)
+        if loaded.in_flight and num_saved != len(shapes):
+            raise StateError(
+                f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+                f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
+            )
+        _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
+        for place, means in loaded.in_flight:
+            _check_tensors(f"in_flight of fragment {place}", means, shapes[place])
+    except StateError:
+        raise
+    # Whatever values of wrong kinds raise where they are used.
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the state can't be read, {type(error).__name__}: {error}; load one as state_dict() made it"
+        ) from error
+    if loaded.outer is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
-    if state[WARMUP_KEY] is not None and not has_warmup:
+    if loaded.warmup is not None and not has_warmup:
         raise StateError(
             "the state was saved in a warm-up with its own algorithm; pass warmup= as when it was saved"
         )
-    everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
-    _check_tensors("last_average", state["last_average"], everywhere)
-    _check_pending_averages(state, shapes)
-    if state[MEMBERS_KEY] is not None:
-        _check_members(state[MEMBERS_KEY])
-    return LoadedState(**{key: state[key] for key in LoadedState._fields})
+    return loaded
 
 
-def _check_members(members: object) -> None:
-    if not isinstance(members, Mapping) or members.keys() != MEMBERS_KEYS:
-        raise StateError(f"members must be a mapping as elastic members have it, got {shown_kind(members)}")
-    for key in COUNTS:
-        whole_number(key, members[key], minimum=0, error=StateError)
-    for key, kind in ("residual_of", str), ("optimizers", Mapping):
-        listed = members[key]
-        if not isinstance(listed, list | tuple) or not all(isinstance(item, kind) for item in listed):
-            raise StateError(f"{key} must be a list of {kind.__name__}, got a {type(listed).__name__}")
+def _checked_members(members: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {key: whole_number(key, members[key], minimum=0, error=StateError) for key in COUNTS}
+    return {
+        **counts,
+        "not_averaged": dict(members["not_averaged"]),
+        "residual_of": set(members["residual_of"]),
+        "optimizers": [dict(state) for state in members["optimizers"]],
+    }
 
 
-def _check_pending_averages(
-    state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]
-) -> None:
-    """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
-    for key in ("sent_after", "in_flight"):
-        if not isinstance(state[key], list | tuple):
-            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
-    for sent_after in state["sent_after"]:
-        whole_number("sent_after", sent_after, minimum=-1, error=StateError)
-    num_saved = len(state["sent_after"])
-    if not num_saved:
-        raise StateError("sent_after must hold a number for each fragment, got none")
-    # A landed mean is of one division of the model, and can't be applied to the parts of a different one.
-    if state["in_flight"] and num_saved != len(shapes):
-        raise StateError(
-            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
-            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
-        )
-    for item in state["in_flight"]:
-        is_pair = isinstance(item, list | tuple) and len(item) == 2 and type(item[0]) is int
-        if not is_pair or item[0] not in range(num_saved):
-            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
-        _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
-
-
-def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    if not isinstance(tensors, Mapping):
-        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
-    differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
+def _check_tensors(key: str, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    differing = sorted(shapes.keys() ^ tensors.keys())
     if differing:
         raise StateError(
             f"the state and the model differ in {differing[:4]}; load the state of the same model, with the "
             "same average_buffers="
         )
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shapes[name]:
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype not in DTYPES:
             raise StateError(
-                f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
-                "load the state of the same model"
+                f"the state's {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating "
+                f"numbers of shape {shapes[name]}; load the state of the same model"
             )
-        if tensor.dtype not in DTYPES:
-            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
     check_finite(key, tensors)  # it would be in every process's model with the first averaging

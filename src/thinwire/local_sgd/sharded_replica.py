@@ -144,7 +144,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     if not all(set(widest).issuperset(ranks) for ranks in places):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
-            f'parameters use different meshes, {shown}; pass replicas=mesh["replicate"] of the mesh that '
-            "all are parts of"
+            f"parameters use different meshes, {shown}; pass replicas=mesh['replicate'] of their common "
+            "parent mesh"
         )
     return widest

@@ -78,7 +78,7 @@ class StaticAverages:
                 "optimizers that train the model, in the order of their steps; load the same weights on all"
             )
         for fragment in fragments:
-            fragment.take_parameters()
+            fragment.set_last_parameters()
         self._changes.model.loads.forget()
         logger.info("parameters that have changed without a step, on all processes alike, are taken over")
 
@@ -95,7 +95,7 @@ class StaticAverages:
         if averaged:
             PendingAverage(averaged, engine).wait()
             for fragment, means in averaged.items():
-                fragment.write(means)
+                fragment.write_means(means)
 
     def _agree_within(self, *, is_finite: bool) -> None:
         """Check consistency inside a subgroup, so that all members raise together. Collective; blocks.

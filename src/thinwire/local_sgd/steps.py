@@ -19,7 +19,7 @@ from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member import Joining, Member
 from thinwire.local_sgd.optimizer_state import as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.sync import Engine
+from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import digest_of
 from thinwire.tensors.layout import local_tensor
@@ -75,16 +75,16 @@ class Steps(Member):
     ) -> None:
         joining = Joining.of(model, optimizer, group, average_buffers=False)
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
-        if not joining.sent_optimizers:
+        if not joining.group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        averaged = joining.model.tensors()
-        specs, parts = [parameter.spec for parameter in averaged], layouts_of(averaged, 1)
-        engine = Engine(algorithm, joining.group.transport, specs, joining.settings, parts=parts)
-        gradients = Gradients(joining.model, engine, joining.optimizers)
-        membership = ElasticMembership(joining.group, gradients, type(self).__name__)
-        sync = joining.model.replica.sync_of(engine)
-        super().__init__(joining.model, joining.optimizers, gradients, membership, sync)
-        self._group = joining.group
+        held, optimizers, group, health_group = joining
+        specs, parts = [parameter.spec for parameter in held.tensors()], layouts_of(held.tensors(), 1)
+        settings = Settings(health_group=health_group)
+        engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
+        gradients = Gradients(held, engine, optimizers, group)
+        membership = ElasticMembership(group, gradients, type(self).__name__)
+        super().__init__(held, optimizers, gradients, membership, held.replica.sync_of(engine))
+        self._group = group
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -123,17 +123,18 @@ class Steps(Member):
             self._membership.average()
         self._tell_observers()
 
-    def _average_pending(self) -> None:
-        pass
-
 
 class Gradients(Contributor):
     """Puts in a model's gradients, and lets its optimizers step with their means."""
 
     def __init__(
-        self, model: AveragedModel, engine: Engine, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        model: AveragedModel,
+        engine: Engine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
     ) -> None:
-        super().__init__(model, [engine], optimizers, sent_optimizers=optimizers)
+        super().__init__(model, [engine], optimizers, group)
         self._buckets = Buckets(model.tensors())
         self.work: float | None = None  # that gradients are of; None once they are applied
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.comm import InProcessTransport, Transport
 from thinwire.comm.metered import Wrapped
 from thinwire.errors import ConfigError
+
+Weight: TypeAlias = Literal["steps", "work", "members", "contributors"]
+"""The weight of a member: its steps, or counted work; or 1, perhaps only with steps of its own."""
 
 
 class Group(ABC):
@@ -62,7 +65,8 @@ class Group(ABC):
         self.wait_seconds = float(number("wait_seconds", wait_seconds, minimum=0))
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
-        self.weigh_by, self.send_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
+        self.weigh_by: Weight = weigh_by
+        self.send_optimizer = true_or_false("send_optimizer", send_optimizer)
         self.transport = Wrapped(InProcessTransport.group(1)[0])
         self.inside: Transport = InProcessTransport.group(1)[0]
         self.has_parts = False
@@ -121,7 +125,8 @@ class StaticGroup(Group):
     kind = "static"
 
     def __init__(self, transport: Transport) -> None:
-        super().__init__(min_members=1, wait_seconds=0.0)
+        super().__init__(min_members=1, wait_seconds=0.0, send_optimizer=False)
+        self.weigh_by = "members"
         self.transport.transport = transport
 
     def start_quorum(self) -> None:
