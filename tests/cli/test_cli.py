@@ -22,7 +22,7 @@ from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.probe.result import Probe, Timing
+from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
@@ -30,7 +30,7 @@ from thinwire.version import __version__
 SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
-    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --streams --json",
+    "probe": "--budget-seconds --backend --save --processes --streams --json",
     "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",
@@ -125,15 +125,12 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
         check_output("--save", tmp_path / "missing" / "new.json")
 
 
-@pytest.mark.parametrize("option", ["--save", "--plot"])
 def test_commands_refuse_such_a_file_at_once(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "missing" / "found.png"
-    assert exit_code(monkeypatch, "probe", f"{option}={path}") == 2
-    assert capsys.readouterr().err.startswith(
-        f"thinwire: {option} {path} can't be written: there is no folder"
-    )
+    path = tmp_path / "missing" / "probe.json"
+    assert exit_code(monkeypatch, "probe", f"--save={path}") == 2
+    assert capsys.readouterr().err.startswith(f"thinwire: --save {path} can't be written: there is no folder")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher import WITHOUT_PACKAGE, run_job, run_python
-from thinwire.probe.result import Probe, Timing
+from thinwire.probe import Probe, Timing
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
