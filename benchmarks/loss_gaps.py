@@ -15,20 +15,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 import bench_adamw
-import bench_known
 import bench_quality
-import bench_sizes
 from bench_adamw import METHODS, Averaging, WarmedUp
-from bench_known import GPT2Small, InProcess, LSTMBytes
-from captured import Run
 from pages import RESULTS_FOLDER, STUDENT_T
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
 from thinwire.algorithms import AllReduce
-from trainings import EXACT, LOCAL, PER_STEP, percents
+from trainings import EXACT, percents
 
 QUALITY_PAGES = (
     "2026-11-21-quality.md",
@@ -40,8 +34,8 @@ QUALITY_PAGES = (
 MIN_SEEDS = 3
 # One training of so large a model is enough for a warning, until there are several seeds.
 LARGE_PARAMETERS = 5_000_000
-# Of `bench_sizes.py`: other shapes of a size, and an LSTM whose exact trainings ended 7 % apart.
-LEFT_OUT = (*bench_sizes.SHAPES, "LSTM, 1.2 M")
+# Of known.jsonl and sizes.jsonl, whose scripts are archived (README.md).
+ARCHIVED = RESULTS_FOLDER / "gaps-known-sizes.json"
 SHIPPED = Path(loss.__file__).with_name("loss_gaps.json")
 
 # Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws
@@ -71,7 +65,7 @@ MULOCO_SIXTEEN_MEMBERS = {
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *of_known(), *of_sizes(), *published()]
+    found = [*of_adamw(), *of_quality_pages(), *archived(), *published()]
     of_seeds = [gap for gap in found if gap.seeds >= MIN_SEEDS]
     return sorted(
         (gap for gap in found if not (gap.is_single and any(covers(other, gap) for other in of_seeds))),
@@ -118,44 +112,10 @@ def code_of(adapter: partial[Any]) -> str:
     return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 
-def of_known() -> Iterator[LossGap]:
-    """Of `bench_known.py`: losses. Other tasks have accuracies, or are of too few seeds."""
-    tasks: dict[str, InProcess] = {bench_known.LSTM: LSTMBytes(), bench_known.GPT2_SMALL: GPT2Small()}
-    for name, task in tasks.items():
-        # On no device it takes no memory.
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in task.model().parameters())
-        losses: dict[tuple[str, str, int], dict[int, float]] = {}
-        for run in bench_known.records(bench_known.RECORDS):
-            if run.task == name:
-                losses.setdefault((run.method, run.optimizer, run.steps), {})[run.seed] = run.score
-        for (method, optimizer, steps), by_seed in losses.items():
-            where = {"optimizer": optimizer, "members": task.members, "parameters": parameters}
-            where |= {"steps": steps, "source": f"benchmarks/results/{bench_known.RECORDS.name}"}
-            if method != EXACT:
-                code = str(PER_STEP[method]) if method in PER_STEP else code_of(LOCAL[method])
-                gaps = percents(by_seed, losses.get((EXACT, optimizer, steps), {}))
-                yield from measured(code, gaps, where | {"is_recurrent": name == bench_known.LSTM})
-
-
-def of_sizes() -> Iterator[LossGap]:
-    """Of `bench_sizes.py`: what the library has, at the usual rate and batch, of enough seeds."""
-    by_seed: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
-    for record in bench_sizes.records(bench_sizes.RECORDS):
-        run = record.run
-        is_usual = run.times_rate == 1 and run.windows == Run.windows and run.model not in LEFT_OUT
-        if is_usual and not run.is_tuning:
-            of_setting = by_seed.setdefault((run.model, run.steps, run.members), {})
-            of_setting.setdefault(run.method, {})[run.seed] = record.outcome.loss
-    for (model, steps, members), losses in by_seed.items():
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
-        where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
-        where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
-        for method in losses.keys() & bench_sizes.METHODS.keys() - {EXACT}:
-            gaps = percents(losses[method], losses.get(EXACT, {}))
-            if len(gaps) >= MIN_SEEDS:
-                yield from measured(str(bench_sizes.METHODS[method]), gaps, where)
+def archived() -> Iterator[LossGap]:
+    """Of trainings whose scripts are archived."""
+    for gap in json.loads(ARCHIVED.read_text())["gaps"]:
+        yield LossGap(**gap)
 
 
 def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:
