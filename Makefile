@@ -131,20 +131,22 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
 
+# What the soaks start are the tests' processes.
+SOAK := PYTHONPATH=tests $(BIN)/python scripts/soak
 soak: .venv/.installed
-	$(BIN)/python tests/soak.py
-	$(BIN)/python tests/resident.py
+	$(SOAK)/soak.py
+	$(SOAK)/resident.py
 
 # Real members and a real lighthouse; takes two or three hours. Cutting the link needs root or user namespaces. A
 # soak in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
-	cd tests && ../$(BIN)/python -m elastic.loss_in_turns
-	cd tests && ../$(BIN)/python elastic_faults.py
-	cd tests && ../$(BIN)/python elastic_faults.py --peer
-	cd tests && for inside in ddp fsdp; do ../$(BIN)/python elastic_faults.py --members --inside $$inside || exit 1; done
-	cd tests && ../$(BIN)/python -m elastic.identity_in_turns
-	cd tests && for peer in "" --peer; do ../$(BIN)/python -m elastic.kills $$peer || exit 1; done
-	cd tests && ../$(BIN)/python -m elastic.unequal
+	$(SOAK)/loss_in_turns.py
+	$(SOAK)/elastic_faults.py
+	$(SOAK)/elastic_faults.py --peer
+	for inside in ddp fsdp; do $(SOAK)/elastic_faults.py --members --inside $$inside || exit 1; done
+	$(SOAK)/identity_in_turns.py
+	for peer in "" --peer; do $(SOAK)/kills.py $$peer || exit 1; done
+	$(SOAK)/unequal.py
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev
