@@ -122,10 +122,9 @@ test-wheel: wheel
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# Lines, files, duplicates, what `import thinwire` loads, and turns of phrase; with the places: add `--list`.
+# How large the code is, and what makes it hard to read; with the places: add `--list`.
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
-	$(BIN)/python tests/english.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
