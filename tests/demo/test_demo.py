@@ -22,7 +22,7 @@ from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import launch
 from thinwire.cli import demo
-from thinwire.cli.demo import JobError, run_each, run_elastic, summary_table
+from thinwire.cli.demo import JobError, run_algorithms, run_elastic, summary_table
 from thinwire.demo import train
 from thinwire.demo.model import (
     GPT,
@@ -228,7 +228,7 @@ def _failed(setting: crash.Setting, folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "loopback_interface", lambda: "no-such-network")
         with pytest.raises(JobError) as error_info:
-            run_each(DemoOptions(steps=1, model_size="tiny", output=folder), Console(quiet=True))
+            run_algorithms(DemoOptions(steps=1, model_size="tiny", output=folder), Console(quiet=True))
     return str(error_info.value)
 
 
@@ -249,14 +249,6 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert fp16 == 6 * 2 * 136_960
     assert quantize < fp16 / 3.5
     assert powersgd < fp16 / 4
-
-
-def test_a_line_tells_the_time_left_of_all_algorithms() -> None:
-    options = DemoOptions(algorithms=("exact", "fp16"), steps=100)
-    line = train.progress(options, "exact", 5.5, (10, 10**6, 2.0), (20, 11 * 10**6, 7.0))
-    assert line == "exact  step  20/100  loss 5.500   2.0 steps/s   2.0 MB/s sent  90 s left in all"
-    last = train.progress(options, "fp16", 2.25, (90, 0, 2.0), (100, 0, 7.0))
-    assert last == " fp16  step 100/100  loss 2.250   2.0 steps/s   0.0 MB/s sent"
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells who listens where")

@@ -107,20 +107,6 @@ def _travels(plan: Record) -> tuple[object, object]:
     return plan["algorithm"], sorted((route["label"], route["detail"]) for route in plan["routes"])
 
 
-def follow(path: Path) -> Iterator[list[Record]]:
-    """Yield what was written to a watch's file since the last time; there need not be a file yet."""
-    position = 0
-    while True:
-        complete = b""
-        if path.exists():
-            with path.open("rb") as file:
-                file.seek(position)
-                # A line without a newline is still being written; it is read once it is complete.
-                complete, newline, _ = file.read().rpartition(b"\n")
-            position += len(complete) + len(newline)
-        yield list(map(record_of, complete.splitlines()))
-
-
 def check_first_line(path: Path, line: bytes) -> Record:
     """Return the record of a file's first line, if a `Watch` of this format has written it."""
     try:
