@@ -27,7 +27,7 @@ from cli.test_cli import exit_code
 from launcher import Running, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import CommunicationError, ConfigError
-from thinwire.lab import Link, Network, check_machine, link_check
+from thinwire.lab import LinkSpec, Network, check_machine, link_check
 
 Measured = TypeVar("Measured")
 
@@ -265,12 +265,12 @@ def test_packets_are_late_and_lost_and_keep_their_order(
 @real
 @pytest.mark.alone
 def test_a_link_that_misses_what_was_asked_for_is_refused() -> None:
-    network = Network(2, Link("10mbit", latency="60ms"))
+    network = Network(2, LinkSpec("10mbit", latency="60ms"))
     with network:
         pass  # it can be opened again
     with network:
         network.check_link()
-        network.links[0] = Link("10mbit", latency="90ms")
+        network.links[0] = LinkSpec("10mbit", latency="90ms")
         with pytest.raises(CommunicationError, match="but 90ms and 10mbit were asked for: this computer is"):
             network.check_link()
 
@@ -465,8 +465,8 @@ def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.Monk
 )
 def test_rates(rate: str, bits: int, burst_bytes: int) -> None:
     shaped = f"tbf rate {bits}bit burst {burst_bytes} latency 100ms"
-    assert " ".join(Link(rate).shaping()) == shaped
-    assert Link().shaping() == []
+    assert " ".join(LinkSpec(rate).shaping()) == shaped
+    assert LinkSpec().shaping() == []
 
 
 NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "101gbit", f"{10**400}gbit"]
@@ -475,11 +475,11 @@ NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "1
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        *((partial(Link, rate), "a rate is like 100mbit") for rate in NO_RATES),
-        (partial(Link, latency="20"), "a duration is like 20ms"),
-        (partial(Link, latency="3s"), "up to 2s; got '3s'"),
-        (partial(Link, jitter="2ms"), "jitter must be at most the latency 0ms, got 2ms"),
-        (partial(Link, loss="60%"), "a percentage such as 0.1%, up to 50%"),
+        *((partial(LinkSpec, rate), "a rate is like 100mbit") for rate in NO_RATES),
+        (partial(LinkSpec, latency="20"), "a duration is like 20ms"),
+        (partial(LinkSpec, latency="3s"), "up to 2s; got '3s'"),
+        (partial(LinkSpec, jitter="2ms"), "jitter must be at most the latency 0ms, got 2ms"),
+        (partial(LinkSpec, loss="60%"), "a percentage such as 0.1%, up to 50%"),
         (partial(Network, 0), "machines must be a whole number of at least 1"),
         (partial(Network, 201), "at most 200"),
         (partial(Network, 2, processes_per_machine=0), "processes_per_machine must be a whole number"),

@@ -24,7 +24,7 @@ from typing import Any
 
 from by_hand import said_if_interrupted
 from elastic.job import Job
-from thinwire.lab import Link, Network
+from thinwire.lab import LinkSpec, Network
 
 EVERY_STEPS = 20
 RATE = "100mbit"
@@ -56,7 +56,7 @@ class Kills:
     def run(self) -> dict[str, Any]:
         """Return the figures."""
         self.draw = random.Random(self.seed)
-        network = Network(self.members + 1, Link(RATE))
+        network = Network(self.members + 1, LinkSpec(RATE))
         learning = {"width": 512, "every_steps": EVERY_STEPS, "heldout_batches": 8, "rate": self.rate}
         settings: dict[str, Any] = {"peer": self.peer, "seed": self.seed, "steps": 1_000_000}
         settings |= {"min_members": 1, "step_seconds": self.step_seconds, "learning": learning}
