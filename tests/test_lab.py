@@ -85,7 +85,12 @@ def can_unshare() -> bool:
     )
 
 
-real = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
+possible = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
+
+
+def real(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that makes a lab: `make nightly` runs it."""
+    return pytest.mark.nightly(possible(test))
 
 
 def undisturbed(measure: Callable[[], Measured], is_right: Callable[[Measured], bool]) -> Measured:
@@ -280,8 +285,9 @@ def test_one_machine_may_be_slower() -> None:
     )
 
 
-@real
-@pytest.mark.parametrize("processes_per_machine", [1, 2])
+# The one that `make test` runs.
+@possible
+@pytest.mark.parametrize("processes_per_machine", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_training_over_gloo_sends_what_is_counted_once(processes_per_machine: int, tmp_path: Path) -> None:
     report, script = tmp_path / "report.json", tmp_path / "train.py"
     script.write_text(TRAIN)

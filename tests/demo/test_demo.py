@@ -273,6 +273,7 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
     assert read_run(record).points("loss")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchft")
