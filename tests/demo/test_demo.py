@@ -83,11 +83,6 @@ def test_heldout_files_are_never_trained_on(tmp_path: Path) -> None:
     assert (cut.train.numel(), cut.heldout.numel()) == (12, 7)
 
 
-def test_a_python_without_source_files_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="found 0 Python files"):
-        load_text(tmp_path)
-
-
 def test_batches_depend_on_seed_step_and_process_only() -> None:
     data = torch.arange(256, dtype=torch.uint8)
 
@@ -113,13 +108,6 @@ def test_every_byte_can_be_drawn_and_none_beyond_the_end() -> None:
 
 
 # Model
-
-
-@pytest.mark.parametrize(
-    ("size", "parameters"), [("tiny", 136_960), ("small", 1_902_720), ("medium", 10_893_312)]
-)
-def test_sizes(size: str, parameters: int) -> None:
-    assert sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters()) == parameters
 
 
 def test_the_model_does_not_see_the_future() -> None:

@@ -6,10 +6,8 @@ import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 
 from catalog import buckets, random_gradients
 from thinwire import Cast, ConfigError, PowerSGD, Watch
@@ -17,7 +15,6 @@ from thinwire.algorithms import Algorithm
 from thinwire.cli.report import write_report
 from thinwire.simulation import Simulation
 from thinwire.watch import read_run
-from thinwire.watch import report as page_of_runs
 from thinwire.watch.report import report_page
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -150,21 +147,6 @@ def test_names_are_text_and_not_code(tmp_path: Path) -> None:
     code = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
     path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=code, steps=20)
     assert code in checked(report_page([read_run(path)]))
-
-
-def test_a_long_curve_is_drawn_by_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=21)
-    monkeypatch.setattr(page_of_runs, "MAX_POINTS", 5)
-    drawn, plot = list[Any](), Axes.plot
-
-    def noting(axes: Axes, *line: Any, **how: Any) -> Any:
-        drawn.append(line[1])
-        return plot(axes, *line, **how)
-
-    monkeypatch.setattr(Axes, "plot", noting)
-    report_page([read_run(path)])
-    losses = [3 / step for step in range(2, 22)]  # 5 means of 4 each; the first one is left over
-    assert drawn[0] == pytest.approx([sum(losses[at : at + 4]) / 4 for at in range(0, 20, 4)])
 
 
 def test_nothing_to_report_is_refused(tmp_path: Path) -> None:

@@ -83,8 +83,9 @@ def demo(
     if elastic:
         torchft_module("torchft")  # before anything is announced that would not come
     # Checks everything, before anything starts.
+    usual_processes = ELASTIC_MEMBERS if elastic else DemoOptions.processes
     options = DemoOptions(
-        processes=processes or (ELASTIC_MEMBERS if elastic else DemoOptions.processes),
+        processes=usual_processes if processes is None else processes,
         steps=steps,
         algorithms=algorithm or DemoOptions.algorithms,
         matrix_rank=matrix_rank,

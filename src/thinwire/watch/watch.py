@@ -134,7 +134,7 @@ class Watch:
         self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
-        about = {
+        run = {
             "format": FORMAT,
             "name": name,
             "thinwire": __version__,
@@ -143,16 +143,14 @@ class Watch:
             "machines": self._engine.inter_node.size,
             "process_rank": transport.rank,
         }
-        self._write("run", about)
+        self._write("run", run)
         # Last: had the first record failed, a watch that no one holds would go on.
         self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
-        """Return the watch, which has begun already."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching."""
         self.close()
 
     def close(self) -> None:
@@ -235,13 +233,14 @@ class Watch:
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
-            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
-            warning = (
+            logger.warning(
                 "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
-                "Compress less, or lower the learning rate"
+                "Compress less, or lower the learning rate",
+                self._watched.steps,
+                growth,
+                max(stats.relative_error, key=stats.relative_error.__getitem__),
             )
-            logger.warning(warning, self._watched.steps, growth, worst)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         """Write a record; if that fails in training, stop watching with a warning."""
