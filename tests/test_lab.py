@@ -88,9 +88,10 @@ def can_unshare() -> bool:
 possible = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
 
 
-def real(test: Callable[..., None]) -> Callable[..., None]:
+def real(test: Measured) -> Measured:
     """Mark a test that makes a lab: `make nightly` runs it."""
-    return pytest.mark.nightly(possible(test))
+    marked: Measured = pytest.mark.nightly(possible(test))
+    return marked
 
 
 def undisturbed(measure: Callable[[], Measured], is_right: Callable[[Measured], bool]) -> Measured:

@@ -356,7 +356,7 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
 def test_numbers_of_numpy_are_numbers(simulated: Simulation, tmp_path: Path) -> None:
     with Watch(simulated.syncs[0], tmp_path / "run.jsonl") as watch:
         train(simulated, range(1))
-        watch.log({"train/loss": np.float32(0.5), "mean": np.mean([1, 2])}, epoch=np.int64(3))  # type: ignore[arg-type,dict-item]
+        watch.log({"train/loss": np.float32(0.5), "mean": np.mean([1, 2])}, epoch=np.int64(3))  # type: ignore[dict-item]
     last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
     assert (last["train/loss"], last["mean"], last["epoch"]) == (0.5, 1.5, 3)
 

@@ -24,8 +24,8 @@ from thinwire.watch.writers import JSONLWriter, Writer
 logger = logging.getLogger(__name__)
 
 # Sums of `Stats`; a record has the differences.
-COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes")
-COUNTED += ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
+TIMES = ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
+COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *TIMES)
 MIN_SAMPLES = 32  # a quarter of fewer is noise
 MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1
