@@ -88,9 +88,9 @@ def can_unshare() -> bool:
 possible = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
 
 
-def real(test: Measured) -> Measured:
+def real(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that makes a lab: `make nightly` runs it."""
-    marked: Measured = pytest.mark.nightly(possible(test))
+    marked: Callable[..., None] = pytest.mark.nightly(possible(test))
     return marked
 
 

@@ -9,8 +9,10 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -104,7 +106,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
     rank = dist.get_rank()
     watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if rank == 0 else None
-    start = time.monotonic()
+    since, losses = time.monotonic(), list[float]()
     for step in range(options.steps):
         # A linear rise over a tenth of the steps, then half a cosine.
         rise = min(1.0, (step + 1) / (0.1 * options.steps))
@@ -117,14 +119,15 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         if watch is not None:
-            watch.log(loss=loss.item())
-            done = step + 1
-            if done % max(1, options.steps // LINES) == 0 or done == options.steps:
-                speed = done / (time.monotonic() - start)
-                print(
-                    f"{algorithm:>10}  step {done}/{options.steps}  loss {loss:.3f}  {speed:.1f} steps/s",
-                    flush=True,
-                )
+            losses.append(loss.item())
+            watch.log(loss=losses[-1])
+            if (step + 1) % max(1, options.steps // LINES) == 0 or step + 1 == options.steps:
+                speed, since = len(losses) / (time.monotonic() - since), time.monotonic()
+                line = f"{algorithm:>10}  step {step + 1}/{options.steps}  loss {fmean(losses):.3f}"
+                losses = []
+                # If no one reads it, the table at the end meets that as well.
+                with suppress(OSError):
+                    print(f"{line}  {speed:.1f} steps/s", flush=True)
     if watch is not None:
         # All hold the same model, so one measures; the others wait for it in the next training.
         watch.log(heldout_loss=heldout_loss(model, text.heldout))
