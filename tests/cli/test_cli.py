@@ -103,17 +103,6 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
         check_output("--save", tmp_path / "missing" / "new.json")
 
 
-@pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_commands_refuse_such_a_file_at_once(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "missing" / "found.png"
-    assert exit_code(monkeypatch, "probe", f"{option}={path}") == 2
-    assert capsys.readouterr().err.startswith(
-        f"thinwire: {option} {path} can't be written: there is no folder"
-    )
-
-
 @pytest.mark.parametrize(
     "command",
     [

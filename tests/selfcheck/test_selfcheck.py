@@ -21,8 +21,7 @@ from pool import Pool
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
 from thinwire.cli.common import alone
-from thinwire.errors import CommunicationError, ConfigError
-from thinwire.kernels.triton import limits
+from thinwire.errors import CommunicationError
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, CheckContext
@@ -181,41 +180,12 @@ def test_what_fails_stands_on_the_page(
     assert is_alone or "| PowerSGD(matrix_rank=4) | 1.2e-03 |" in lines
 
 
-def test_the_page_says_why_tritons_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    for what, why in (
-        ("_why_not", "T4 has compute capability 7.5"),
-        ("_why_unusable", "it does not compile"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(limits, "_why_not", lambda device: None)
-            patched.setattr(limits, what, lambda *_, why=why: why)
-            told = check._served_by(torch.device("cuda"))
-        assert told.endswith(f"; {why}: PyTorch's kernels serve, in several times as many launches")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_there_is_no_gpu_it_says_why_and_what_serves_instead() -> None:
     (run,) = run_job("thinwire", "check", "--device", "cuda", processes=1)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("thinwire: --device cuda finds no GPU: ")
     assert run.stderr.endswith("; the CPU serves, --device cpu measures it\n")
-
-
-def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = {"backend": None, "processes": None, "as_json": False}
-    with pytest.raises(ConfigError, match="must be cpu or cuda, got 'xpu'"):
-        check.check(**options, device="xpu")
-    started: list[int | None] = []
-
-    def run_here(processes: int | None) -> None:
-        started.append(processes)
-        raise SystemExit
-
-    monkeypatch.setattr(check, "run_here", run_here)
-    with pytest.raises(SystemExit):
-        check.check(**options, device="cpu")
-    assert started == [1]
 
 
 def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:

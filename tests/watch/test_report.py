@@ -137,12 +137,6 @@ def test_damage_is_told_on_the_page_and_beside_it_and_that_another_run_was_resum
     assert capsys.readouterr().err == f"thinwire: {cut}: {damage}\n"
 
 
-def test_a_run_without_losses_or_norms(tmp_path: Path) -> None:
-    told = checked(report_page([read_run(watched(tmp_path / "run.jsonl", Cast("fp16"), loss=None))]))
-    assert "MB per step" in told
-    assert "Curves" not in told
-
-
 def test_names_are_text_and_not_code(tmp_path: Path) -> None:
     code = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
     path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=code, steps=20)
