@@ -59,11 +59,11 @@ def check(
         processes = processes or 1  # who asks about a device need not have a job
     # Before a group is joined: in the process that starts the others it does not return.
     run_here(processes)
-    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own:
-        if device not in (None, own.type):
+    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as job_device:
+        if device not in (None, job_device.type):
             instead = "leave out --backend gloo" if device == "cuda" else "give --backend gloo"
-            raise ConfigError(f"the job's device is {own.type}, got --device {device}; {instead}")
-        is_well = _print_all(CheckContext(own), as_json=as_json, with_device=device is not None)
+            raise ConfigError(f"the job's device is {job_device.type}, got --device {device}; {instead}")
+        is_well = _print_all(CheckContext(job_device), as_json=as_json, with_device=device is not None)
         prints = dist.get_rank() == 0
     if prints:
         tell_without_numba()

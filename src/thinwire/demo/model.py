@@ -53,8 +53,8 @@ def load_text(
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(folder)
     if not heldout:
-        found = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
-        raise FileNotFoundError(f"{found}: run with a Python whose standard library is there as source files")
+        count = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
+        raise FileNotFoundError(f"{count}: run with a Python whose standard library is there as source files")
     return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
 
 

@@ -191,17 +191,17 @@ class Network:
         # Packets on their way arrive; they are not the command's.
         time.sleep(QUEUE_SECONDS + round_trip)
         self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
-        found = f"a round trip takes {1e3 * round_trip:.1f} ms, and a machine sends {rate / 1e6:.1f} Mbit/s"
+        result = f"a round trip takes {1e3 * round_trip:.1f} ms, and a machine sends {rate / 1e6:.1f} Mbit/s"
         allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
         is_late = abs(round_trip - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
         # Senders slow down if something is lost, so the rate can't be seen.
         asked = None if delays.loss else link.bits_per_second
         if is_late or (asked is not None and abs(rate / asked - 1) > TOLERANCE):
             raise CommunicationError(
-                f"{found}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer is "
-                "busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
+                f"{result}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer "
+                "is busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
             )
-        return found
+        return result
 
     def sent_bytes(self, machine: int) -> int:
         """Return the bytes a machine has sent, by its interface: with headers and acknowledgements."""

@@ -45,10 +45,10 @@ class CheckContext:
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
         )
 
-    def expect(self, holds: bool, found: str) -> None:
-        """Note what was found, unless it holds."""
+    def expect(self, holds: bool, finding: str) -> None:
+        """Note a finding, unless it holds."""
         if not holds:
-            self.findings.append(found)
+            self.findings.append(finding)
 
     def say(self, what: str) -> None:
         """Print something about this process at once."""
@@ -90,8 +90,8 @@ def gives_the_mean(context: CheckContext, algorithm: Algorithm, tolerance: float
     engine = context.engine(algorithm)
     for step in range(STEPS):
         error = gap(context.average(engine, context.gradient(step)), context.true_mean(step))
-        found = f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}"
-        context.expect(error < tolerance, found)
+        finding = f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}"
+        context.expect(error < tolerance, finding)
 
 
 def loses_nothing(context: CheckContext, algorithm: Algorithm, tolerance: float) -> None:

@@ -153,13 +153,13 @@ def _undamaged(file: BinaryIO, run: Run, process_rank: int) -> Iterator[Record]:
 
 def without_undone(records: list[Record]) -> list[Record]:
     """Return the records, less those of steps that training went back before and made again."""
-    kept: list[Record] = []
+    valid: list[Record] = []
     last_step = 0
     for record in records:
         if record["kind"] in ("plan", "step"):  # a plan stands just before its step
             back_to = record["step"] - record.get("steps", 1)
             if back_to < last_step:
-                kept = [old for old in kept if old["kind"] == "run" or old["step"] <= back_to]
+                valid = [old for old in valid if old["kind"] == "run" or old["step"] <= back_to]
             last_step = record["step"] if record["kind"] == "step" else min(last_step, back_to)
-        kept.append(record)
-    return kept
+        valid.append(record)
+    return valid

@@ -81,9 +81,7 @@ def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     known = [count for record in run.steps if (count := record["nonfinite_steps"]) is not None]
     # The mean of the last twentieth.
     values = {name: [point.value for point in run.points(name)] for name in names}
-    last = {
-        name: f"{fmean(found[-max(1, len(found) // 20) :]):.4g}" for name, found in values.items() if found
-    }
+    last = {name: f"{fmean(line[-max(1, len(line) // 20) :]):.4g}" for name, line in values.items() if line}
     machines = f" on {run.machines} machines" if run.machines < run.processes else ""
     kept_inside = f", inside {inside / steps / 1e6:.3g}" if inside else ""
     return {
