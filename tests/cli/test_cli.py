@@ -19,7 +19,7 @@ from thinwire.cli import build_app, main
 from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.probe.result import Probe, Timing
+from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
@@ -27,7 +27,7 @@ from thinwire.version import __version__
 SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
-    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --streams --json",
+    "probe": "--budget-seconds --backend --save --processes --streams --json",
     "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",

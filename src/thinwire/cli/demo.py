@@ -20,7 +20,7 @@ from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import ElasticJob, LocalJob
 from thinwire.local_sgd.groups.torchft_group import torchft_module
 from thinwire.plan import compression_ratio
-from thinwire.probe.result import ring_share
+from thinwire.probe.link_timings import ring_share
 from thinwire.watch import Run, read_run
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
