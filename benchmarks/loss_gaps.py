@@ -9,24 +9,18 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 import bench_adamw
-import bench_known
 import bench_quality
-import bench_sizes
 from bench_adamw import METHODS, Averaging
-from bench_known import GPT2Small, InProcess, LSTMBytes
-from captured import Run
 from pages import RESULTS_FOLDER, STUDENT_T
 from thinwire.advice import losses as losses_module
 from thinwire.advice.losses import LossGap
-from trainings import EXACT, PER_STEP, percents
+from trainings import EXACT, percents
 
 QUALITY_PAGES = (
     "2026-11-21-quality.md",
@@ -36,14 +30,14 @@ QUALITY_PAGES = (
 )
 # Of two seeds the interval is so wide that nothing should be advised by their mean.
 MIN_SEEDS = 3
-# Of `bench_sizes.py`: other shapes of a size, and an LSTM whose exact trainings ended 7 % apart.
-LEFT_OUT = (*bench_sizes.SHAPES, "LSTM, 1.2 M")
+# Of known.jsonl and sizes.jsonl, whose scripts are archived (README.md).
+ARCHIVED = RESULTS_FOLDER / "gaps-known-sizes.json"
 SHIPPED = Path(losses_module.__file__).with_name("loss_gaps.json")
 
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *of_known(), *of_sizes()]
+    found = [*of_adamw(), *of_quality_pages(), *archived()]
     return sorted(found, key=lambda gap: (gap.optimizer, gap.name, gap.members, gap.parameters, gap.source))
 
 
@@ -70,44 +64,11 @@ def of_adamw() -> Iterator[LossGap]:
                 yield from measured(code, percents(losses[method], losses.get(EXACT, {})), where)
 
 
-def of_known() -> Iterator[LossGap]:
-    """Of `bench_known.py`: losses. Other tasks have accuracies, or are of too few seeds."""
-    tasks: dict[str, InProcess] = {bench_known.LSTM: LSTMBytes(), bench_known.GPT2_SMALL: GPT2Small()}
-    for name, task in tasks.items():
-        # On no device it takes no memory.
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in task.model().parameters())
-        losses: dict[tuple[str, str, int], dict[int, float]] = {}
-        for run in bench_known.records(bench_known.RECORDS):
-            if run.task == name:
-                losses.setdefault((run.method, run.optimizer, run.steps), {})[run.seed] = run.score
-        for (method, optimizer, steps), by_seed in losses.items():
-            where = {"optimizer": optimizer, "members": task.members, "parameters": parameters}
-            where |= {"steps": steps, "source": f"benchmarks/results/{bench_known.RECORDS.name}"}
-            if method != EXACT and method in PER_STEP:
-                gaps = percents(by_seed, losses.get((EXACT, optimizer, steps), {}))
-                where |= {"is_recurrent": name == bench_known.LSTM}
-                yield from measured(str(PER_STEP[method]), gaps, where)
-
-
-def of_sizes() -> Iterator[LossGap]:
-    """Of `bench_sizes.py`: what the library has, at the usual rate and batch, of enough seeds."""
-    by_seed: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
-    for record in bench_sizes.records(bench_sizes.RECORDS):
-        run = record.run
-        is_usual = run.times_rate == 1 and run.windows == Run.windows and run.model not in LEFT_OUT
-        if is_usual and not run.is_tuning:
-            of_setting = by_seed.setdefault((run.model, run.steps, run.members), {})
-            of_setting.setdefault(run.method, {})[run.seed] = record.outcome.loss
-    for (model, steps, members), losses in by_seed.items():
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
-        where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
-        where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
-        for method in losses.keys() & bench_sizes.METHODS.keys() - {EXACT}:
-            gaps = percents(losses[method], losses.get(EXACT, {}))
-            if len(gaps) >= MIN_SEEDS:
-                yield from measured(str(bench_sizes.METHODS[method]), gaps, where)
+def archived() -> Iterator[LossGap]:
+    """Of trainings whose scripts are archived: of enough seeds, and only of what `attach` takes."""
+    for gap in json.loads(ARCHIVED.read_text())["gaps"]:
+        if gap["seeds"] >= MIN_SEEDS and not gap["name"].startswith("LocalSGD"):
+            yield LossGap(**{field.name: gap[field.name] for field in fields(LossGap)})
 
 
 def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:

@@ -31,7 +31,7 @@ from thinwire.cli.common import alone
 from thinwire.cli.probe import _counts, describe_streams, show
 from thinwire.comm import ProcessGroupTransport, Work
 from thinwire.errors import AgreementError, ConfigError
-from thinwire.lab import Link, Network
+from thinwire.lab import LinkSpec, Network
 from thinwire.probe import PairTiming, Probe, Timing, probe, prober
 from thinwire.probe.link_timings import nodes_of
 from thinwire.probe.prober import Prober, compare_streams
@@ -51,9 +51,9 @@ def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, 
 @pytest.mark.parametrize(
     ("network", "bits", "nodes", "budget_seconds"),
     [
-        (Network(2, Link("100mbit")), 100e6, [[0, 1]], 3),
-        (Network(2, Link("1gbit")), 1e9, [[0, 1]], 4),
-        (Network(2, Link("100mbit"), processes_per_machine=2), 100e6, [[0, 1], [2, 3]], 5),
+        (Network(2, LinkSpec("100mbit")), 100e6, [[0, 1]], 3),
+        (Network(2, LinkSpec("1gbit")), 1e9, [[0, 1]], 4),
+        (Network(2, LinkSpec("100mbit"), processes_per_machine=2), 100e6, [[0, 1], [2, 3]], 5),
     ],
     ids=["100mbit", "1gbit", "processes that are near each other"],
 )
