@@ -385,7 +385,7 @@ class _Bound(NamedTuple):
     wide: Sequence[torch.dtype | None]  # the type to which the matrices of each are copied
 
 
-def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
     if "residuals" not in group.bound:
         known = [error for error in group.errors if error is not None]
@@ -394,7 +394,8 @@ def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.
         if is_whole and accelerators.is_accelerator(group.matrices[0].device):
             is_whole = stack_view(known) is not None
         group.bound["residuals"] = group.errors if is_whole else None
-    if (residuals := group.bound["residuals"]) is not None:
+    residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
+    if residuals is not None:
         return residuals
     first, count = group.matrices[0], len(group.matrices)
     buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
