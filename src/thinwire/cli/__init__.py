@@ -19,7 +19,7 @@ __all__ = ["build_app", "main"]
 
 CLI_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
 SPELLED_ALIKE = 0.85  # the share of letters that a mistyped option has in common with what it may mean
-COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
+COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run", "attach")
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
             raise typer.Exit
 
     for name in COMMANDS:
-        # All that stands behind the script of `run` is the script's own, options too.
-        context = {"allow_interspersed_args": False} if name == "run" else None
+        # All that stands behind the script of `run`, or the command of `attach`, is its own, options too.
+        context = {"allow_interspersed_args": False} if name in ("run", "attach") else None
         app.command(cls=Command, context_settings=context)(
             getattr(import_module(f"thinwire.cli.{name}"), name)
         )
