@@ -52,7 +52,7 @@ LOOKED_UP = (
     "scaling.md",
     "speed.md",
 )
-STARTS = ("README.md", "install.md", "quickstart.md")
+STARTS = ("without-code.md", "README.md", "install.md", "quickstart.md")
 
 
 @pytest.mark.parametrize("name", sorted(PAGES.keys() - {*LOOKED_UP, *STARTS}))
