@@ -311,6 +311,7 @@ OTHERS = {
         "_enable_model_averaging",
         "_model_averager",
     },
+    "local_sgd/groups/torchft_client.py": {"_quorum_id"},
     "local_sgd/groups/torchft_group.py": {"_client", "_quorum_future", "_quorum_id"},
     "demo/train.py": {"_exit"},
 }
