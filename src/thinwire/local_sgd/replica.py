@@ -49,9 +49,9 @@ class Replica:
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
-        place, shards = self.inside.rank, self.inside.size
+        shard, shards = self.inside.rank, self.inside.size
         return {
-            name: self.pieces[name].cut(place, shards)(tensor).clone() if name in self.pieces else tensor
+            name: self.pieces[name].cut(shard, shards)(tensor).clone() if name in self.pieces else tensor
             for name, tensor in whole.items()
         }
 

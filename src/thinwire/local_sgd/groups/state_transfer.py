@@ -22,7 +22,7 @@ from thinwire.tensors.layout import local_tensor
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
 MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state comes in time
-PURPOSE = "handing a newcomer what it starts from"
+PURPOSE = "sending a newcomer what it starts from"
 
 
 def plain(value: Any) -> Any:
