@@ -122,10 +122,12 @@ test-wheel: wheel
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# Lines, files, duplicates, what `import thinwire` loads, and turns of phrase; with the places: add `--list`.
+# Lines, files, duplicates, what `import thinwire` loads, turns of phrase (with the places: add `--list`), and what a
+# step runs (with the functions: add `--show`).
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
 	$(BIN)/python tests/english.py
+	$(BIN)/python tests/trace_step.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py

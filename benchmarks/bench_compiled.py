@@ -65,7 +65,7 @@ def timed(
     def average() -> list[Coded]:
         return [
             kernels.averaged(
-                MeanArgs(message, blocks, blocks.own(0), codebook, None, lost=None, dtype=torch.float32)
+                MeanArgs(message, blocks, blocks.shares[0], codebook, None, lost=None, dtype=torch.float32)
             )
             for message, blocks in zip(sent, cut, strict=True)
         ]

@@ -33,7 +33,7 @@ import torch
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync import GradientSync
 from thinwire.sync.local_state import merge
-from thinwire.sync.state import check_kind, layout_of
+from thinwire.sync.state import check_kind, position_of
 from thinwire.sync.state_0_2 import updated
 
 __all__ = ["load", "load_local", "merge", "save", "save_local"]
@@ -108,22 +108,21 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         OSError: The file can't be opened.
     """
     path = Path(path)
-    read = _safetensors_in if path.suffix == SAFETENSORS else _torch_in
-    if path.suffix == SAFETENSORS:
-        _safetensors()
     # Opened once: who saves meanwhile puts a different file in its place.
     with path.open("rb") as file:
         if not file.peek(1):
             raise StateError(f"{path} can't be read: it is empty; load an earlier one")
         try:
-            state = read(file)
+            state = _read_safetensors(file) if path.suffix == SAFETENSORS else _read_torch(file)
             _check(state)
+        except MissingExtraError:
+            raise
         except Exception as error:  # readers raise what they like for what they can't read
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
 
 
-def _torch_in(file: IO[bytes]) -> Any:
+def _read_torch(file: IO[bytes]) -> Any:
     # torch.load does not compare the CRCs of its zip file.
     with zipfile.ZipFile(file) as archive:
         if (damaged := archive.testzip()) is not None:
@@ -133,7 +132,7 @@ def _torch_in(file: IO[bytes]) -> Any:
     return torch.load(file, weights_only=True, map_location="cpu")
 
 
-def _safetensors_in(file: IO[bytes]) -> Any:
+def _read_safetensors(file: IO[bytes]) -> Any:
     data = file.read()
     # A header of JSON, and before it its length in 8 bytes.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -184,8 +183,7 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
     folder = Path(folder)
     own = folder / LOCAL_NAME.format(sync.position.rank)
     state = load(own) if own.exists() else None
-    layout = None if state is None else layout_of(state)
-    if state is None or layout is None or layout.position != sync.position:
+    if state is None or position_of(state) != sync.position:
         files = sorted(folder.glob(LOCAL_NAME.format("*")))
         if not files:
             raise StateError(f"{folder} has no file of save_local(); load an earlier one")
@@ -195,7 +193,7 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
 
 def _check(state: object) -> None:
     """Refuse what is no state of a `GradientSync`, nor of a `LocalSGD`; who loads it checks the rest."""
-    check_kind(updated(state) if isinstance(state, Mapping) else state, {"version", "step"}, "state_dict()")
+    check_kind(updated(state), {"version", "step"}, "state_dict()")
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -25,8 +25,7 @@ from stand_ins import stand_ins
 from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
-from thinwire.local_sgd.groups import torchft_client
+from thinwire.local_sgd.groups import torchft_client, torchft_group
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -162,7 +161,7 @@ def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(gone.pid))
+    monkeypatch.setenv(torchft_group.LAUNCHER, str(gone.pid))
     with pytest.raises(CommunicationError, match=f"process {gone.pid}, which has started this member"):
         TorchftGroup("http://127.0.0.1:1")
 

@@ -61,6 +61,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     with Device() as device:
         with device.on(NCCL):
             pass
+        monkeypatch.setattr(streams, "WITHOUT_STREAMS", ())
         monkeypatch.setattr(streams, "current_stream", device.current_stream)
         monkeypatch.setattr(streams, "new_stream", device.new_stream)
         monkeypatch.setattr(streams, "launching_on", lambda stream: device.on(stream.number))
@@ -135,7 +136,7 @@ def test_a_planted_race_is_found(algorithm: Algorithm, monkeypatch: pytest.Monke
 def test_a_planted_early_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders a step's streams."""
     monkeypatch.setattr(streams.CommStream, "current_waits", lambda self: None)
-    device = train(PowerSGD(matrix_rank=2), LAYOUTS["a stream a bucket"], monkeypatch)
+    device = train(Quantize(bits=4), LAYOUTS["a stream a bucket"], monkeypatch)
     assert device.early_frees or device.races
 
 

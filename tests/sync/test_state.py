@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
+from sync.test_local_state import damaged
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
@@ -265,6 +267,20 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
     assert_same_state(simulation.state_dicts()[0], state)
 
 
+@pytest.mark.filterwarnings("ignore:.*of a different matrix rank")
+def test_any_damage_is_refused_in_words_or_loads(state: dict[str, Any]) -> None:
+    simulation, draw, refused = loaded(state, num_workers=1), random.Random(0), 0
+    for _ in range(300):
+        try:
+            simulation.syncs[0].load_state_dict(damaged(state, draw))
+        except StateError:
+            refused += 1
+            assert_same_state(simulation.state_dicts()[0], state)
+        else:
+            simulation.syncs[0].load_state_dict(state)
+    assert refused > 150
+
+
 def test_a_factor_of_a_large_bucket_is_taken() -> None:
     """Its matrix has whole cache lines as rows, and is not quite square."""
     layout = [(spec("wide", 1_050, 1_000), spec("bias", 7))]
@@ -285,7 +301,7 @@ def test_the_residual_is_averaged_in_messages_of_a_limited_size(
     limit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hundreds of parameters are not as many messages, nor a second residual on the device."""
-    monkeypatch.setattr(state_messages, "MESSAGE_BYTES", limit_bytes)
+    monkeypatch.setattr(state_messages, "MEAN_BYTES", limit_bytes)
     simulation = trained()
     own = [dict(engine.state.memory[ERROR]) for engine in simulation.engines]
     expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}

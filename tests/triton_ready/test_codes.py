@@ -49,7 +49,7 @@ def as_decoded(
     ("blocks", "drawn"), [(SHORT, False), (WHOLE, True)], ids=["short, nearest", "whole, drawn"]
 )
 def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -> None:
-    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.own(1)
+    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.shares[1]
     flat = numbers(blocks)
     for dtype in (torch.float16, torch.float32):
         # Some come out beyond fp16's range, and are cut off.

@@ -38,7 +38,7 @@ def new_engine(
     if isinstance(transport, ProcessGroupTransport):
         machines, uneven = machines_of(transport, layout)
         if layout is True and machines is None and not uneven:
-            why = why_by_itself(transport)
+            why = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
             if why and not transport.rank:
                 logger.warning("%s", why)
     return Engine(algorithm, transport, specs, settings, machines=machines)
@@ -88,7 +88,7 @@ class Shadow(JoinHook):
         self._adapter, self._step, self._end = adapter, step, end
 
     def main_hook(self) -> None:
-        # Leave first; otherwise `notify_join_context` would report this process as active.
+        # Leave first; otherwise the averaging would report this process as active to the join context.
         leave_join(self._adapter)
         self._step()
 

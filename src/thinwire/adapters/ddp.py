@@ -4,6 +4,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
@@ -22,17 +23,15 @@ from thinwire.adapters.common import (
     refuse_steps_inside,
 )
 from thinwire.adapters.ddp_model import (
+    PYTHON_REDUCER,
     DetachedAdapter,
     check_attachable,
     check_options,
-    completed_future,
     ddp_inside,
     ddp_model_of,
     ddp_models_with,
-    dense_buffer,
     guard,
     names_of,
-    new_future,
     not_pickled,
     num_trained,
     register,
@@ -44,9 +43,9 @@ from thinwire.adapters.ddp_used import Used
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
-from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
+from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync import Engine, GradientSync, Settings, streams
 from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
@@ -162,11 +161,12 @@ class DDPAdapter:
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
             at_end_of_backward(self._check_finished)
-        future = new_future(flat.device)
+        future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
         try:
             if contributor_scales:
                 divide_by_contributors(bucket.parameters(), flat)
-            with self._comm_stream.wait_for_current(flat.device):
+            beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
+            with beside:
                 # As one: while a bucket is opened, and processes agree, its gradients are ready and wait.
                 with self.engine.clock.inside(self.engine.traffic):
                     opened = self._open_bucket(bucket.parameters())
@@ -182,7 +182,7 @@ class DDPAdapter:
                 )
                 if is_last:
                     self._finish(step, is_pass=current != -1)
-            if is_last:
+            if is_last and not has_none:
                 self._comm_stream.current_waits()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
@@ -422,3 +422,35 @@ def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
     """Hand a bucket to the adapter whose turn it is: the hook that DDP is given."""
     adapter = state.adapter_now()  # the same one throughout a pass
     return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
+
+
+# A bucket, and the future that DDP waits for.
+
+
+def dense_buffer(bucket: GradBucket) -> torch.Tensor:
+    """Return a bucket's flat gradients."""
+    # The python reducer calls hooks as well, with gradients in place of buckets.
+    if not isinstance(bucket, GradBucket):
+        raise AttachError(PYTHON_REDUCER)
+    flat = bucket.buffer()
+    if flat.is_sparse:
+        words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
+        raise GradientError(f"{words}; build its Embedding with sparse=False")
+    if flat.is_complex():
+        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
+        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
+        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
+    return flat
+
+
+def new_future(device: torch.device) -> Future[torch.Tensor]:
+    """Return a future that DDP can wait for, of a tensor on `device`."""
+    # With a device, the future makes DDP's stream wait for queued work. It takes no CPU as a device.
+    return Future(devices=None if device.type == "cpu" else [device])
+
+
+def completed_future(flat: torch.Tensor) -> Future[torch.Tensor]:
+    """Return a bucket's gradients, done as they are: nothing is averaged."""
+    future = new_future(flat.device)
+    future.set_result(flat)
+    return future

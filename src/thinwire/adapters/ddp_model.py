@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import torch_private
 from thinwire.checks import shown
-from thinwire.errors import AttachError, GradientError, StateError, StepError
+from thinwire.errors import AttachError, StateError, StepError
 from thinwire.torch_private import ddp_logging_data, ddp_parameters, uncompiled
 
 # Torch's wrappers of a module show in the names of its parameters.
@@ -369,35 +369,3 @@ def not_pickled() -> StateError:
 
 class DetachedAdapter:
     """Takes the place of the adapter in a copy of an attached model."""
-
-
-# A bucket, and the future that DDP waits for.
-
-
-def dense_buffer(bucket: GradBucket) -> torch.Tensor:
-    """Return a bucket's flat gradients."""
-    # The python reducer calls hooks as well, with gradients in place of buckets.
-    if not isinstance(bucket, GradBucket):
-        raise AttachError(PYTHON_REDUCER)
-    flat = bucket.buffer()
-    if flat.is_sparse:
-        words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
-        raise GradientError(f"{words}; build its Embedding with sparse=False")
-    if flat.is_complex():
-        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
-        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
-        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
-    return flat
-
-
-def new_future(device: torch.device) -> Future[torch.Tensor]:
-    """Return a future that DDP can wait for, of a tensor on `device`."""
-    # With a device, the future makes DDP's stream wait for queued work. It takes no CPU as a device.
-    return Future(devices=None if device.type == "cpu" else [device])
-
-
-def completed_future(flat: torch.Tensor) -> Future[torch.Tensor]:
-    """Return a bucket's gradients, done as they are: nothing is averaged."""
-    future = new_future(flat.device)
-    future.set_result(flat)
-    return future

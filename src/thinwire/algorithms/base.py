@@ -76,6 +76,9 @@ class Slot:
         default=None, compare=False, repr=False
     )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for hundreds of times a step
+
     def __post_init__(self) -> None:
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
@@ -105,7 +108,10 @@ class Memory:
 
     def __getitem__(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the tensors of a slot by label, to read and to write."""
-        return self.slots.setdefault(slot, {})
+        tensors = self.slots.get(slot)
+        if tensors is None:
+            tensors = self.slots[slot] = {}
+        return tensors
 
     def copied(self, labels: Collection[str]) -> Memory:
         """Return a memory with copies of what is kept under some labels."""
@@ -134,29 +140,6 @@ class Memory:
                 else:
                     tensors[label] = was
 
-    def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
-        """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
-
-        What was written where nothing of its shape was before becomes zeros. To take back what was dropped
-        costs a host synchronisation.
-
-        Args:
-            is_healthy: One bool.
-            before: From `copied`, with the same labels.
-            labels: What the writer may have touched.
-        """
-        for slot, tensors in self.slots.items():
-            old = before[slot]
-            dropped = old.keys() - tensors.keys()
-            # A key is the host's, so here it waits for the device.
-            if dropped and not is_healthy:
-                tensors.update({label: old[label] for label in dropped})
-            for label in (key for key in labels if key in tensors and key not in dropped):
-                new, was = tensors[label], old.get(label)
-                # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
-                kept = torch.zeros_like(new) if was is None or was.shape != new.shape else was
-                torch.where(is_healthy.to(new.device), new, kept, out=new)
-
 
 class Diagnosis(NamedTuple):
     """How well the last step's approximations were, by route.
@@ -176,6 +159,8 @@ class Diagnosis(NamedTuple):
 @dataclass(frozen=True)
 class BucketPlan(ABC):
     """How a bucket travels: made once from shapes, printed, executed.
+
+    Only `run` must be written.
 
     Attributes:
         specs: The bucket's parameters, in the order of their gradients.
@@ -199,10 +184,19 @@ class BucketPlan(ABC):
         """
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(spec.name for spec in self.specs)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The elements of each parameter."""
+        return [spec.numel for spec in self.specs]
+
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels that memory may have for tensors of this bucket."""
-        names = [spec.name for spec in self.specs]
-        return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
+        return tuple(dict.fromkeys([*self.names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
         """Return the names of kernels that all members must have in common; none if all give the same."""
@@ -222,10 +216,16 @@ class BucketPlan(ABC):
 
 
 class Algorithm(ABC):
-    """How gradients become their mean over the group: what the user wrote; frozen, it never changes."""
+    """How gradients become their mean over the group: what the user wrote; frozen, it never changes.
+
+    An algorithm of your own needs three things: `slots`, all that its plans remember; `prepare`, which plans
+    a bucket; and `run` of that plan, which averages it. All else has a default.
+    """
 
     # All that its plans remember and write.
     slots: ClassVar[tuple[Slot, ...]] = ()
+
+    # Optional from here on.
 
     # Settings that are shown even with their default.
     always_shown: ClassVar[tuple[str, ...]] = ()

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR, WithResidual, keep_remainder, with_residual
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -19,10 +19,7 @@ class _Uncompressed(Algorithm):
     """Remembers nothing, and divides anywhere."""
 
     slots = (ERROR,)
-
-    @property
-    def remembers(self) -> bool:
-        return False
+    remembers = False
 
     @property
     def split_granularity(self) -> int:
@@ -65,20 +62,25 @@ class UncompressedPlan(BucketPlan):
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round, of the flat gradient."""
-        yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
+        yield from average_uncompressed(self.names, bucket, memory, self.wire_dtype)
 
 
-def exchange_uncompressed(
-    bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
+def average_uncompressed(
+    names: Sequence[str],
+    bucket: Bucket,
+    memory: Memory,
+    wire_dtype: torch.dtype | None,
+    *,
+    always_checks: bool = False,
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
-    has_residual = not memory[ERROR].keys().isdisjoint(names)
-    sent = (
-        with_residual(bucket, memory, range(len(names)), wire_dtype) if has_residual else WithResidual([], {})
-    )
-    message = torch.cat(sent.parts) if has_residual else bucket.flat
+    residuals = memory.slots.get(ERROR) if memory.slots else None
+    has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
+    message = bucket.flat
+    if has_residual:
+        sent = with_residual(bucket, memory, names, bucket.gradients, wire_dtype)
+        message = torch.cat(sent.parts)
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
     # Without a residual the bucket travels where it lies, and its mean comes back there.
     if mean is not bucket.flat:

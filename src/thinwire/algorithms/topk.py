@@ -153,7 +153,14 @@ class TopKPlan(BucketPlan):
     message: TopKMessage
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
-        """One round; none for a bucket without elements."""
+        """Average the bucket by the largest entries of each chunk, in one round; in none without elements.
+
+        1. values ← gradient + error_decay · residual.
+        2. Of each chunk take the entries of largest magnitude, in few bits, with their positions.
+        3. Gather what all members have taken.
+        4. Behind the commit: residual ← values less what this member has sent; gradient ← the sum of what was
+           sent of an entry, over those that have sent it, or over all members (`merge`).
+        """
         if not self.message.parts:
             yield Commit(all_finite, writes=False)
             return
@@ -192,7 +199,7 @@ class TopKPlan(BucketPlan):
     def _in_passes(
         self, bucket: Bucket, memory: Memory, passes: EntryPasses, layout: EntryLayout
     ) -> Requests:
-        """Exchange by kernels that read the gradients and residuals themselves."""
+        """Take the same steps by kernels that read the gradients and residuals themselves."""
         names, sizes = [spec.name for spec in self.specs], [spec.numel for spec in self.specs]
         error = _joined(names, memory[ERROR], sizes, bucket.flat.new_empty(0, dtype=torch.float32))
         wanted = TopKQuery(bucket.flat, error, self.config.error_decay, bucket.loss_scale)

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.transport import CombinedWork, Message, Transport
+from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import CommunicationError
 
 Result = TypeVar("Result")
@@ -201,7 +201,7 @@ class InProcessTransport(Transport):
         """Break off what is under way, for all members: what has not arrived never will."""
         self._room.is_broken = True
 
-    def start(self, message: Message) -> CombinedWork:
+    def start(self, message: Message) -> Work:
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Matched by order alone, as backends do it; but what differs is refused here; they would hang.

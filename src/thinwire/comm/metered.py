@@ -135,8 +135,8 @@ class Note:
 
     Attributes:
         collective: What carried it.
-        shape: Of the tensor that this member handed over.
-        dtype: Of the same.
+        shape: Of this rank's tensor.
+        dtype: Of the same tensor.
         purpose: As its sender gave it.
         sent_at: When it was sent, by the clock of `Recording`.
         awaited_at: When its sender first waited for it; None before that.
@@ -151,7 +151,7 @@ class Note:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes that this member handed over."""
+        """Bytes of this rank's tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
-from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
-from thinwire.adapters.ddp_model import dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, dense_buffer
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, translated
@@ -44,9 +43,9 @@ class StepOptions(TypedDict, total=False):
     machines: Layout
 
 
-def _setting(name: str, doc: str) -> property:
-    """Return a property for a setting of the algorithm, by torch's name."""
-    return property(lambda state: state._get(name), lambda state, value: state._set(name, value), doc=doc)
+def _setting(name: str) -> property:
+    """Return a property for a setting of the algorithm that can be set, by torch's name."""
+    return property(lambda state: state._get(name), lambda state, value: state._set(name, value))
 
 
 class PowerSGDState:
@@ -133,17 +132,11 @@ class PowerSGDState:
         self._loaded: dict[str, Any] | None = None
         self._strict = True
 
-    matrix_approximation_rank = _setting(
-        "matrix_approximation_rank", "Matrix rank of the factors; may be set."
-    )
-    start_powerSGD_iter = _setting(
-        "start_powerSGD_iter", "Committed steps that average uncompressed gradients; may be set."
-    )
-    min_compression_rate = _setting(
-        "min_compression_rate", "A matrix is compressed only if that shrinks it more than this; may be set."
-    )
-    use_error_feedback = _setting("use_error_feedback", "Whether errors are fed back; may be set.")
-    warm_start = _setting("warm_start", "Whether a step starts from the last one's factor; may be set.")
+    matrix_approximation_rank = _setting("matrix_approximation_rank")
+    start_powerSGD_iter = _setting("start_powerSGD_iter")
+    min_compression_rate = _setting("min_compression_rate")
+    use_error_feedback = _setting("use_error_feedback")
+    warm_start = _setting("warm_start")
 
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or the last known one if `sync.use` has put another."""

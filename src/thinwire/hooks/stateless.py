@@ -11,8 +11,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.adapters.common import divide_by_contributors
-from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
-from thinwire.adapters.ddp_model import completed_future, dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, completed_future, dense_buffer
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number

@@ -48,14 +48,14 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     # The same package under its older name. With both installed, Trainers of the two don't mix.
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
-        from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus  # type: ignore[assignment]
+        from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
     except ImportError:
         raise MissingExtraError(
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
@@ -155,8 +155,8 @@ class ThinwireStrategy(DDPStrategy):
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self.local: ModelAverager | None = None
         self.auto: Auto | None = None
-        # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
-        self._is_training = False
+        # Enters `local`, which is made before a checkpoint is restored, and outlives the training.
+        self._averages: _AveragesModels | None = None
         self._sync: GradientSync | None = None
         self._before: GradientSync | None = None
         self._module: torch.nn.Module | None = None
@@ -222,16 +222,9 @@ class ThinwireStrategy(DDPStrategy):
             return
         if self.local.has_state:  # a learning-rate finder has trained before
             self._make_local()
-        # First of all at the end: others load the best model then, or a moving average.
         assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer  # its callbacks are not declared
-        trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
-        self.local.__enter__()
-        self._is_training = True
-
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._average()
+        self._averages = _AveragesModels(self.local)
+        self._averages.begin(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, of the averaged model. Collective in training, as checkpoints are.
@@ -239,33 +232,12 @@ class ThinwireStrategy(DDPStrategy):
         But what is saved when an exception has ended the training is this process's own model.
         """
         # Lightning calls it on every process, and only then takes the callbacks' own states.
-        self._average()
+        if self._averages is not None:
+            self._averages.average()
         return super().lightning_module_state_dict()
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._leave(None)
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._leave(type(exception))
-
-    def _average(self) -> None:
-        # Before training, in its sanity check, and after it there is one model anyway.
-        if self.local is None or not self._is_training:
-            return
-        assert self.lightning_module is not None
-        # Callbacks save on an exception before `on_exception` here: other processes may be anywhere.
-        if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
-            self.local.average()
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
-        if self.local is not None and self._is_training:
-            self._is_training = False
-            self.local.__exit__(kind, None, None)
-
     def _register_ddp_hooks(self) -> None:
-        self.local, self.auto, self._is_training = None, None, False
+        self.local, self.auto, self._averages = None, None, None
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
             register_ddp_comm_hook(
@@ -290,16 +262,39 @@ class ThinwireStrategy(DDPStrategy):
         self._sync, self._module = sync, self.model.module
 
 
-class _LeavesFirst(Callback):
-    """Lets a strategy average what is left before the other callbacks hear that training has ended."""
+class _AveragesModels(Callback):
+    """Averages models around a training: before validations and checkpoints, and at the end."""
 
-    def __init__(self, strategy: ThinwireStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, local: ModelAverager) -> None:
+        self._local, self._is_open = local, False
+
+    def begin(self, trainer: Any) -> None:  # whose callbacks are not declared
+        """Enter: all processes take the first one's model, unless a state was loaded. Collective."""
+        # First of all: at the end others load the best model, or a moving average.
+        trainer.callbacks = [self, *trainer.callbacks]
+        self._local.__enter__()
+        self._is_open = True
+
+    def average(self) -> None:
+        """Average the models. Collective in training; before and after it there is one model anyway."""
+        if self._is_open:
+            self._local.average()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy._leave(None)
-        of_trainer: Any = trainer
-        of_trainer.callbacks = [callback for callback in of_trainer.callbacks if callback is not self]
+        self._end(trainer, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Nothing is sent: other processes may be anywhere. Callbacks that save now do so after this.
+        self._end(trainer, type(exception))
+
+    def _end(self, trainer: Any, kind: type[BaseException] | None) -> None:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+        if self._is_open:
+            self._is_open = False
+            self._local.__exit__(kind, None, None)
 
 
 class ThinwireCallback(Callback):
@@ -363,31 +358,19 @@ class ThinwireCallback(Callback):
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.local = new_local(self._make, pl_module, optimizer, scaler)
-        # First of all at the end, when others load the best model, or a moving average.
-        of_trainer: Any = trainer
-        of_trainer.callbacks = [self, *(other for other in of_trainer.callbacks if other is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
-        self.local.__enter__()
+        _AveragesModels(self.local).begin(trainer)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 catch_up(config.scheduler, self.local.steps // config.frequency)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.local is not None:
-            self.local.average()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave(None)
+        self.local = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave(type(exception))
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
-        local, self.local = self.local, None
-        if local is not None:
-            local.__exit__(kind, None, None)
+        self.local = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
         # A member that joins takes over the others' count, which is not its Trainer's.

@@ -50,8 +50,8 @@ class Kernels:
     stays bounded, and the mean of the residuals is the same.
     """
 
-    write: Callable[[Sequence[Write]], list[torch.Tensor]]
-    """Writes what a step leaves. Returns each item's target or, if that stays, a tensor in its place."""
+    write: Callable[[Sequence[Write]], None]
+    """Writes what a step leaves, in place."""
 
     orthonormal_rows: Callable[[Sequence[Rows]], list[torch.Tensor]]
     """An orthonormal basis of the rows of every matrix: new tensors of the same shapes and types.

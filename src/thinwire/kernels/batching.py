@@ -16,7 +16,11 @@ def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> li
     """Return the items of each kind, by index."""
     found: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
-        found.setdefault(kind(item), []).append(index)
+        key = kind(item)
+        if key in found:
+            found[key].append(index)
+        else:
+            found[key] = [index]
     return list(found.values())
 
 
@@ -35,6 +39,8 @@ def batched(
 ) -> list[Result]:
     """Compute results for all items, those of one kind in one call; return them in the items' order."""
     groups = group_indices(items, kind)
+    if len(groups) == 1:
+        return list(compute(list(items)))
     return in_order(groups, [compute([items[index] for index in group]) for group in groups])
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.batching import batched, group_indices, in_order, split_as
+from thinwire.kernels.batching import group_indices, in_order, split_as
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
     MatmulBatch,
@@ -41,7 +41,7 @@ SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once, and write it once if its residual is added."""
     lefts = []
-    for group, right, loss_scale, add_error in items:
+    for group, right, loss_scale, add_error, _ in items:
         # It has the factor's type: the message is made of what is written here, without a copy.
         left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
         for k, rows, matrix, error in _parts(group.matrices, group.errors if add_error else None):
@@ -55,7 +55,7 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; if its residual is added, that is done before."""
     owns = []
-    for group, left, loss_scale, add_error in items:
+    for group, left, loss_scale, add_error, _ in items:
         own = left.new_empty(len(left), group.matrix_rank, group.matrices[0].shape[1])
         if add_error:
             add_errors(group, loss_scale)
@@ -111,30 +111,20 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
                 SUM[matrix.dim()](matrix, left[k, :, rows].mT, right[k], out=matrix)
 
 
-def write(items: Sequence[Write]) -> list[torch.Tensor]:
-    """Take a few launches for all items of one type."""
+def write(items: Sequence[Write]) -> None:
+    """Take a few launches for all items of one pair of types."""
     is_healthy = items[0].is_healthy
-
-    def written(some: list[Write]) -> Sequence[torch.Tensor]:
-        targets = [item.target for item in some]
-        healthy = [item.healthy for item in some if item.healthy is not None]
-        if healthy:
-            torch._foreach_copy_(targets, healthy)
-            if is_healthy is not None:
-                # One times a number is that number, to the bit. There is no operation that fills many tensors
-                # where a condition holds.
-                torch._foreach_mul_(targets, _one_or_nan(is_healthy).to(targets[0].dtype))
-        old = [item.unhealthy for item in some if item.unhealthy is not None]
-        if healthy or not old or is_healthy is None:
-            return targets
-        # The old ones are one already, if the step before has returned them.
-        chosen = torch.where(is_healthy, concat_view(targets), concat_view(old))
-        return split_as(chosen, [target.shape for target in targets])
-
-    def kind(item: Write) -> tuple[torch.dtype, torch.dtype | None, bool]:
-        return item.target.dtype, None if item.healthy is None else item.healthy.dtype, item.unhealthy is None
-
-    return batched(items, kind, written)
+    for indices in group_indices(items, lambda item: (item.target.dtype, item.healthy.dtype, item.stays)):
+        targets, healthy = [items[i].target for i in indices], [items[i].healthy for i in indices]
+        stays = items[indices[0]].stays
+        if is_healthy is not None and stays:
+            chosen = torch.where(is_healthy, concat_view(healthy), concat_view(targets))
+            healthy = split_as(chosen, [target.shape for target in targets])
+        torch._foreach_copy_(targets, healthy)
+        if is_healthy is not None and not stays:
+            # One times a number is that number, to the bit. There is no operation that fills many tensors
+            # where a condition holds.
+            torch._foreach_mul_(targets, _one_or_nan(is_healthy).to(targets[0].dtype))
 
 
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:

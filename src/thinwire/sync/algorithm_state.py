@@ -14,7 +14,6 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync.partition import IntraNodePartition, Ranges
 from thinwire.sync.state import (
     Cuts,
-    Layout,
     Position,
     SavedState,
     Tensors,
@@ -24,7 +23,7 @@ from thinwire.sync.state import (
     pack,
     tensors_to_save,
 )
-from thinwire.sync.state_messages import assemble, average_local, combine, parts_of, parts_of_all
+from thinwire.sync.state_messages import add_up, assemble, average_local, parts_of, parts_of_all
 from thinwire.tensors import accelerators
 
 # Steps of which the host does not learn whether they were finite, counted in one launch.
@@ -214,7 +213,10 @@ class AlgorithmState:
             average_local(self.memory, specs, device, self._inter_node, purpose)
         if self.pending_of != "all":
             self.add_up_pending()
-            combine(self.pending_state, self._inter_node, "mean", purpose, names=self.unsynced_names)
+            local = {slot: tensors for slot, tensors in self.pending_state.items() if slot.is_local}
+            for slot, tensors in add_up(local, self._inter_node).items():
+                means = {name: tensor / self._inter_node.size for name, tensor in tensors.items()}
+                self.pending_state[slot] = means
             self.pending_of = "all"
         self.unsynced_names.clear()
         return self._saved(algorithm, self.memory, self.pending_state)
@@ -226,7 +228,7 @@ class AlgorithmState:
         is_mine = self._partition is None or self.pending_of == "process" or not position.local_rank
         pending = self.pending_state if is_mine else {}
         saved = self._saved(algorithm, self.memory, pending, of_all=False)
-        return saved._replace(layout=Layout(position, tuple(sorted(self.unsynced_names)), cuts))
+        return saved._replace(position=position, cuts=cuts)
 
     def common_state(self, algorithm: Algorithm) -> dict[str, Any]:
         """Return the state without what differs between processes, for one that joins; no message is sent."""
@@ -268,12 +270,12 @@ class AlgorithmState:
         )
         # Into memory when buckets are opened: its order there, and the device, are not known before.
         self.pending_state = {s: tensors for s, tensors in slots.items() if s.is_elementwise}
-        self.pending_of = "all" if loaded.layout is None else "process"
+        self.pending_of = "all" if loaded.position is None else "process"
         if self._partition is not None:
             self._partition.forget()
         self.may_remember, self.torn = True, ""
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
-        self.unsynced_names = set() if loaded.layout is None else set(loaded.layout.differing)
+        self.unsynced_names = set() if loaded.position is None else set(loaded.shapes)
         self.loaded_digest = loaded.digest
         self.unchecked = None if self.all_known else loaded
 
@@ -286,9 +288,7 @@ class AlgorithmState:
     def add_up_pending(self) -> None:
         """Add up what processes of this machine have loaded, each its part. Collective inside, once."""
         if self._partition is not None and self.pending_of == "process":
-            combine(
-                self.pending_state, self._partition.intra_node, "sum", "adding up what a machine has loaded"
-            )
+            self.pending_state = add_up(self.pending_state, self._partition.intra_node)
             self.pending_of = "machine"
 
     def take_pending(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from thinwire.comm import Traffic
-from thinwire.sync.streams import record_event
+from thinwire.sync.streams import WITHOUT_STREAMS, record_event
 
 
 class StepClock:
@@ -49,7 +49,7 @@ class StepClock:
             self._ready = (
                 start,
                 self.device,
-                None if self.device.type == "cpu" else record_event(self.device),
+                None if self.device.type in WITHOUT_STREAMS else record_event(self.device),
             )
         try:
             yield

@@ -279,10 +279,10 @@ class Engine:
         """
         self.check_between_steps("load_state_dict()")
         loaded = read_state(state, self.algorithm.slots)
-        if loaded.layout is not None:
-            check_position(loaded.layout.position, position)
+        if loaded.position is not None:
+            check_position(loaded.position, position)
         if self.state.all_known:
-            specs = self.state.specs if whole is None or loaded.layout is not None else whole
+            specs = self.state.specs if whole is None or loaded.position is not None else whole
             check_model(loaded, specs, strict=strict)
         return loaded
 

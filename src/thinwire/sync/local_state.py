@@ -10,7 +10,7 @@ import torch
 from thinwire.algorithms import Slot
 from thinwire.errors import StateError
 from thinwire.plan import SHARD_MARK
-from thinwire.sync.state import Layout, SavedState, Tensors, pack, read_state
+from thinwire.sync.state import Position, SavedState, Tensors, pack, read_state
 from thinwire.tensors.layout import shape_of_shard, shard_of
 
 
@@ -29,15 +29,14 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """
     first: SavedState | None = None
     first_run: object = None
-    ranks, local_ranks = set[int](), set[int]()
+    ranks = set[int]()
     merged: Tensors = {}
     dtypes = dict[tuple[Slot, str], torch.dtype]()
     for state in states:
         loaded = read_state(state)
-        if loaded.layout is None:
+        if (position := loaded.position) is None:
             raise StateError("expected a state made by local_state_dict(), got one of all processes")
-        position, _, cuts = loaded.layout
-        run = (position.world_size, position.local_size, cuts, loaded.digest)
+        run = (position.world_size, position.local_size, loaded.cuts, loaded.digest)
         if first is None:
             first, first_run, num_processes = loaded, run, position.world_size
         if run != first_run or position.rank in ranks:
@@ -45,9 +44,8 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 "the states are not of one step of one run, or one is there twice; merge those that were "
                 "saved together"
             )
-        _add(loaded, loaded.layout, merged, dtypes, is_first=position.local_rank not in local_ranks)
+        _add(loaded, position, merged, dtypes)
         ranks.add(position.rank)
-        local_ranks.add(position.local_rank)
     if first is None or ranks != set(range(num_processes)):
         listed = ", ".join(map(str, sorted(ranks))) or "none"
         raise StateError(
@@ -55,29 +53,23 @@ def merge(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         )
     for (slot, label), dtype in dtypes.items():
         merged[slot][label] = merged[slot][label].to(dtype)
-    cuts = first.layout.cuts if first.layout else {}
-    shapes = {name: shape for name, (shape, _) in cuts.items()} or first.shapes
-    return pack(first._replace(shapes=shapes, slots=merged, layout=None))
+    shapes = {name: shape for name, (shape, _) in first.cuts.items()} or first.shapes
+    return pack(first._replace(shapes=shapes, slots=merged, position=None))
 
 
 def _add(
-    loaded: SavedState,
-    layout: Layout,
-    merged: Tensors,
-    dtypes: dict[tuple[Slot, str], torch.dtype],
-    *,
-    is_first: bool,
+    loaded: SavedState, position: Position, merged: Tensors, dtypes: dict[tuple[Slot, str], torch.dtype]
 ) -> None:
-    """Add the state of one process to those before it; it may be the first of its local rank."""
-    (_, world_size, local_rank, local_size, _), _, cuts = layout
+    """Add the state of one process to those before it."""
+    (_, world_size, local_rank, local_size, _), cuts = position, loaded.cuts
     for slot, tensors in loaded.slots.items():
         of_slot = merged.setdefault(slot, {})
         for label, tensor in tensors.items():
             if not slot.is_elementwise:
                 of_slot.setdefault(of_shard(label, local_rank, local_size) if cuts else label, tensor)
                 continue
-            # Each process of a machine has its part, and zeros; machines average. So do replicas, of
-            # which each process has a shard, or all of what is not cut.
+            # The mean over machines, of which each process has its part, and zeros; or over replicas, of
+            # which each has a shard, or all of what is not cut.
             shape, dim = cuts.get(label, (tuple(tensor.shape), None))
             dtypes[slot, label] = tensor.dtype
             whole = of_slot.setdefault(label, torch.zeros(shape, dtype=torch.float64))
@@ -86,10 +78,11 @@ def _add(
                     f"the {slot.name} of {label} has shape {tuple(tensor.shape)}, which is no part of "
                     f"{tuple(whole.shape)}; merge states that were saved together"
                 )
-            is_other = bool(cuts) and dim is None and local_rank > 0
-            if (slot.is_local or is_first) and not is_other:
-                share = tensor.double() / (world_size // local_size if slot.is_local else 1)
-                (whole if dim is None else shard_of(whole, dim, local_rank, local_size)).add_(share)
+            share = tensor.double() / (world_size // local_size)
+            if dim is not None:
+                shard_of(whole, dim, local_rank, local_size).add_(share)
+            elif not cuts or local_rank == 0:
+                whole.add_(share)
 
 
 def of_shard(label: str, shard: int, num_shards: int) -> str:

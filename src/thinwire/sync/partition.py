@@ -16,7 +16,7 @@ from thinwire.algorithms.registry import SLOTS
 from thinwire.comm import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
 from thinwire.sync.state import names_in
-from thinwire.sync.state_messages import Part
+from thinwire.sync.state_messages import StatePart
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -273,6 +273,6 @@ class IntraNodePartition:
             if _length(some):
                 tensors[name] = whole[some].clone()
 
-    def view_of(self, part: Part, whole: torch.Tensor) -> torch.Tensor:
+    def view_of(self, part: StatePart, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter that a process of this machine holds, flat."""
         return whole.as_strided((whole.numel(),), (1,))[self._held[part.label][part.rank]]

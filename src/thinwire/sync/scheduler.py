@@ -77,6 +77,11 @@ class Task:
             )
         if isinstance(self.request, Commit):
             self.gate = self.request
+            if not isinstance(self.gate.is_healthy, AllFinite) and not callable(self.gate.is_healthy):
+                raise ConfigError(
+                    f"Commit takes a function, got {type(self.gate.is_healthy).__name__}; write "
+                    "Commit(lambda: all_finite(mean))"
+                )
 
 
 class CollectiveScheduler:
@@ -161,10 +166,6 @@ class CollectiveScheduler:
             # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
             round_.packed, round_.works = [], []
         _compute_jointly(tasks)
-        return self._waiting(tasks)
-
-    def _waiting(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks that stand at a message, and note which of the others will write memory."""
         waiting = []
         for task in tasks:
             if isinstance(task.request, Commit):
@@ -180,7 +181,8 @@ class CollectiveScheduler:
             if isinstance(task.request, Mean):
                 # In the type of what is sent anyway: a separate message would cost a latency more.
                 task.request = Mean(task.request.tensor.to(means[0]))
-        return self._waiting(self._closing)
+        self.writes = True
+        return [task for task in self._closing if task.gate is None]
 
     def _send(self, tasks: Sequence[Task], purpose: str) -> None:
         later = Round(tasks, self._size, purpose)
@@ -267,7 +269,13 @@ def _one_bool(answer: object) -> torch.Tensor:
 def _compute_jointly(tasks: Sequence[Task]) -> None:
     """Serve what tasks want computed, those that name one function together, until none wants anything."""
     # Again and again: with its answer a task may want the next thing computed.
-    while wanted := [(task, task.request) for task in tasks if isinstance(task.request, Jointly)]:
+    while True:
+        wanted = []
+        for task in tasks:
+            if isinstance(task.request, Jointly):
+                wanted.append((task, task.request))
+        if not wanted:
+            return
         function = wanted[0][1].function
         served = [(task, request.items) for task, request in wanted if request.function is function]
         items = [item for _, of_task in served for item in of_task]

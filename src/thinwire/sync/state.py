@@ -6,7 +6,7 @@ A state is a mapping of plain values and tensors on the CPU:
     parameters      ((name, shape), …) of all that are trained
     slots           ((slot, (is_local, is_elementwise)), …)
     error, …        for each slot ((name, tensor), …), elementwise ones in the parameter's shape
-    layout          of one process alone: which one, and which part of the work it has
+    layout          if one process has saved it for itself: a `Position`, and "cuts" of a sharded model
 
 Pairs stand in tuples: `torch.distributed.checkpoint` takes mappings apart, and fills in only the keys that
 are there when it loads. So a fresh run has the slots of every algorithm.
@@ -31,6 +31,7 @@ from thinwire.sync import state_0_2
 FORMAT = 5
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 EARLIER, SAME_MODEL = "load an earlier state", "load the state of the same model"  # what errors advise
 
 Tensors: TypeAlias = dict[Slot, dict[str, torch.Tensor]]
@@ -54,14 +55,6 @@ class Position(NamedTuple):
         return f"process {self.rank} of {self.world_size}, {self.local_size} a machine{where}"
 
 
-class Layout(NamedTuple):
-    """What the state of one process says of that process."""
-
-    position: Position
-    differing: tuple[str, ...] = ()  # parameters whose local tensors are no mean over the processes
-    cuts: Cuts = {}  # noqa: RUF012 - never written
-
-
 class SavedState(NamedTuple):
     """A state, unpacked."""
 
@@ -70,12 +63,13 @@ class SavedState(NamedTuple):
     skipped_steps: int  # that were not finite
     shapes: Mapping[str, tuple[int, ...]]  # of all the parameters that are trained, by name
     slots: Tensors
-    layout: Layout | None = None  # None in the state of all processes
+    position: Position | None = None  # of the process that has saved it for itself; None if it is of all
+    cuts: Cuts = {}  # noqa: RUF012 - never written
     digest: int = 0  # for processes to compare what they have loaded
 
 
 def tensors_to_save(
-    algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], unclaimed: Tensors
+    algorithm: Algorithm, memory: Memory, specs: Mapping[str, ParameterSpec], pending: Tensors
 ) -> Tensors:
     """Return what is remembered as copies on the CPU, with what was loaded and is not in memory yet."""
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
@@ -90,7 +84,7 @@ def tensors_to_save(
             else:
                 tensors[label] = tensor.to("cpu", copy=True)
         # What was loaded for a bucket that has not come yet is still to be sent.
-        tensors |= {name: tensor.clone() for name, tensor in unclaimed.get(slot, {}).items()}
+        tensors |= {name: tensor.clone() for name, tensor in pending.get(slot, {}).items()}
     return slots
 
 
@@ -106,13 +100,8 @@ def pack(state: SavedState) -> dict[str, Any]:
     }
     for slot, tensors in state.slots.items():
         packed[slot.name] = tuple((label, tensors[label].contiguous()) for label in sorted(tensors))
-    if state.layout is not None:
-        position, differing, cuts = state.layout
-        packed["layout"] = {
-            **position._asdict(),
-            "differing": differing,
-            "cuts": tuple(sorted(cuts.items())),
-        }
+    if state.position is not None:
+        packed["layout"] = {**state.position._asdict(), "cuts": tuple(sorted(state.cuts.items()))}
     return packed
 
 
@@ -143,8 +132,7 @@ def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
 
 
 def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
-    if isinstance(state, Mapping):
-        state = state_0_2.updated(state)
+    state = state_0_2.updated(state)
     check_kind(state, KEYS, "state_dict()")
     slots: Tensors = {}
     for name, (is_local, is_elementwise) in state["slots"]:
@@ -159,25 +147,30 @@ def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
         whole_number("skipped_steps", state["skipped_steps"], minimum=0, error=StateError),
         {name: tuple(map(int, shape)) for name, shape in state["parameters"]},
         slots,
-        layout_of(state),
+        position_of(state),
+        _cuts_of(state),
     )
     return loaded._replace(digest=_digest(loaded))
 
 
-def layout_of(state: Mapping[str, Any]) -> Layout | None:
+def position_of(state: Mapping[str, Any]) -> Position | None:
     """Return which process has saved a state for itself; None if it is of all processes."""
-    values = state_0_2.updated(state).get("layout")
-    if values is None:
+    layout = state_0_2.updated(state).get("layout")
+    if layout is None:
         return None
-    rank, world_size, local_rank, local_size = (int(values[name]) for name in Position._fields[:4])
-    machines = values["machines"] and tuple(map(tuple, values["machines"]))
+    rank, world_size, local_rank, local_size = (int(layout[name]) for name in Position._fields[:4])
+    machines = layout["machines"] and tuple(map(tuple, layout["machines"]))
     position = Position(rank, world_size, local_rank, local_size, machines)
     if not (0 <= rank < world_size and 0 <= local_rank < local_size) or world_size % local_size:
         raise StateError(f"the state is of {position}, which can't be; {EARLIER}")
-    cuts = {name: (tuple(map(int, shape)), dim) for name, (shape, dim) in values["cuts"]}
-    if any(dim is not None and dim not in range(len(shape)) for shape, dim in cuts.values()):
-        raise StateError(f"the state is cut along dimensions that its parameters do not have; {EARLIER}")
-    return Layout(position, tuple(map(str, values["differing"])), cuts)
+    return position
+
+
+def _cuts_of(state: Mapping[str, Any]) -> Cuts:
+    cuts: Cuts = {}
+    for name, (shape, dim) in state.get("layout", {}).get("cuts", ()):
+        cuts[name] = (tuple(map(int, shape)), None if dim is None else range(len(shape))[dim])
+    return cuts
 
 
 def _copied(tensor: object) -> torch.Tensor:
@@ -206,13 +199,12 @@ def _check_inside(loaded: SavedState) -> None:
 
 def _digest(loaded: SavedState) -> int:
     """Digest what all processes must have loaded alike: without what one process has saved of its own."""
-    algorithm, step, skipped_steps, shapes, slots, layout, _ = loaded
-    if layout is None:
-        return digest_of((algorithm, step, skipped_steps, shapes, slots))
-    # Processes of a machine or of a replica remember different parts.
-    is_alike = layout.position.local_size == 1
-    common = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
-    return digest_of((algorithm, step, skipped_steps, layout.cuts or shapes, common))
+    algorithm, step, skipped_steps, shapes, slots, position, cuts, _ = loaded
+    if position is not None:
+        # Processes of a machine or of a replica remember different parts.
+        is_alike = position.local_size == 1
+        slots = {slot: tensors for slot, tensors in slots.items() if is_alike and not slot.is_local}
+    return digest_of((algorithm, step, skipped_steps, cuts or shapes, slots))
 
 
 def digest_of(value: object, crc: int = 0) -> int:
@@ -220,16 +212,19 @@ def digest_of(value: object, crc: int = 0) -> int:
 
     Examples:
         >>> digest_of({"step": 3, "error": [torch.zeros(2)]})
-        3196217497
+        1407462302
     """
     if isinstance(value, torch.Tensor):
+        # A class of its own may have no memory at its address, as states of 8-bit optimizers.
+        if type(value) not in PLAIN_TYPES:
+            raise StateError(f"the state has a {type(value).__name__}, expected plain tensors; {EARLIER}")
         held = value.detach().cpu().contiguous()
         crc = zlib.crc32(f"{tuple(held.shape)} {held.dtype}".encode(), crc)
         # The memory itself: NumPy, which knows no bfloat16, may not be installed.
         data = (ctypes.c_char * held.nbytes).from_address(held.data_ptr()) if held.nbytes else b""
         return zlib.crc32(data, crc)
     if isinstance(value, Mapping):
-        value = sorted(value.items(), key=str)
+        value = sorted(value.items(), key=lambda item: str(item[0]))
     if isinstance(value, list | tuple):
         for item in value:
             crc = digest_of(item, crc)

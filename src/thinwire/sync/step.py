@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Memory
+from thinwire.algorithms import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Traffic, Transport, true_for_all
+from thinwire.comm import Traffic, true_for_all
 from thinwire.errors import StepError
 from thinwire.sync.bucket_plans import BucketPlans, BucketState
 from thinwire.sync.clock import StepClock
@@ -20,6 +20,8 @@ from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
 from thinwire.sync.streams import refuse_capture
 from thinwire.sync.unused import UnusedParameters
 from thinwire.tensors import accelerators
+
+ENDED = "this step has ended; begin a new one"
 
 
 class Step:
@@ -99,7 +101,8 @@ class Step:
         Which of its parameters were `used` on this process counts if the settings have `may_be_unused`; None
         for those whose gradient is not zero.
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         if flat.is_cuda:
             refuse_capture()
         opened = bucket if isinstance(bucket, BucketState) else None
@@ -182,23 +185,21 @@ class Step:
         is sent in between must be in the same order everywhere. Returns whether there is a round under way;
         if not, only `finish` is left to do.
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         # The last gradients were ready when their bucket was started, and all since then is exposed.
         with self._working(are_ready=False):
             try:
-                return self._advance()
+                if not self._has_all:
+                    self._send_rest()
+                return self._scheduler.advance()
             except BaseException:
                 self.abandon()
                 raise
 
-    def _advance(self) -> bool:
-        if not self._has_all:
-            self._send_rest()
-            self._has_all = True
-        return self._scheduler.advance()
-
     def _send_rest(self) -> None:
-        """Send all that waited until all buckets are there."""
+        """Send all that waited until all buckets were there."""
+        self._has_all = True
         if not self._started and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         if self._held:
@@ -225,16 +226,19 @@ class Step:
         If a mean was not finite, it was not: memory is as it was, and all gradients are NaN, so that a
         `GradScaler` skips the step, or zeros (`on_nonfinite`).
         """
-        self._check_open()
+        if not self.is_open:
+            raise StepError(ENDED)
         on_cpu, is_under_way = self._plans.device.type == "cpu", True
         with self._working(are_ready=False):
             try:
+                if not self._has_all:
+                    self._send_rest()
                 while is_under_way:
                     # Answers are written while the last messages travel: an accelerator does that
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
-                    is_under_way = self._advance()
+                    is_under_way = self._scheduler.advance()
                 with profiler_range("thinwire: commit"):
                     committed = self._commit()
                 if self._reduces is not None:
@@ -274,35 +278,25 @@ class Step:
 
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
-        state, settings, partition = self._state, self._plans.settings, self._plans.partition
+        state, settings = self._state, self._plans.settings
         if not self._must_ask():
             # There is nothing to take back, and what is not finite is so in the gradients already.
             self._write(self._scheduler.tasks)
             return True
-        # Computed from what all members have received alike: all find the same, and need not ask each other.
-        is_healthy, facts = self._scheduler.is_healthy(), None
-        purpose = f"{self._name}, whether it is healthy"
-        if partition is not None:
-            facts = self._ask_machine(partition.intra_node, is_healthy, purpose)
-            is_healthy = facts[0] == 0
-        elif settings.health_group is not None:
-            # Other shards have received other messages, so they do ask.
-            is_healthy = true_for_all(is_healthy, settings.health_group, purpose)
+        is_healthy, remembers = self._is_healthy()
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             state.count_unseen(is_healthy)
             # On the CPU it makes no one wait to ask.
-            if accelerators.is_accelerator(is_healthy.device):
-                self._commit_unseen(is_healthy, fill)
+            if accelerators.is_accelerator(is_healthy.device) and self._can_commit_on(is_healthy.device):
+                self._write(self._scheduler.tasks, is_healthy)
+                for bucket in self._buckets if fill == 0 else ():  # else each has made its own NaN
+                    bucket.flat.masked_fill_(~is_healthy, fill)
                 return True
         with self._traffic.waiting():  # for an accelerator
-            if facts is None:
-                committed = bool(is_healthy)
-            else:
-                num_unhealthy, num_remembering = facts.tolist()
-                committed = num_unhealthy == 0
-                if settings.host_check and not self._plans.algorithm.remembers:
-                    state.may_remember = num_remembering > 0
+            committed = bool(is_healthy)
+            if remembers is not None and settings.host_check and not self._plans.algorithm.remembers:
+                state.may_remember = bool(remembers)
         if committed:
             self._write(self._scheduler.tasks)
             self._scheduler.commit_closing()
@@ -326,32 +320,30 @@ class Step:
             self._state.torn = self._state.torn or self._name
         self._scheduler.commit(tasks, is_healthy)
 
-    def _ask_machine(self, intra_node: Transport, is_healthy: torch.Tensor, purpose: str) -> torch.Tensor:
-        """Return how many processes of the machine are not healthy, and how many remember something."""
-        remembers = self._state.has(self._plans.algorithm.slots)
-        device = intra_node.data_device
-        facts = accelerators.to_device_async(device, torch.tensor([0.0, remembers], dtype=torch.float64))
-        facts[0] = ~is_healthy.to(device)
-        intra_node.all_reduce(facts, purpose).wait()
-        return facts
+    def _is_healthy(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return whether the step is healthy; and on machines, whether a local rank has something in memory.
 
-    def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
-        """Let the device decide."""
-        by_themselves, memory = [], self._state.memory
-        # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
-        for task, started, bucket in zip(self._scheduler.tasks, self._started, self._buckets, strict=True):
-            keeps_to_it = isinstance(task.request, Commit) and task.request.commits_on_device
-            if keeps_to_it and bucket.flat.device == is_healthy.device:
-                by_themselves.append(task)
-            else:
-                # One by one: so there is a copy of one bucket's memory at a time, and not of all.
-                before = memory.copied(started.plan.labels)
-                self._write([task])
-                memory.restore_where(is_healthy, before, started.plan.labels)
-        self._write(by_themselves, is_healthy)
-        for task, bucket in zip(self._scheduler.tasks, self._buckets, strict=True):
-            if task not in by_themselves or fill == 0:  # else it has made them NaN
-                bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
+        Tensors of one bool, not read back.
+        """
+        # Computed from what all members have received alike: all find the same, and need not ask each other.
+        is_healthy, purpose = self._scheduler.is_healthy(), f"{self._name}, whether it is healthy"
+        group = self._plans.settings.health_group
+        if self._reduces is None or group is None:
+            # Other shards have received other messages, so they do ask.
+            return is_healthy if group is None else true_for_all(is_healthy, group, purpose), None
+        # So do local ranks, which have averaged other parts.
+        remembers, device = self._state.has(self._plans.algorithm.slots), group.data_device
+        counts = accelerators.to_device_async(device, torch.tensor([0.0, remembers], dtype=torch.float64))
+        counts[0] = ~is_healthy.to(device)
+        group.all_reduce(counts, purpose).wait()
+        return counts[0] == 0, counts[1] > 0
+
+    def _can_commit_on(self, device: torch.device) -> bool:
+        """Return whether a device decides, without the host, what becomes of all buckets."""
+        return all(
+            task.gate is not None and task.gate.commits_on_device and bucket.flat.device == device
+            for task, bucket in zip(self._scheduler.tasks, self._buckets, strict=True)
+        )
 
     # Its end.
 
@@ -373,7 +365,3 @@ class Step:
         if self._reduces is not None:
             self._reduces.drain()
         self._scheduler.drain()
-
-    def _check_open(self) -> None:
-        if not self.is_open:
-            raise StepError("this step has ended; begin a new one")

@@ -9,10 +9,12 @@ import torch
 
 from thinwire.errors import StepError
 
+WITHOUT_STREAMS = ("cpu", "meta")
+
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which this thread launches a device's kernels; None where there is none."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    return None if device.type in WITHOUT_STREAMS else torch.accelerator.current_stream(device)
 
 
 def record_event(device: torch.device) -> torch.Event | None:

@@ -138,7 +138,7 @@ def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
 
 @every_bits
 def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
-    codebook, own = CODEBOOKS[bits], BLOCKS.own(0)
+    codebook, own = CODEBOOKS[bits], BLOCKS.shares[0]
     sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for each, flat in zip(sent, values, strict=True):
@@ -178,7 +178,7 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     for each, target in zip((compiled, plain), decoded, strict=True):
         each.decode(theirs, blocks, codebook, target)
     assert torch.equal(*decoded)
-    own = blocks.own(1)
+    own = blocks.shares[1]
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
@@ -224,7 +224,7 @@ def coded_twice(
     blocks, codebook, found = Blocks((len(flat),), block, 1), CODEBOOKS[bits], torch.empty_like(flat)
     message = kernels.encoded(flat, blocks, codebook, None).message.repeat(members, 1)
     received = Coded.arrived(message, blocks.share)
-    item = MeanArgs(received, blocks, blocks.own(0), codebook, None, None, torch.float32)
+    item = MeanArgs(received, blocks, blocks.shares[0], codebook, None, None, torch.float32)
     kernels.decode(kernels.averaged(item), blocks, codebook, found)
     return found
 
@@ -299,7 +299,7 @@ def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatc
 
     def step() -> None:
         coded = kernels.encoded(flat, blocks, CODEBOOKS[4], None)
-        kernels.averaged(MeanArgs(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32))
+        kernels.averaged(MeanArgs(coded, blocks, blocks.shares[0], CODEBOOKS[4], None, None, torch.float32))
         kernels.decode(coded, blocks, CODEBOOKS[4], flat)
 
     step()

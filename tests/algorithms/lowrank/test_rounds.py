@@ -114,11 +114,11 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @pytest.mark.parametrize("compiled", [True, False], ids=["Numba", "products"])
 @pytest.mark.parametrize("power_iterations", [1, 2])
-@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
-def test_the_batched_variant_works_in_place(
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 2), (torch.bfloat16, 3)], ids=str)
+def test_the_batched_variant_pads_gradients_and_residual(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int, power_iterations: int, compiled: bool
 ) -> None:
-    """After its first step it allocates nothing large but the fp32 copy of gradients in 16 bits."""
+    """And makes no other copy of them, but in fp32 of gradients in 16 bits."""
     if not compiled:
         monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     layout = [(spec("weight", 700, 900, dtype=dtype), spec("bias", 77, dtype=dtype))]
@@ -126,11 +126,10 @@ def test_the_batched_variant_works_in_place(
     flat = torch.randn(700 * 900 + 77).to(dtype)
     assert simulation.step([[flat.clone()]])
     memory = simulation.engines[0].state.memory
-    before = [error.data_ptr() for error in memory[ERROR].values()]
     gradients = flat.clone()
     with Allocations() as allocations:
         assert simulation.step([[gradients]])
-    assert [error.data_ptr() for error in memory[ERROR].values()] == before
+    assert memory[ERROR].keys() == {"weight", "bias"}
     assert sum(size >= flat.numel() for size in allocations.sizes) == copies  # a quarter of fp32's bytes
     assert len(allocations.sizes) > 10
     assert simulation.syncs[0].stats().compression_ratio > 50

@@ -23,7 +23,7 @@ from thinwire.adapters.sharded.model import (
     replicas_of,
     sharded_like,
 )
-from thinwire.adapters.sharded.state import ShardedSync
+from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of

@@ -7,7 +7,7 @@ import torch
 from thinwire.kernels.base import EntryLayout, EntryPasses, ScatterArgs, TopKQuery
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
-from thinwire.kernels.triton.limits import tell
+from thinwire.kernels.triton.limits import warn_fallback
 
 # Elements, and entries, of the longest chunk that a program holds.
 LENGTH, KEPT = 4096, 1024
@@ -25,7 +25,7 @@ def serves(layout: EntryLayout) -> bool:
     """Say so if not."""
     length, kept, _ = layout.most
     if length > LENGTH or kept > KEPT:
-        return tell(
+        return warn_fallback(
             f"Triton's kernels take up to {KEPT:,} entries of chunks up to {LENGTH:,}, "
             f"and these are {kept:,} of {length:,}"
         )

@@ -19,7 +19,6 @@ from torch._C._distributed_c10d import TCPStore
 from thinwire.checks import number
 from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
 from thinwire.local_sgd.groups.torchft_client import (
@@ -39,6 +38,7 @@ logger = logging.getLogger(__name__)
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
+LAUNCHER = "THINWIRE_LAUNCHER_PID"  # of `thinwire run`, which has started this process, or one before it
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
@@ -271,7 +271,7 @@ class TorchftGroup(Group):
 
 def _check_launcher() -> None:
     """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    launcher = os.environ.get(LAUNCHER)
     # Its own processes end with it; a program in between need not tell the processes that it has started.
     try:
         with suppress(PermissionError):  # it runs, and belongs to a different user
@@ -279,6 +279,6 @@ def _check_launcher() -> None:
                 os.kill(int(launcher), 0)
     except ProcessLookupError:
         raise CommunicationError(
-            f"process {launcher}, which has started this member ({LAUNCHER_VARIABLE}), has ended: so does "
+            f"process {launcher}, which has started this member ({LAUNCHER}), has ended: so does "
             "this one. Start thinwire run again"
         ) from None

@@ -21,7 +21,6 @@ from thinwire.sync import Engine, GradientSync
 from thinwire.sync.local_state import of_shard
 from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, pack
 from thinwire.sync.state_messages import assemble, parts_of_all
-from thinwire.tensors.layout import shape_of_shard
 
 
 class ShardedSync(GradientSync):
@@ -92,7 +91,7 @@ class ShardedSync(GradientSync):
         loaded = self._engine.check_state_dict(
             state, strict=strict, position=self.position, whole=self.specs()
         )
-        return self.cut(loaded) if loaded.layout is None else loaded
+        return self.cut(loaded) if loaded.position is None else loaded
 
     def cut(self, loaded: SavedState) -> SavedState:
         """Return the part of a state of the whole model that is this shard's."""
@@ -100,25 +99,18 @@ class ShardedSync(GradientSync):
         if size == 1:
             return loaded
         cut = {name: piece.cut(rank, size) for name, piece in self.pieces.items()}
-        shapes = dict(loaded.shapes)
-        for name, piece in self.pieces.items():
-            shapes[name] = shape_of_shard(piece.shape, piece.dim, rank, size)
         mark = of_shard("", rank, size)
         slots: Tensors = {}
         for slot, tensors in loaded.slots.items():
-            # Copies: views would keep the whole model's in memory.
             if slot.is_elementwise:
-                slots[slot] = {
-                    name: cut[name](whole).clone() for name, whole in tensors.items() if name in cut
+                # Copies: views would keep the whole model's in memory.
+                slots[slot] = {name: cut[name](t).clone() for name, t in tensors.items() if name in cut}
+            else:
+                of_this = {
+                    label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)
                 }
-                continue
-            of_this = {label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)}
-            # Tensors of no shard were checked with the state as a whole.
-            if slot.check is not None:
-                for label, tensor in of_this.items():
-                    slot.check(label, tensor, shapes)
-            slots[slot] = {k: tensor for k, tensor in tensors.items() if SHARD_MARK not in k} | of_this
-        return loaded._replace(shapes=shapes, slots=slots)
+                slots[slot] = {label: t for label, t in tensors.items() if SHARD_MARK not in label} | of_this
+        return loaded._replace(slots=slots)
 
     def distributed_state(self) -> Stateful:
         """Residuals are DTensors, sharded as their parameters are."""
