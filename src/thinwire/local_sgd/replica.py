@@ -27,7 +27,7 @@ class Replica:
     pieces: Mapping[str, Piece] = field(default_factory=dict)  # what this process has of each parameter
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
     # Lets the parameters be what this process holds of them, as they are between steps.
-    show_shards: Callable[[], None] = lambda: None
+    show_shards: Callable[[], object] = bool
 
     @property
     def shards(self) -> Transport | None:
