@@ -73,9 +73,8 @@ class StaticAverages:
             are_alike = true_for_all(are_alike, together, purpose)
         if not are_alike:
             raise StepError(
-                "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given, and not on all processes alike; nothing was averaged, and each has its own. Pass all "
-                "optimizers that train the model, in the order of their steps; load the same weights on all"
+                "parameters have changed since the last averaging without a step of an optimizer passed, and "
+                "not on all ranks alike; nothing was averaged. Pass all optimizers; load alike on all ranks"
             )
         for fragment in fragments:
             fragment.set_last_parameters()

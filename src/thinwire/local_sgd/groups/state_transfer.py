@@ -44,8 +44,7 @@ def plain(value: Any) -> Any:
         return None
     raise StateError(
         f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
-        "None, and lists, tuples and mappings of them; use optimizers with such settings and state only (the "
-        "one inside LocalSGD or DiLoCo is not sent with send_optimizer=False)"
+        "None, and lists, tuples and mappings of them; use other optimizers, or send_optimizer=False"
     )
 
 
@@ -119,8 +118,8 @@ def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_se
         rate = 8e-6 * num_received / seconds
         raise StateError(
             f"a newcomer's state of {num_bytes / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
-            f"Mbit/s, and the other members wait {timeout_seconds:g} s: it has left, and they go on. Start "
-            f"all with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+            f"Mbit/s, and the others wait {timeout_seconds:g} s: it has left, and they go on. Start all "
+            f"with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
         )
 
 
