@@ -156,8 +156,8 @@ class Run(InTurns[LocalSGD]):
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
         changes = local._contributor
-        (place,) = changes.places(local._schedule.warmup.steps + 1)
-        due = {each.name: last for each, last in changes.fragments[place].lasts}
+        (fragment,) = changes.fragments_after(local._schedule.warmup.steps + 1)
+        due = {each.name: last for each, last in fragment.lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -165,7 +165,7 @@ class Run(InTurns[LocalSGD]):
             moved = (parameter - due.get(name, parameter)).detach().double()
             moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
             change = torch.cat([change, moved.flatten()])
-        weight = round(changes.work[place]) + 1
+        weight = round(fragment.work) + 1
         self.put_in.setdefault(changes.turns, {})[member] = (weight, change)
 
     def lost(self, *, least_owed: float = 0.05) -> float:

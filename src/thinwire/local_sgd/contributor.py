@@ -146,7 +146,7 @@ class Contributor(ABC):
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
         if loaded.in_flight:
             raise StateError(
-                "the state was saved while an average was in flight, and members that come and go start from "
+                "the state was saved while an average was under way, and members that come and go start from "
                 "an average; save after average()"
             )
         return loaded

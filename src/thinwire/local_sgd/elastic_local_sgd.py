@@ -154,7 +154,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with all who are there: what is in flight, then each fragment. Collective.
+        """Average now with all who are there: what is under way, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.

@@ -246,8 +246,8 @@ class ElasticMembership(Membership):
             group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
-        # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
-        # gone back to meet.
+        # In this order, and by the statuses alone. Else, if rank 0 goes on and rank 1 starts over: rank 0
+        # waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
         statuses = self._of_one_lineage(statuses)
         self._admission.check(statuses, settings)

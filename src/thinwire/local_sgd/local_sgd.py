@@ -210,8 +210,8 @@ class LocalSGD(ModelAverager, Joinable):
     def average(self) -> None:
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
-        flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is under
+        way is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
@@ -305,7 +305,7 @@ class LocalSGD(ModelAverager, Joinable):
         they differ from process to process, so save them on each to resume to the bit; or call
         `average()` first and save one model. `torch.load(weights_only=True)` takes it.
 
-        What is in flight is waited for and saved as it came; it is applied when it is due, here and in the
+        What is under way is waited for and saved as it came; it is applied when it is due, here and in the
         run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
@@ -349,7 +349,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be different, unless something was in flight. The outer optimizer goes on with the
+        fragments may be different, unless something was under way. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
@@ -371,7 +371,7 @@ class LocalSGD(ModelAverager, Joinable):
         loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
-            in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
+            in_flight=[(number, replica.own(means)) for number, means in loaded.in_flight],
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)
@@ -437,11 +437,11 @@ def _go_on_from(loaded: LoadedState, changes: ModelChanges, membership: Membersh
     membership.abandon()  # of an attempt to enter that has failed
     changes.go_by_steps(loaded.step)
     changes.end_warmup()
-    for place, means in loaded.in_flight:
+    for number, means in loaded.in_flight:
         # Version 0.2 had several under way: those before the last are applied here.
         if membership.is_open:
             membership.finish()
-        fragment = changes.fragments[place]
+        fragment = changes.fragments[number]
         changes.sent_at = fragment.sent_after
         changes.go_by_steps(fragment.sent_after)
         pending = PendingAverage({fragment: fragment.flat(means)}, None)

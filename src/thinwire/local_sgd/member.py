@@ -101,7 +101,7 @@ class Member(Averager):
         return {name: float(value) for name, value in vars(self._membership.stats).items()}
 
     def leave(self) -> None:
-        """Leave after the next averaging, handing over what this member has not transmitted."""
+        """Leave after the next averaging, which takes over what this member has not transmitted."""
         self._membership.is_leaving = True
 
     @torch.inference_mode(False)

@@ -70,12 +70,10 @@ class Membership:
         return pending is not None and not pending.is_done and pending.num_rounds < rounds_due(pending)
 
     def advance(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> None:
-        """Send the rounds of the averaging under way that are due. Collective.
-
-        Whatever may be sent, a status goes before it. So a process that has left the common course, and
-        asks before it averages what is left, meets a status of the others, and all learn of it.
-        """
+        """Send the rounds of the averaging under way that are due. Collective."""
         assert self.pending is not None
+        # A status goes before all that is sent. Else, with rank 0 a step behind: rank 1 sends round 2, rank 0
+        # leaves the context and sends its status, and each waits for the other. So both read two statuses.
         self.gather_status()
         self.pending.send(rounds_due(self.pending), self._read_due)
 
@@ -133,7 +131,7 @@ class Membership:
     def read(self) -> tuple[MemberStatus, ...]:
         """Wait for all statuses that were asked for; return the last ones, or refuse on all alike."""
         statuses: tuple[MemberStatus, ...] = ()
-        # In the order of asking, the same everywhere: so all refuse at the same question.
+        # In the order of asking, the same on all ranks: so all refuse at the same question.
         while self._gathers:
             statuses = self._gathers.pop(0).read()
             check_alike(statuses)
