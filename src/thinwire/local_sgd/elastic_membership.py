@@ -93,7 +93,8 @@ class ElasticMembership(Membership):
         self._is_delayed = is_delayed
         self._repeated(self._start)
 
-    def is_behind(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> bool:
+    @property
+    def is_behind(self) -> bool:
         return False  # a member that is lost meanwhile shows when the averaging is due, and it is done again
 
     def finish(self) -> None:
