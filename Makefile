@@ -5,34 +5,38 @@ BIN := .venv/bin
 # Keep bytecode: compiling the tests takes seconds in each process.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := types compiled docs lint triton wheel tests
-
 # Tests that need no framework, tool or demo.
 CORE := tests/algorithms tests/kernels tests/comm tests/ddp_comm_hooks tests/adapters tests/hooks tests/sync tests/testing tests/watch \
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-triton test-torch test-frameworks test-wheel $(STAGES) figures bench soak elastic-faults clean
+STAGES := types docs lint triton wheel
+.PHONY: demo test check nightly test-triton test-torch test-frameworks test-wheel $(STAGES) compiled figures bench soak elastic-faults clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-# Every stage runs, even if one fails; the last line names the failed ones. The tests use one core, and the
-# measurements that come first mostly wait for slow links. The other stages run beside them, two at a time, and
-# use what is left (`nice`).
-test: .venv/.installed
+# Everything that a user's trust rests on.
+test: compiled
+	@echo "tests, in two processes:"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly and not alone" --ignore tests/triton_ready
+
+# The source, the pages and the wheel. Every stage runs, even if one fails; the last line names the failed ones.
+check: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
-	@$(MAKE) --no-print-directory --jobs 4 $(STAGES:%=try-%)
+	@$(MAKE) --no-print-directory --jobs 2 $(STAGES:%=try-%)
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
 
-try-tests: try-compiled
-try-lint: try-docs
-try-triton: try-types
-try-wheel: try-triton
-
 try-%:
+	@echo "$*:"
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
+
+# What takes long or needs a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
+nightly: compiled
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or alone" --ignore tests/triton_ready
+	$(MAKE) test-triton
+	$(MAKE) soak
 
 lint: .venv/.installed
 	nice -n 19 $(BIN)/ruff check .
@@ -52,10 +56,6 @@ compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
-
-# Measurements come first: see conftest.py.
-tests: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/triton_ready
 
 # In separate processes: Triton's interpreter stays off once a test has imported Triton without it. With the Triton
 # of the environment, if there is one, and with those that `make test-triton` has put beside it.
@@ -80,7 +80,7 @@ build/triton-%: | .venv/.installed
 # The core on a different torch, in a separate environment: make test-torch VERSION=2.6.0 PYTHON=python3.10
 test-torch: $(OTHER)/.installed
 	$(OTHER)/bin/python tests/preloaded.py
-	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m 'not alone' $(CORE)
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m 'not alone and not nightly' $(CORE)
 
 # No constraints: they are for one version of Python.
 $(OTHER)/.installed: pyproject.toml
@@ -122,31 +122,32 @@ test-wheel: wheel
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# Lines, files, duplicates, what `import thinwire` loads, turns of phrase (with the places: add `--list`), and what a
-# step runs (with the functions: add `--show`).
+# How large the code is, what makes it hard to read (with the places: add `--list`), and what a step runs (with the
+# functions: add `--show`).
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
-	$(BIN)/python tests/english.py
 	$(BIN)/python tests/trace_step.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
 
+# What the soaks start are the tests' processes.
+SOAK := PYTHONPATH=tests $(BIN)/python scripts/soak
 soak: .venv/.installed
-	$(BIN)/python tests/soak.py
-	$(BIN)/python tests/resident.py
+	$(SOAK)/soak.py
+	$(SOAK)/resident.py
 
 # Real members and a real lighthouse; takes two or three hours. Cutting the link needs root or user namespaces. A
 # soak in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
-	cd tests && ../$(BIN)/python -m elastic.loss_in_turns
-	cd tests && ../$(BIN)/python elastic_faults.py
-	cd tests && ../$(BIN)/python elastic_faults.py --peer
-	cd tests && for inside in ddp fsdp; do ../$(BIN)/python elastic_faults.py --members --inside $$inside || exit 1; done
-	cd tests && ../$(BIN)/python -m elastic.identity_in_turns
-	cd tests && for peer in "" --peer; do ../$(BIN)/python -m elastic.kills $$peer || exit 1; done
-	cd tests && ../$(BIN)/python -m elastic.unequal
+	$(SOAK)/loss_in_turns.py
+	$(SOAK)/elastic_faults.py
+	$(SOAK)/elastic_faults.py --peer
+	for inside in ddp fsdp; do $(SOAK)/elastic_faults.py --members --inside $$inside || exit 1; done
+	$(SOAK)/identity_in_turns.py
+	for peer in "" --peer; do $(SOAK)/kills.py $$peer || exit 1; done
+	$(SOAK)/unequal.py
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev

@@ -7,7 +7,7 @@ from typing import Any
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
     """Put errors first, and leave tables of figures out, which would be most of the index."""
-    if page.file.src_uri == "docs/faq.md":
+    if page.file.src_uri in ("docs/faq.md", "docs/errors.md"):
         page.meta["search"] = {"boost": 6}
     if page.file.src_uri.startswith("benchmarks/results/"):
         page.meta["search"] = {"exclude": True}

@@ -37,6 +37,7 @@ MODELS = {
     "0.7 M": GPTConfig(layers=3, heads=4, width=128, context_length=64),
     "3 M": GPTConfig(layers=4, heads=4, width=256, context_length=64),
     "10.9 M": replace(SIZES["medium"], context_length=64),
+    "85 M": GPTConfig(layers=12, heads=12, width=768, context_length=64),
 }
 # Of all members together: so exact averaging is the same run however many share them.
 WINDOWS = 8

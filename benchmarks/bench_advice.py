@@ -29,7 +29,7 @@ from in_lab import leave_job, run_in_lab
 from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
-from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, LocalVariant, priced
+from thinwire.advice.priced import BASELINE, priced
 from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
 
@@ -114,9 +114,6 @@ def work(setting: Setting, arguments: argparse.Namespace) -> NoReturn:
     advice = thinwire.advise(build(), one_step, found, budget_seconds=ADVICE_SECONDS, budget_loss=math.inf)
     predicted = {each.name: each.step_seconds for each in advice.predictions}
     measured = averaging_seconds(build, one_step, arguments.rounds)
-    for way in LOCAL_VARIANTS:
-        if way.name in predicted:  # not where a model has fewer layers than fragments
-            measured[way.name] = local_seconds(build(), one_step, way, arguments.local_steps)
     leave_job(asdict(Comparison(predicted, measured, advice.best.name)), arguments.work)
 
 
@@ -143,27 +140,10 @@ def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep, rounds:
     return {name: median(each) for name, each in seconds.items()}
 
 
-def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant, steps: int) -> float:
-    """Of a step with an averaging of the models now and then; its optimizer changes nothing."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    seconds = []
-    with way.adapter(model, optimizer, every_steps=way.every_steps, **way.options):
-        for number in range(1 + max(1, steps // way.every_steps)):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(way.every_steps):
-                model.zero_grad()
-                one_step(model)
-                optimizer.step()
-            if number > 0:
-                seconds.append((time.perf_counter() - start) / way.every_steps)
-    return float(median(seconds))
-
-
 def compared(setting: Setting, arguments: argparse.Namespace, meanwhile: Callable[[], None]) -> Comparison:
     """Run one setting in the lab."""
     script = [__file__, f"--models={setting.model}", f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
-    script += [f"--rounds={arguments.rounds}", f"--local-steps={arguments.local_steps}"]
+    script += [f"--rounds={arguments.rounds}"]
     found = run_in_lab(setting.hosts, setting.rate, script, latency=setting.latency, meanwhile=meanwhile)
     return Comparison(**found)
 
@@ -209,9 +189,6 @@ def parsed_arguments() -> argparse.Namespace:
     words = "round trips between hosts, such as 20ms"
     parser.add_argument("--latencies", nargs="+", default=["0ms"], help=words)
     parser.add_argument("--rounds", type=int, default=6, help="timed steps with each algorithm, in turn")
-    # Three times thirty: of one window the medians of ways that cost the same were 13 % apart.
-    words = "timed ones of what averages now and then, at least"
-    parser.add_argument("--local-steps", type=int, default=90, help=words)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -225,13 +202,12 @@ def main() -> None:
     if arguments.work is not None:
         work(settings[0], arguments)
     kept = Kept("advice")
-    alike = {"rounds": arguments.rounds, "local_steps": arguments.local_steps}
-    found = {setting: kept.find(**asdict(setting), **alike) for setting in settings}
+    found = {setting: kept.find(**asdict(setting), rounds=arguments.rounds) for setting in settings}
     missing = [setting for setting in settings if found[setting] is None]
     with Progress(len(missing), kept=kept.path) as progress:
         for number, setting in enumerate(missing):
             comparison = compared(setting, arguments, partial(progress.show, number, setting))
-            kept.add(asdict(comparison), **asdict(setting), **alike)
+            kept.add(asdict(comparison), **asdict(setting), rounds=arguments.rounds)
             found[setting] = asdict(comparison)
             print(f"{setting}\n{table({setting: comparison})}", flush=True)
     comparisons = {setting: Comparison(**found[setting]) for setting in settings}
@@ -247,8 +223,7 @@ def main() -> None:
         "Predicted and measured steps",
         f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
         f"{ADVICE_SECONDS:g} s of advice in each, then {arguments.rounds} steps with each of {len(priced())} "
-        f"algorithms in turn, and at least {arguments.local_steps} with each way of averaging models now and "
-        f"then. Any loss was accepted: this is about time. Over all {len(errors)} "
+        f"algorithms in turn. Any loss was accepted: this is about time. Over all {len(errors)} "
         f"predictions the median error is {100 * median(errors):.0f} %, and {accurate} are within "
         f"{ACCURATE:.0%}. The advised algorithm was "
         f"at most {100 * max(each.regret for each in comparisons.values()):.0f} % slower than the fastest "

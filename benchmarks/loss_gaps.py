@@ -1,4 +1,4 @@
-"""The table of loss gaps that `thinwire advise` ships: from this project's result files, and from papers.
+"""The table of loss gaps that `thinwire advise` ships, from this project's result files.
 
 python benchmarks/loss_gaps.py    # after one of the benchmarks below measured anything new
 """
@@ -9,26 +9,18 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
 import bench_adamw
-import bench_known
 import bench_quality
-import bench_sizes
-from bench_adamw import METHODS, Averaging, WarmedUp
-from bench_known import GPT2Small, InProcess, LSTMBytes
-from captured import Run
+from bench_adamw import METHODS, Averaging
 from pages import RESULTS_FOLDER, STUDENT_T
-from thinwire.advice import loss
-from thinwire.advice.loss import LossGap
-from thinwire.algorithms import AllReduce
-from trainings import EXACT, LOCAL, PER_STEP, percents
+from thinwire.advice import losses as losses_module
+from thinwire.advice.losses import LossGap
+from trainings import EXACT, percents
 
 QUALITY_PAGES = (
     "2026-11-21-quality.md",
@@ -38,51 +30,15 @@ QUALITY_PAGES = (
 )
 # Of two seeds the interval is so wide that nothing should be advised by their mean.
 MIN_SEEDS = 3
-# One training of so large a model is enough for a warning, until there are several seeds.
-LARGE_PARAMETERS = 5_000_000
-# Of `bench_sizes.py`: other shapes of a size, and an LSTM whose exact trainings ended 7 % apart.
-LEFT_OUT = (*bench_sizes.SHAPES, "LSTM, 1.2 M")
-SHIPPED = Path(loss.__file__).with_name("loss_gaps.json")
-
-# Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws
-# for DiLoCo" (arXiv 2503.09799): AdamW, every 30 steps, outer Nesterov momentum 0.9, both sides tuned,
-# changes uncompressed. Percent, by parameters, then by members.
-SCALING_LAWS = {
-    35_000_000: {2: 0.7, 4: 2.0, 8: 3.9},
-    90_000_000: {2: 0.5, 4: 1.5, 8: 3.1},
-    180_000_000: {2: 0.3, 4: 1.1, 8: 2.3},
-    335_000_000: {2: 0.1, 4: 0.9, 8: 2.0},
-    550_000_000: {2: 0.2, 4: 0.7, 8: 1.7},
-    1_300_000_000: {2: 0.2, 4: 0.5, 8: 1.3},
-    2_400_000_000: {2: -0.1, 4: 0.3, 8: 1.1},
-    4_000_000_000: {2: -0.2, 4: 0.2},
-    10_000_000_000: {2: -0.2, 4: 0.3},
-}
-# Thérien et al., "MuLoCo" (arXiv 2505.23725): DiLoCo against data-parallel AdamW, 16 members, every 30 steps.
-MULOCO_SIXTEEN_MEMBERS = {
-    150_000_000: 5.3,
-    416_000_000: 4.7,
-    914_000_000: 3.4,
-    1_760_000_000: 3.6,
-    3_100_000_000: 3.3,
-    15_000_000_000: 1.0,
-}
+# Of known.jsonl and sizes.jsonl, whose scripts are archived (README.md).
+ARCHIVED = RESULTS_FOLDER / "gaps-known-sizes.json"
+SHIPPED = Path(losses_module.__file__).with_name("loss_gaps.json")
 
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *of_known(), *of_sizes(), *published()]
-    of_seeds = [gap for gap in found if gap.seeds >= MIN_SEEDS]
-    return sorted(
-        (gap for gap in found if not (gap.is_single and any(covers(other, gap) for other in of_seeds))),
-        key=lambda gap: (gap.is_published, gap.optimizer, gap.name, gap.members, gap.parameters, gap.source),
-    )
-
-
-def covers(gap: LossGap, single: LossGap) -> bool:
-    """Whether several seeds replace a single training: of the same, and at least half as large a model."""
-    is_large = 2 * gap.parameters > single.parameters
-    return is_large and (gap.name, gap.optimizer) == (single.name, single.optimizer)
+    found = [*of_adamw(), *of_quality_pages(), *archived()]
+    return sorted(found, key=lambda gap: (gap.optimizer, gap.name, gap.members, gap.parameters, gap.source))
 
 
 def text() -> str:
@@ -102,66 +58,23 @@ def of_adamw() -> Iterator[LossGap]:
         where |= {"steps": setting.steps, "source": f"benchmarks/results/{bench_adamw.RECORDS.name}"}
         for method in losses.keys() & METHODS.keys() - {EXACT}:
             made: Any = METHODS[method]
-            # How long a warm-up is to be depends on the run's steps, which advice does not know.
-            if made.func is not WarmedUp:
-                is_simple = made.func is Averaging
-                code = str(made.keywords["algorithm"]) if is_simple else code_of(made.keywords["adapter"])
+            # Only of what `attach` takes.
+            if made.func is Averaging:
+                code = str(made.keywords["algorithm"])
                 yield from measured(code, percents(losses[method], losses.get(EXACT, {})), where)
 
 
-def code_of(adapter: partial[Any]) -> str:
-    """An adapter with its settings, as it is written in code."""
-    settings = {name: value for name, value in adapter.keywords.items() if value is not None}
-    if settings.get("algorithm") == AllReduce():
-        del settings["algorithm"]
-    func: type = adapter.func  # type: ignore[assignment]
-    return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
-
-
-def of_known() -> Iterator[LossGap]:
-    """Of `bench_known.py`: losses. Other tasks have accuracies, or are of too few seeds."""
-    tasks: dict[str, InProcess] = {bench_known.LSTM: LSTMBytes(), bench_known.GPT2_SMALL: GPT2Small()}
-    for name, task in tasks.items():
-        # On no device it takes no memory.
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in task.model().parameters())
-        losses: dict[tuple[str, str, int], dict[int, float]] = {}
-        for run in bench_known.records(bench_known.RECORDS):
-            if run.task == name:
-                losses.setdefault((run.method, run.optimizer, run.steps), {})[run.seed] = run.score
-        for (method, optimizer, steps), by_seed in losses.items():
-            where = {"optimizer": optimizer, "members": task.members, "parameters": parameters}
-            where |= {"steps": steps, "source": f"benchmarks/results/{bench_known.RECORDS.name}"}
-            if method != EXACT:
-                code = str(PER_STEP[method]) if method in PER_STEP else code_of(LOCAL[method])
-                gaps = percents(by_seed, losses.get((EXACT, optimizer, steps), {}))
-                yield from measured(code, gaps, where | {"is_recurrent": name == bench_known.LSTM})
-
-
-def of_sizes() -> Iterator[LossGap]:
-    """Of `bench_sizes.py`: what the library has, at the usual rate and batch, of enough seeds."""
-    by_seed: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
-    for record in bench_sizes.records(bench_sizes.RECORDS):
-        run = record.run
-        is_usual = run.times_rate == 1 and run.windows == Run.windows and run.model not in LEFT_OUT
-        if is_usual and not run.is_tuning:
-            of_setting = by_seed.setdefault((run.model, run.steps, run.members), {})
-            of_setting.setdefault(run.method, {})[run.seed] = record.outcome.loss
-    for (model, steps, members), losses in by_seed.items():
-        with torch.device("meta"):
-            parameters = sum(each.numel() for each in bench_sizes.MODELS[model].new().parameters())
-        where = {"optimizer": "AdamW", "members": members, "parameters": parameters, "steps": steps}
-        where |= {"source": f"benchmarks/results/{bench_sizes.RECORDS.name}"}
-        for method in losses.keys() & bench_sizes.METHODS.keys() - {EXACT}:
-            gaps = percents(losses[method], losses.get(EXACT, {}))
-            if len(gaps) >= MIN_SEEDS:
-                yield from measured(str(bench_sizes.METHODS[method]), gaps, where)
+def archived() -> Iterator[LossGap]:
+    """Of trainings whose scripts are archived: of enough seeds, and only of what `attach` takes."""
+    for gap in json.loads(ARCHIVED.read_text())["gaps"]:
+        if gap["seeds"] >= MIN_SEEDS and not gap["name"].startswith("LocalSGD"):
+            yield LossGap(**{field.name: gap[field.name] for field in fields(LossGap)})
 
 
 def measured(code: str, gaps: Sequence[float], where: dict[str, Any]) -> Iterator[LossGap]:
     """What seeds tell, if there are enough."""
-    if len(gaps) >= (1 if where["parameters"] >= LARGE_PARAMETERS else MIN_SEEDS):
-        yield gap_of(code, len(gaps), fmean(gaps), stdev(gaps) if len(gaps) > 1 else None, where)
+    if len(gaps) >= MIN_SEEDS:
+        yield gap_of(code, len(gaps), fmean(gaps), stdev(gaps), where)
 
 
 def of_quality_pages() -> Iterator[LossGap]:
@@ -187,35 +100,15 @@ def of_quality_pages() -> Iterator[LossGap]:
                 yield gap_of(str(algorithms[algorithm]), int(seeds), float(percent), float(deviation), here)
 
 
-def gap_of(code: str, seeds: int, percent: float, deviation: float | None, where: dict[str, Any]) -> LossGap:
-    low = high = None
-    if deviation is not None:
-        half = STUDENT_T[seeds - 1] * deviation / math.sqrt(seeds)
-        low, high = round(percent - half, 2), round(percent + half, 2)
+def gap_of(code: str, seeds: int, percent: float, deviation: float, where: dict[str, Any]) -> LossGap:
+    half = STUDENT_T[seeds - 1] * deviation / math.sqrt(seeds)
     return LossGap(
         name=code,
         seeds=seeds,
         percent=round(percent, 2),
-        low_percent=low,
-        high_percent=high,
-        is_published=False,
+        low_percent=round(percent - half, 2),
+        high_percent=round(percent + half, 2),
         **where,
-    )
-
-
-def published() -> Iterator[LossGap]:
-    """Of papers, for what `advise` prices."""
-    laws = "arXiv 2503.09799"
-    for parameters, by_members in SCALING_LAWS.items():
-        for members, percent in by_members.items():
-            yield of_paper(members, parameters, percent, laws)
-    for parameters, percent in MULOCO_SIXTEEN_MEMBERS.items():
-        yield of_paper(16, parameters, percent, "arXiv 2505.23725")
-
-
-def of_paper(members: int, parameters: int, percent: float, source: str) -> LossGap:
-    return LossGap(
-        "DiLoCo(every_steps=30)", "AdamW", members, parameters, None, 1, percent, None, None, source, True
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import matplotlib
 
@@ -67,28 +65,6 @@ def predicted_against_measured(
 
 
 # Algorithm, seconds on the clock, held-out losses.
-Curve: TypeAlias = tuple[str, Sequence[float], Sequence[float]]
-
-
-def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 2) -> list[str]:
-    """Held-out loss against seconds, one picture a setting; a dotted line at the first curve's last loss."""
-    rows = math.ceil(len(figures) / columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(10, 3 * rows + 0.6), layout="constrained", squeeze=False
-    )
-    for axes, (title, curves) in zip(grid.flat, figures.items(), strict=False):
-        target = curves[0][2][-1]
-        for algorithm, seconds, losses in curves:
-            axes.plot(seconds[1:], losses[1:], label=algorithm)
-        axes.axhline(target, color="black", linestyle=":", linewidth=1)
-        longest = max(seconds[-1] for _, seconds, _ in curves)
-        axes.set(title=title, xlabel="seconds", xscale="log", ylabel="held-out loss, nats a byte")
-        axes.set(xlim=(longest / 300, longest * 1.1), ylim=(target - 0.15, target + 1.0))
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return save_figure(figure, "time-to-loss")
-
-
 def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path) -> None:
     """Loss gap to exact averaging in percent, and half of its interval, against times fewer bytes."""
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 
 import bench_adamw
-import bench_known
 from pages import RESULTS_FOLDER, ROOT, half_interval
 from trainings import EXACT, percents
 
@@ -134,22 +133,6 @@ def gaps() -> dict[str, tuple[float, float, float]]:
     return dict(sorted(found.items(), key=lambda each: each[1][0]))
 
 
-def known() -> Iterator[str]:
-    """Yield what came of data that packages bring along, and what of it is missing."""
-    yield "## On data that packages bring along"
-    origins = [page.origin() for page in latest("known")]
-    command = "`python benchmarks/bench_known.py train`, one line a training in `known.jsonl`"
-    yield " · ".join([command, *(origin.partition(" · ")[2] for origin in origins)])
-    yield bench_known.EXPLANATION
-    found = bench_known.records(bench_known.RECORDS)
-    for part, runs in bench_known.by_part(found).items():
-        yield f"### {part}\n\n{bench_known.table(runs)}"
-    wanted = {(task, optimizer) for task, each in bench_known.TASKS.items() for optimizer in each.rates}
-    missing = sorted(wanted - {(record.task, record.optimizer) for record in found})
-    if missing:
-        yield "These are not measured yet: " + "; ".join(", ".join(each) for each in missing) + "."
-
-
 def advice() -> Iterator[str]:
     """Yield how right the advice was, without its long table of every prediction."""
     for page in latest("advice*"):
@@ -163,7 +146,7 @@ def text() -> str:
     parts = [
         INTRODUCTION,
         *adamw(),
-        *known(),
+        *section("On data that packages bring along", "known"),
         *section("Few bits by the size of the model", "sizes", "tried-bits"),
         *section("Loss by matrix rank", "quality"),
         *section("Time to the same loss", "time-to-loss", "steps-to-loss-adamw"),

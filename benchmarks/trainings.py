@@ -7,7 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from functools import cache, partial
+from functools import cache
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,23 +17,9 @@ from torch import Tensor
 
 from pages import save
 from progress import TERMINAL_EVERY_SECONDS, Progress
-from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
 from thinwire.demo.model import Text, batch_generator, load_text, sample_batch
 
 EXACT = "exact"
-# What is compared on data that packages bring along.
-PER_STEP: dict[str, Algorithm] = {
-    EXACT: AllReduce(),
-    "bf16": Cast("bf16"),
-    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 3, 2, 1)},
-    "PowerSGD, matrix rank 4": PowerSGD(matrix_rank=4),
-}
-LOCAL: dict[str, partial[LocalSGD] | partial[DiLoCo]] = {
-    "LocalSGD every 5": partial(LocalSGD, every_steps=5),
-    "LocalSGD every 5, TopK": partial(LocalSGD, every_steps=5, algorithm=TopK()),
-    "DiLoCo every 30": partial(DiLoCo, every_steps=30),
-}
 SHARED_STEPS: Any = None
 
 Part = TypeVar("Part")

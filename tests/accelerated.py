@@ -37,7 +37,7 @@ def assert_chosen_alike(auto: Auto) -> None:
     """Both processes have come to the same choice, and bf16 has sent half of what exact averaging sends."""
     exact, cast, *_ = auto.trials
     assert auto.chosen is not None
-    assert cast.message_bytes == exact.message_bytes / 2
+    assert cast.sent_bytes == exact.sent_bytes / 2
     told: list[Any] = [None, None]
     used = auto.chosen.name, str(auto.sync.algorithm), [each.step_seconds for each in auto.trials]
     dist.all_gather_object(told, used)

@@ -1,4 +1,4 @@
-"""The table of all error messages in `docs/faq.md`, read from the code.
+"""The table of all error messages, `docs/errors.md`, read from the code.
 
 python tests/errors_page.py    # after a message has changed
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "thinwire"
-PAGE = ROOT / "docs" / "faq.md"
-HEADING = "## All messages\n"
-INTRODUCTION = """
-Made from the code by `python tests/errors_page.py`; "…" stands for what differs from case to case. The
-sections above explain the most frequent ones.
+PAGE = ROOT / "docs" / "errors.md"
+INTRODUCTION = """# All error messages
+
+[Errors, and what to do](faq.md) explains the most frequent ones. This table is made from the code by
+`python tests/errors_page.py`; "…" stands for what differs from case to case.
 
 | error | message |
 |---|---|
@@ -37,7 +37,9 @@ def assigned(inside: Iterable[ast.AST], name: str) -> list[ast.expr]:
     for node in inside:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
-        if value is not None and any(isinstance(each, ast.Name) and each.id == name for each in targets):
+        if value is not None and any(
+            isinstance(target, ast.Name) and target.id == name for target in targets
+        ):
             found.append(value)
     return found
 
@@ -90,9 +92,8 @@ def table() -> str:
 
 
 def page() -> str:
-    """The page as it should be."""
-    written = PAGE.read_text(encoding="utf-8").partition(HEADING)[0].rstrip()
-    return f"{written}\n\n{HEADING}{INTRODUCTION}{table()}"
+    """Return the page as it should be."""
+    return INTRODUCTION + table()
 
 
 if __name__ == "__main__":

@@ -1,72 +1,107 @@
-"""How large the house is, and how it reads: `make figures`.
+"""Print how large the code is and what makes it hard to read: `make figures`; with the places: `--list`.
 
-Figures of the source as it lies there; only an import is run, in fresh processes.
+Figures of the source as it lies there: nothing is imported or run.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from itertools import combinations_with_replacement
 from pathlib import Path
-from statistics import median, quantiles
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "thinwire"
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
+MAX_ARGUMENTS = 11
 RUN_LINES = 6  # a run of so many shared lines counts as a duplicate
 TOO_COMMON = 8  # a run that stands in more places is a habit, not a duplicate
-IMPORTS = 9  # fresh processes, of which the median counts
+LARGEST = 5
+
+Trees = dict[Path, ast.Module]
 
 
-def num_lines(paths: list[Path]) -> int:
-    return sum(path.read_text().count("\n") for path in paths)
+def nodes(trees: Trees, *kinds: type[ast.AST]) -> list[tuple[str, ast.AST]]:
+    """Return all nodes of some kinds, each with its place."""
+    return [
+        (f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 0)}", node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]
 
 
-def functions_in(paths: list[Path]) -> Iterator[tuple[str, Function]]:
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, Function):
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+def many_arguments(trees: Trees) -> list[str]:
+    """Return functions of more than `MAX_ARGUMENTS`, Triton's kernels aside."""
+    found = []
+    for place, node in nodes(trees, ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        arguments = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+        if count > MAX_ARGUMENTS and "triton" not in place:
+            found.append(f"{place} {node.name}: {count}")
+    return found
 
 
-def body_lines(function: Function) -> int:
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+def loops_over_each(trees: Trees) -> list[str]:
+    """Return loops and comprehensions whose variable is called `each`."""
+    found = []
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.For | ast.comprehension):
+                names = [n for n in ast.walk(node.target) if isinstance(n, ast.Name) and n.id == "each"]
+                found += [f"{path.relative_to(SOURCE)}:{name.lineno}" for name in names]
+    return found
 
 
-def num_arguments(function: Function) -> int:
-    given = function.args
-    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")])
+def relative_docstrings(trees: Trees) -> list[str]:
+    """Return docstrings that define a thing by a relative clause."""
+    found = []
+    for place, node in nodes(trees, ast.FunctionDef, ast.ClassDef, ast.Module):
+        assert isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+        first = (ast.get_docstring(node) or "").partition("\n")[0]
+        if re.match(r"(Return )?(What|Whose|Whom|Who)\b", first, re.I):
+            found.append(f"{place} {first}")
+    return found
 
 
-def comment_share(paths: list[Path]) -> float:
-    """Return lines that are a comment over lines of code, docstrings counted as neither."""
-    comments = code = 0
-    for path in paths:
-        text = path.read_text()
-        docstrings = {
-            line
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            for line in range(node.lineno, (node.end_lineno or 0) + 1)
+def classes(trees: Trees) -> tuple[list[str], list[str]]:
+    """Return names that several classes have, and the largest classes with what they inherit."""
+    places: dict[str, list[str]] = defaultdict(list)
+    bases: dict[str, list[str]] = {}
+    members: dict[str, tuple[set[str], set[str]]] = {}
+    for place, node in nodes(trees, ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        places[node.name].append(place)
+        bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+        attributes = {
+            target.attr
+            for method in methods
+            for target in ast.walk(method)
+            if isinstance(target, ast.Attribute)
+            and isinstance(target.ctx, ast.Store)
+            and isinstance(target.value, ast.Name)
+            and target.value.id == "self"
         }
-        for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip().startswith("#"):
-                comments += 1
-            elif line.strip() and number not in docstrings:
-                code += 1
-    return comments / code
+        members[node.name] = {method.name for method in methods}, attributes
+
+    def ancestors(name: str) -> set[str]:
+        return {name}.union(*(ancestors(base) for base in bases.get(name, ()) if base != name))
+
+    sizes = []
+    for name in members:
+        inherited = [members[ancestor] for ancestor in ancestors(name) if ancestor in members]
+        methods_, attributes_ = (set[str]().union(*sets) for sets in zip(*inherited, strict=True))
+        sizes.append((len(methods_), len(attributes_), name))
+    largest = [f"{name}: {count} methods, {own} attributes" for count, own, name in sorted(sizes)[::-1]]
+    twice = [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+    return sorted(twice), largest[:LARGEST]
 
 
-def duplicate_pairs(paths: list[Path]) -> list[str]:
-    """Return the pairs of files that share a run, each with the place of one."""
+def duplicates(paths: list[Path]) -> list[str]:
+    """Return the pairs of files that share a run of lines, each with one place."""
     places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
     for path in paths:
         lines = [
@@ -88,65 +123,33 @@ def duplicate_pairs(paths: list[Path]) -> list[str]:
     return sorted(pairs.values())
 
 
-def closets(paths: list[Path]) -> list[str]:
-    """Return private functions of at most four lines that are used once."""
-    words = Counter(re.findall(r"\w+", "\n".join(path.read_text() for path in paths)))
-    return [
-        where
-        for where, function in functions_in(paths)
-        if re.match(r"_[^_]", function.name)
-        and not function.decorator_list
-        and words[function.name] == 2
-        and 0 < body_lines(function) <= 4
-    ]
-
-
-def import_figures() -> tuple[int, float]:
-    """Return our modules that DDP's users load, and the time of that over that of `import torch`."""
-    ours = "sum(name.partition('.')[0] == 'thinwire' for name in sys.modules)"
-    count = f"import sys, thinwire; thinwire.attach; print({ours})"
-    timed = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
-    seconds: dict[str, list[float]] = {"torch": [], "thinwire; thinwire.attach": []}
-    for _ in range(IMPORTS):
-        for statement, found in seconds.items():
-            found.append(float(printed_by(timed.format(statement))))
-    of_torch, of_both = map(median, seconds.values())
-    return int(printed_by(count)), of_both / of_torch
-
-
-def printed_by(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+def num_lines(folder: Path) -> int:
+    """Count the lines of Python under a folder."""
+    return sum(path.read_text().count("\n") for path in folder.rglob("*.py"))
 
 
 def main() -> None:
-    source, tests = (sorted(folder.rglob("*.py")) for folder in (SOURCE, ROOT / "tests"))
-    functions = list(functions_in(source))
-    sizes = [body_lines(function) for _, function in functions]
-    many = [
-        f"{where}: {num_arguments(f)}"
-        for where, f in functions
-        if num_arguments(f) > 10 and "triton" not in where
-    ]
-    modules, ratio = import_figures()
-    same, used_once = duplicate_pairs(source), closets(source)
-    rows = [
-        ("src: lines, with docstrings", f"{num_lines(source):,}"),
-        ("src: files", len(source)),
-        ("tests: lines", f"{num_lines(tests):,}"),
-        ("files that share six lines", len(same)),
-        ("modules of ours that `thinwire.attach` loads", modules),
-        ("its time, torch's included, in that of `import torch`", f"{ratio:.2f}"),
-        ("functions of more than 10 arguments, Triton's aside", len(many)),
-        ("private functions of up to 4 lines that are used once", len(used_once)),
-        ("90 % of function bodies have at most, lines", f"{quantiles(sizes, n=10)[-1]:.0f}"),
-        ("comments, in lines of code", f"{comment_share(source):.1%}"),
-    ]
-    for name, figure in rows:
-        print(f"{name:56} {figure:>8}")
+    paths = sorted(SOURCE.rglob("*.py"))
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    for folder in ("src", "tests", "benchmarks", "scripts"):
+        print(f"{folder + ': lines':56} {num_lines(ROOT / folder):>8,}")
+    same_names, largest = classes(trees)
+    stems = Counter(path.name for path in paths if path.name != "__init__.py")
+    lists = {
+        f"functions of more than {MAX_ARGUMENTS} arguments, Triton's aside": many_arguments(trees),
+        "loops over a variable called `each`": loops_over_each(trees),
+        "docstrings that begin with What or Who": relative_docstrings(trees),
+        "files that share six lines": duplicates(paths),
+        "names of several classes": same_names,
+        "names of several files": sorted(name for name, count in stems.items() if count > 1),
+    }
+    print(f"{'src: files':56} {len(paths):>8}")
+    for name, found in lists.items():
+        print(f"{name:56} {len(found):>8}")
+    print("largest classes, with what they inherit:", *largest, sep="\n  ")
     if "--list" in sys.argv[1:]:
-        print(
-            "", "Shared lines:", *same, "", "Many arguments:", *many, "", "Used once:", *used_once, sep="\n"
-        )
+        for name, found in lists.items():
+            print("", f"{name}:", *found, sep="\n")
 
 
 if __name__ == "__main__":

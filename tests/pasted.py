@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import thinwire
-from advice.ways import LOCAL, TWO, advice_of
-from thinwire.advice.variants import LocalVariant, lines_to_paste
+from advice.ways import TWO, advice_of
 
 
-def lines_for(adapter: str) -> list[str]:
-    """Where 2 bits are advised, and where models are averaged every other step, in 4 bits."""
-    way = LocalVariant(thinwire.DiLoCo, 2, {"algorithm": thinwire.Quantize(bits=4)})
-    local = replace(LOCAL, name=way.name, code=way.code)
-    return [lines_to_paste(advice_of(best, budget=0.2))[adapter] for best in (TWO, local)]
+def lines_for(framework: str) -> str:
+    """Where 2 bits are advised."""
+    return advice_of(TWO, budget=0.2).lines[framework]
 
 
 @contextmanager
@@ -32,13 +28,10 @@ def handles() -> Iterator[list[Any]]:
 
         return called
 
-    with (
-        patch.object(thinwire, "attach", noting(thinwire.attach)),
-        patch.object(thinwire, "DiLoCo", noting(thinwire.DiLoCo)),
-    ):
+    with patch.object(thinwire, "attach", noting(thinwire.attach)):
         yield made
 
 
 def run(text: str, names: dict[str, Any]) -> None:
-    """Run lines, and behind `with` the user's loop: the name `loop`, called."""
-    exec(f"{text}\n    loop()" if text.endswith(":") else f"{text}\nloop()", names)
+    """Run lines, and behind them the user's loop: the name `loop`, called."""
+    exec(f"{text}\nloop()", names)

@@ -1,4 +1,4 @@
-"""What the pages say is so: sentences that they explain are raised, what they call is there, code runs."""
+"""The pages are true: what they call is there with the arguments that they name, and their code runs."""
 
 from __future__ import annotations
 
@@ -24,28 +24,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 INTEGRATIONS = Path(thinwire.__file__).parent / "integrations"
 FAQ = PAGES["faq.md"]
-SENTENCES = re.findall(r"^> (.*)", FAQ, re.MULTILINE)
 
 
 def test_every_error_stands_in_the_list_of_errors() -> None:
     headings = re.findall(r"^## (\w+)$", FAQ, re.MULTILINE)
     assert set(errors.__all__) <= set(headings)
-
-
-@pytest.fixture(scope="module")
-def source() -> list[str]:
-    """The package's files, with the parts of their strings joined as Python joins them; and all messages."""
-    files = Path(thinwire.__file__).parent.rglob("*.py")
-    joined = [re.sub(r'(["\'])\s+f?["\']', "", path.read_text()) for path in files]
-    shown = [re.sub(r"\{[^{}]*\}|%[sdr]|%\.1f", "…", text) for text in joined]
-    return [*shown, *(said for _, said in errors_page.raised())]
-
-
-@pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_sentence_that_is_explained_is_one_that_is_raised(sentence: str, source: list[str]) -> None:
-    parts = [part.strip(" .;") for part in sentence.split("…") if len(part.strip(" .;")) > 3]
-    assert parts
-    assert any(all(part in text for part in parts) for text in source), parts
 
 
 def test_the_table_of_all_messages_is_what_the_code_says() -> None:
@@ -59,6 +42,7 @@ LOOKED_UP = (
     "api-algorithms.md",
     "design.md",
     "elastic-faults.md",
+    "errors.md",
     "faq.md",
     "guarantees.md",
     "migrating.md",
@@ -79,7 +63,7 @@ def test_a_guide_is_short_begins_with_a_diff_and_ends_with_what_goes_wrong(name:
     assert re.findall(r"^## (.*)", page, re.MULTILINE)[-1] == "What goes wrong"
 
 
-def test_the_small_algorithm_is_small_and_does_what_its_page_says() -> None:
+def test_the_algorithm_of_the_page_passes_the_page_s_test() -> None:
     source = Path(in_turn.__file__).read_text()
     assert len(source.splitlines()) <= 60
     page = PAGES["own-algorithm.md"]

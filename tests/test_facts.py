@@ -1,6 +1,6 @@
 """Where the hooks that people have fail, by number: that ours does the right thing in the same case.
 
-What the others do is measured by `benchmarks/bench_facts.py`, as it depends on version and processor.
+What the others do is in benchmarks/results/2026-11-22-facts.md: it depends on version and processor.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from resident import CASES, MOST_MB, grown_mb
 STEPS, WIDTH = 150, 512
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", ["4 bits", "machines", "FSDP2"])
 def test_a_run_grows_no_further(pools: Pools, case: str) -> None:
     """A few; `resident.py` tries all, for longer."""

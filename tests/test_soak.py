@@ -10,6 +10,7 @@ from by_hand import said_if_interrupted
 from soak import Soak
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_lost() -> None:
     # Of a seed by which every process has faults, and each loss comes some steps after a save.

@@ -19,7 +19,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -45,9 +44,6 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 
 
 # Modules, tensors and optimizers.
-
-Convolution = _ConvNd
-"""The class that convolutions of all dimensions derive from."""
 
 tree_map = _pytree.tree_map
 """Apply a function to each leaf of nested lists, tuples and dictionaries."""

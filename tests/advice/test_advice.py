@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 import thinwire
@@ -28,19 +24,17 @@ from advice.ways import advice_of, network, way
 from cli.test_cli import exit_code
 from pool import Pool
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice, measure
-from thinwire.advice.bench import Bench, slowest_of
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
-from thinwire.advice.measure import Link, _link_of, others_share, processor_seconds
-from thinwire.advice.result import Prediction
-from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline, Transfer
-from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, priced
-from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.cli.advise import show
-from thinwire.comm import Collective, InProcessTransport, agree, gather_numbers, run_members
-from thinwire.local_sgd import LocalSGD
-from thinwire.probe.result import PairTiming
-from thinwire.sync import Engine, engine_of
+from thinwire.advice import Advice
+from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss
+from thinwire.advice.notes import notes_on_link, notes_on_saving
+from thinwire.advice.prediction import Prediction
+from thinwire.advice.priced import BASELINE, priced
+from thinwire.advice.step_benchmark import slowest_of
+from thinwire.advice.timeline import LoopbackTransport, Sent, Stopwatch, Timeline
+from thinwire.comm import Collective, agree, gather_numbers
+from thinwire.probe import PairTiming
+from thinwire.probe.measured_link import MeasuredLink, Transfer
+from thinwire.sync import Engine
 
 # As its own names are loaded with their first use.
 PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
@@ -60,8 +54,8 @@ PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
 def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
     """A byte takes 2 ms, of a gather 6."""
     prices: dict[Collective, float] = {"all_reduce": 0.002, "all_gather": 0.006}
-    found = Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: Transfer(prices[kind] * num_bytes))
-    assert found == pytest.approx(expected)
+    seconds = Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: Transfer(prices[kind] * num_bytes))
+    assert seconds == pytest.approx(expected)
 
 
 def test_messages_that_wait_for_each_other_are_late_one_after_the_other() -> None:
@@ -93,16 +87,15 @@ def one_step(model: nn.Module) -> None:
     torch.autograd.backward(model(torch.ones(32, 256)).square().mean())
 
 
-def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
+def predicted(name: str, low_ms: float, high_ms: float, order: int, sent_bytes: int = 1000) -> Prediction:
     return way(
         name,
         low_ms,
         high_ms,
-        ExpectedLoss("measured", float(order)),
+        ExpectedLoss("measured", float(order), order - 0.2, order + 0.2),
         code=f"use({name})",
-        message_bytes=message_bytes,
+        sent_bytes=sent_bytes,
         is_lossy=order > 0,
-        averages_less_often=name == "LocalSGD",
     )
 
 
@@ -110,84 +103,49 @@ def advised(*predictions: Prediction, compute_ms: float = 1.0) -> Advice:
     return advice_of(*predictions, careful=(predicted("16 bits", 99, 101, 0),), compute_ms=compute_ms)
 
 
-def told_of(advice: Advice, width: int = 200) -> str:
-    output = StringIO()
-    show(advice, Console(file=output, width=width))
-    return output.getvalue()
-
-
-NAMES = [*priced(), *(way.name for way in LOCAL_VARIANTS)]
-
-
-@pytest.mark.parametrize("width", [60, 200])
-def test_the_table_fits(width: int) -> None:
-    advice = advised(*(predicted(name, 1234.5, 2345.6, 1, 10) for name in NAMES))
-    told = told_of(advice, width).partition("Predicted steps, fastest first\n\n")[2]
-    _, *lines = told.partition("\n\nbetween:")[0].splitlines()
-    assert max(map(len, (line for line in lines if " – " in line))) <= width
-    numbers = [line for line in lines if " – " in line]
-    # All numbers below each other, and names whole: beside them, or above.
+def test_the_table_has_all_numbers_below_each_other() -> None:
+    advice = advised(*(predicted(name, 1234.5, 2345.6, 1, 10) for name in priced()))
+    table = str(advice).split("\n\n")[1].splitlines()
+    assert max(map(len, table)) <= 110
+    numbers = [line for line in table if " – " in line]
     assert len({line.index(" – ") for line in numbers}) == 1
-    names = [line.partition("  ")[0] for line in (lines if width == 200 else lines[::2])]
-    assert names == ["computing alone", *(each.label for each in advice.predictions)]
-    assert len(lines) == (1 if width == 200 else 2) * len(names)
-
-
-def test_sentences_are_wrapped_between_words_on_a_terminal_and_not_in_a_pipe() -> None:
-    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=("A gap of 1.5 % " * 9,))
-    output = StringIO()
-    show(advice, Console(file=output, width=60, force_terminal=True, color_system=None))
-    prose = output.getvalue().partition("\nDDP:")[0].splitlines()
-    assert max(map(len, prose)) <= 60
-    assert sum("A gap of" in line for line in prose) > 1
-    assert sum("A gap of" in line for line in told_of(advice, 60).splitlines()) == 1
+    names = ["computing alone", "16 bits, DDP as it is", *priced()]
+    assert [line.partition("  ")[0] for line in table[1:]] == names
 
 
 def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None:
     one, four = predicted("rank 1", 49, 51, 3, 10), predicted("rank 4", 50, 54, 2, 40)
     advice = advised(one, four, predicted("rank 8", 60, 64, 1))
-    assert [each.name for each in advice.tied] == ["rank 1", "rank 4"]
+    assert [prediction.name for prediction in advice.tied] == ["rank 1", "rank 4"]
     assert advice.best is four
     assert advice.compress
-    told = told_of(advice)
-    assert (
-        told.splitlines()[:3]
-        == str(advice).splitlines()[:3]
-        == [
-            "Do this: use(rank 4)",
-            "A step takes 52.0 ms, with 16 bits 100.0 ms, without any averaging 1.0 ms.",
-            "It may lose 2.0 %: compare losses.",
-        ]
-    )
-    assert "rank 1; rank 4. Of these, rank 4 is expected to lose the least; of equal gaps the most" in told
-    assert "use(rank 4)" in told
+    told = str(advice)
+    assert told.splitlines()[:3] == [
+        "Do this: use(rank 4)",
+        "A step takes 52.0 ms, with 16 bits 100.0 ms, without any averaging 1.0 ms.",
+        "It may lose 2.0 %: compare losses.",
+    ]
+    assert "as far as can be told: rank 1; rank 4." in told
+    assert "Of these, rank 4 is expected to lose the least; of equal gaps the most bits win." in told
     # Less is better everywhere: half the time is 50, not 2.00.
-    assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in [
-        line.split()[:7] for line in told.splitlines()
-    ]
-    apart = advised(one, predicted("rank 4", 52, 54, 2))
-    assert apart.best is one
-    assert [line.split()[:3] for line in str(advice).splitlines()[5:7]] == [
-        ["computing", "alone", "1.0"],
-        ["rank", "1", "50.0"],
-    ]
+    rows = [line.split() for line in told.splitlines()]
+    assert ["computing", "alone", "1.0", "1"] in rows
+    assert ["rank", "1", "50.0", "49.0", "–", "51.0", "50"] in [row[:7] for row in rows]
+    assert advised(one, predicted("rank 4", 52, 54, 2)).best is one
 
 
-def test_what_ties_is_what_is_chosen_from_and_a_limit_that_decides_is_told() -> None:
+def test_what_ties_is_what_is_chosen_from() -> None:
     advice = advised(predicted("rank 1", 89, 97, 3), predicted("rank 4", 95, 98, 2))
-    assert [each.name for each in advice.tied] == ["rank 1"]  # rank 4 wins 3.5 %
+    assert [prediction.name for prediction in advice.tied] == ["rank 1"]  # rank 4 wins 3.5 %
     # Of noise wide enough to tie with half the speed, no smaller gap is worth it.
     wide = advised(predicted("rank 1", 30, 70, 3), predicted("rank 4", 50, 70, 2))
-    assert [each.name for each in wide.tied] == [wide.best.name] == ["rank 1"]
-    limit = "rank 4 is expected to lose less (+2.0 %), and takes 20% longer than rank 1: up to 10% counts as"
-    assert limit in told_of(wide)
+    assert [prediction.name for prediction in wide.tied] == [wide.best.name] == ["rank 1"]
     # What is not faster for sure ties with nothing that is advised, whatever its median.
     noisy = advised(predicted("rank 1", 60, 99.5, 3, 10), predicted("rank 4", 79, 81, 2))
-    assert [each.name for each in noisy.tied] == ["rank 4"]
+    assert [prediction.name for prediction in noisy.tied] == ["rank 4"]
     noisy = advised(predicted("rank 1", 80, 99.5, 3, 10))
     assert noisy.best is noisy.baseline
-    assert "Nothing rougher than that: no approximation wins more than 5% over 16 bits for" in told_of(noisy)
-    assert "Judged by medians alone, compressed messages win more than 5% over 16 bits" in told_of(noisy)
+    assert "No approximation within the budget wins more than 5% for sure." in str(noisy)
 
 
 def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
@@ -196,69 +154,50 @@ def test_what_users_have_is_what_is_advised_if_16_bits_do_not_beat_it() -> None:
     bits, low = predicted("16 bits", 95, 115, 0, 500), predicted("rank 1", 94, 104, 3, 10)
     advice = advice_of(low, careful=(plain, bits), compute_ms=98)
     assert advice.best is plain
-    told = told_of(advice)
-    assert told.splitlines()[:2] == [
+    assert str(advice).splitlines()[:2] == [
         "Do this: leave DDP as it is",
         "A step takes 100.0 ms, without any averaging 98.0 ms.",
     ]
-    assert "AllReduce(), as without Thinwire" in told
-    assert "Nothing more to win" in told
+    assert "Nothing more to win" in str(advice)
+    assert "AllReduce(), DDP as it is" in str(advice)
     # As large as 16 bits' in a model of bf16: there is no reason to add anything.
-    small = replace(plain, message_bytes=500)
-    assert advice_of(careful=(small, bits)).best is small
+    small = replace(plain, sent_bytes=500)
+    assert advice_of(low, careful=(small, bits)).best is small
     # Where computing alone takes as long, what seems faster is chance.
     quick = replace(bits, low_seconds=0.05, step_seconds=0.06, high_seconds=0.07)
     assert advice_of(low, careful=(plain, quick), compute_ms=98).best is plain
-    faster = advice_of(low, careful=(plain, quick))
-    assert "A step takes 60.0 ms, with DDP as it is 100.0 ms, without any" in told_of(faster)
-
-
-def test_averaging_less_often_is_not_called_compressing() -> None:
-    advice = advised(predicted("LocalSGD", 40, 41, 1), predicted("rank 1", 49, 51, 3))
-    assert advice.best.name == "LocalSGD"
-    assert not advice.compress
-    told = told_of(advice)
-    assert "A step takes 40.5 ms, with 16 bits 100.0 ms, without any averaging 1.0 ms." in told
-    assert "Do this: use(LocalSGD)" in told
+    faster = str(advice_of(low, careful=(plain, quick)))
+    assert "A step takes 60.0 ms, with DDP as it is 100.0 ms, without any" in faster
+    assert "A step still waits 50.0 ms for messages: LocalSGD and DiLoCo average" in faster
 
 
 def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
     hidden = advised(predicted("rank 1", 98, 99, 3, 10), compute_ms=99)
-    tiny = advised(predicted("rank 1", 101, 102, 3))  # and no message would be smaller
-    for advice in (hidden, tiny):
-        assert advice.nothing_to_win
-        assert "Do this: use(16 bits)" in told_of(advice)
-        exact = replace(advice, best=replace(advice.baseline, name="AllReduce()", loss=EXACT_LOSS))
-        assert told_of(exact).startswith("Do this: leave DDP as it is\n")
-        assert "use(" not in told_of(exact)
-        assert "It loses nothing: it is exact averaging." in told_of(exact)
-    assert "Nothing more to win: a step takes 100.0 ms with 16 bits, 99.0 ms without any" in told_of(hidden)
-    assert "compressed messages of this model are 1,000 bytes per step, 16 bits 1,000." in told_of(tiny)
+    assert hidden.nothing_to_win
+    assert "Do this: use(16 bits)" in str(hidden)
+    assert "Nothing more to win: a step takes about as long without any averaging." in str(hidden)
     assert not advised(predicted("rank 1", 101, 102, 3, 10)).nothing_to_win
 
 
 def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximation() -> None:
     variants = priced()
     careful = [code for code, variant in variants.items() if variant.keeps_16_bits]
-    assert sorted(careful) == ["AllReduce()", BASELINE, OVERFLOWING]
+    assert careful == ["AllReduce()", BASELINE]
     few_bits = [code for code in variants if code.startswith("Quantize")]
     assert few_bits == [f"Quantize(bits={bits})" for bits in (8, 4, 2)]
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, PUBLIC) == variant.algorithm
-    for local in LOCAL_VARIANTS:
-        assert local.name in local.code.replace("thinwire.", "").replace("model, optimizer, ", "")
-        assert isinstance(eval(local.name.replace("(", "=dict(", 1).partition("=")[2], PUBLIC), dict)
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:
     """A ring sends 2 (N − 1) / N of it, a gather receives N − 1 of them, an exchange sends (N − 1) / N."""
     found, num_bytes = network(8e6, 0.0, world_size=4), 1 << 20
     kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    seconds = [Link(found, 4).transfer(kind, num_bytes).seconds / (num_bytes / 1e6) for kind in kinds]
+    seconds = [MeasuredLink(found, 4).transfer(kind, num_bytes).seconds / (num_bytes / 1e6) for kind in kinds]
     assert seconds == pytest.approx([1.5, 3, 0.75, 1], rel=1e-3)
-    slow = replace(found, wire_factors={"all_to_all": 2.0, "all_gather": 1.0})
-    assert Link(slow, 4).transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
+    slow = MeasuredLink(replace(found, wire_factors={"all_to_all": 2.0, "all_gather": 1.0}), 4)
+    assert slow.transfer("all_to_all", num_bytes).seconds == pytest.approx(1.5 * num_bytes / 1e6)
 
 
 @pytest.mark.parametrize(
@@ -281,31 +220,27 @@ def test_messages_wait_for_round_trips(
     members: int, collective: Collective, num_bytes: int, round_trips: float
 ) -> None:
     """Besides their bytes, which take next to nothing here."""
-    link = Link(network(8e9, 0.0, members), members)
+    link = MeasuredLink(network(8e9, 0.0, members), members)
     took = link.transfer(collective, num_bytes, round_trip_seconds=0.1)
     assert took.late_seconds == pytest.approx(0.1 * round_trips, abs=0.002)
 
 
 def test_machines_of_several_processes_send_what_one_each_would() -> None:
-    model = nn.Linear(8, 8)
     several = network(1e8, 0.0, world_size=8, nodes=[[0, 1, 2, 3], [4, 5, 6, 7]])
-    link = _link_of(model, several, None)
-    alone = _link_of(model, network(1e8, 0.0), None)
+    link, alone = MeasuredLink.of(several), MeasuredLink.of(network(1e8, 0.0))
     assert (link.members, link.processes) == (2, 4)
     kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
     for kind in kinds:
         assert link.wire_bytes(kind, 1_000_000) == alone.wire_bytes(kind, 1_000_000)
-        took, expected = (each.transfer(kind, 1_000_000).seconds for each in (link, alone))
+        took, expected = (measured.transfer(kind, 1_000_000).seconds for measured in (link, alone))
         assert took == pytest.approx(expected, rel=0.01)
     # By what was timed of pairs inside: a scatter and a gather, each of three quarters. Nothing is known yet.
     assert link.inside_seconds(4_000_000) == 0
     pairs = [PairTiming((0, 1), 1_000_000, 0.001), PairTiming((3, 4), 1_000_000, 0.1)]
-    timed = _link_of(model, replace(several, pairs=pairs), None)
+    timed = MeasuredLink.of(replace(several, pairs=pairs))
     assert timed.inside_seconds(4_000_000) == pytest.approx(1.5 * 4 * 0.001)
-    uneven = network(1e8, world_size=3, nodes=[[0, 1], [2]])
-    assert _link_of(model, uneven, None).members == 3
-    training = Training.of(model, "SGD", link.members)
-    (note, *_) = notes_on(training, several, 8, torch.device("cpu"), link.shards, link.processes)
+    assert MeasuredLink.of(network(1e8, world_size=3, nodes=[[0, 1], [2]])).members == 3
+    (note, *_) = notes_on_link(link, 8, torch.device("cpu"))
     assert note.startswith("Predicted for 2 machines of 4 processes, which average inside")
 
 
@@ -323,10 +258,10 @@ def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_
     assert 0 < mean.at_seconds <= forgotten.at_seconds <= mean.waited_seconds <= timeline.seconds
     assert forgotten.waited_seconds == timeline.seconds
     assert tensor.tolist() == [1.0, 2.0]
-    assert gather_numbers([5.0], Echo(3), "a gather") == [[5.0]] * 3
+    assert gather_numbers([5.0], LoopbackTransport(3), "a gather") == [[5.0]] * 3
     total, received = torch.tensor([2.0]), torch.empty(3, 1)
-    Echo(3).all_reduce(total, "a sum").wait()
-    Echo(3).all_to_all(received, torch.tensor([[7.0], [8.0], [9.0]]), "an exchange").wait()
+    LoopbackTransport(3).all_reduce(total, "a sum").wait()
+    LoopbackTransport(3).all_to_all(received, torch.tensor([[7.0], [8.0], [9.0]]), "an exchange").wait()
     assert (total.item(), received.view(-1).tolist()) == (6.0, [7.0] * 3)
 
 
@@ -358,127 +293,80 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
     work.wait()
     timeline = stopwatch.timeline()
     assert (is_done, timeline.seconds) == ([device], 0.004)
-    times = [(each.at_seconds, each.waited_seconds) for each in timeline.sent]
+    times = [(message.at_seconds, message.waited_seconds) for message in timeline.sent]
     assert times == [(0.001, 0.003), (0.002, 0.004)]
-
-
-def test_steps_are_told_by_round_trip() -> None:
-    seconds_at, rounds = {0: 0.05, 80: 0.21}, 2.0
-    advice = advised(replace(predicted("rank 1", 49, 51, 3, 10), seconds_at=seconds_at, rounds=rounds))
-    lines = [line.split() for line in told_of(advice).splitlines()]
-    assert ["0", "ms", "80", "ms", "rounds"] in lines
-    assert ["rank", "1", "50.0", "210.0", "2"] in lines
-    assert "round trips" not in told_of(advised(predicted("rank 1", 49, 51, 3, 10)))
 
 
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
     everyone = pool2.run(_advised)
-    first, second = ([each.step_seconds for each in slow.predictions] for slow, *_ in everyone)
+    first, second = ([p.step_seconds for p in slow.predictions] for slow, *_ in everyone)
     assert first == second
     num_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
     for slow, fast, unchanged in everyone:
         assert unchanged
-        assert slow.best.is_lossy
-        assert slow.compress is not slow.best.averages_less_often
+        assert slow.compress
         assert slow.best in slow.tied
-        assert slow.is_within_budget(slow.best)
         assert slow.best.step_seconds < slow.baseline.step_seconds / 2
-        assert slow.best.code in (
-            f"thinwire.attach(ddp_model, thinwire.{slow.best.name})",
-            "with thinwire.LocalSGD(model, optimizer, every_steps=10):",
-        )
-        assert slow.break_even_bits_per_second > 1e7  # the slow network's
+        assert slow.best.code == f"thinwire.attach(ddp_model, thinwire.{slow.best.name})"
         assert "Loss gaps are the largest of AdamW, Lion, Muon, SGD" in slow.notes[0]
         assert not fast.best.is_lossy
-        # Even where it is the fastest: large gradients leave its range, and bf16 sends the same.
-        assert fast.predictions[0].name == OVERFLOWING
-        assert OVERFLOWING not in [fast.best.name, *(each.name for each in fast.tied)]
         for advice in (slow, fast):
-            seconds = [each.step_seconds for each in advice.predictions]
+            seconds = [prediction.step_seconds for prediction in advice.predictions]
             assert seconds == sorted(seconds)
-            assert len(seconds) == len(priced()) + len(LOCAL_VARIANTS)
-            assert all(each.sent_bytes == each.received_bytes > 0 for each in advice.predictions)
-        found = {each.name: each for each in slow.predictions}
-        exact, low_rank = found["AllReduce()"], found["PowerSGD(matrix_rank=4)"]
-        local, diloco = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
-        sparse = found["LocalSGD(every_steps=5, algorithm=TopK(density=0.015625))"]
-        assert (exact.rounds, low_rank.rounds, local.rounds) == (1, 2, 0.2)  # a question before the models
-        for each in found.values():
-            assert list(each.seconds_at) == [0, 5, 20, 80]
-            assert sorted(each.seconds_at.values()) == list(each.seconds_at.values())
+            assert len(seconds) == len(priced())
+            assert all(prediction.sent_bytes > 0 for prediction in advice.predictions)
+        by_name = {prediction.name: prediction for prediction in slow.predictions}
+        exact, low_rank = by_name["AllReduce()"], by_name["PowerSGD(matrix_rank=4)"]
+        assert (exact.rounds, low_rank.rounds) == (1, 2)
+        for prediction in by_name.values():
+            assert list(prediction.seconds_at) == [0, 5, 20, 80]
+            assert sorted(prediction.seconds_at.values()) == list(prediction.seconds_at.values())
         # The model is one bucket, and its messages wait for nothing: half a round trip for each round.
         assert low_rank.seconds_at[80] - low_rank.seconds_at[0] == pytest.approx(0.08, rel=0.3)
         # A ring of two sends each byte once.
-        assert exact.message_bytes == exact.sent_bytes == 2 * found[BASELINE].message_bytes == num_bytes
-        assert low_rank.message_bytes < num_bytes / 20
-        assert local.message_bytes == pytest.approx(num_bytes / 10, rel=1e-3)
-        assert diloco.message_bytes < num_bytes / 30 / 7
+        assert exact.sent_bytes == 2 * by_name[BASELINE].sent_bytes == num_bytes
+        assert low_rank.sent_bytes < num_bytes / 20
         # fp32 of what is compressed: the matrices.
         assert low_rank.memory_bytes > low_rank.residual_bytes == 4 * 2 * 256 * 512
-        assert sparse.residual_bytes > 0
-        assert exact.memory_bytes == exact.residual_bytes == found["Quantize(bits=4)"].residual_bytes == 0
-        assert local.memory_bytes == num_bytes  # the last averages
-        assert diloco.memory_bytes == 2 * num_bytes  # and the outer momentum
+        assert exact.memory_bytes == exact.residual_bytes == by_name["Quantize(bits=4)"].residual_bytes == 0
 
 
 def _advised() -> tuple[Advice, Advice, bool]:
     assert dist.get_world_size() == 2
     model = new_model()
     # This machine may be busy: only a gain of half counts.
-    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.3, least_gain=0.5)
-    with patch.object(Bench, "predictions", _where_fp16_takes_nothing):
-        fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
+    advise = partial(thinwire.advise, model, one_step, budget_seconds=0.3, least_gain=0.5)
+    slow, fast = (advise(network(rate, latency)) for rate, latency in ((1e7, 0.001), (1e12, 1e-6)))
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
-    return slow, fast, same and all(each.grad is None for each in model.parameters())
-
-
-def _where_fp16_takes_nothing(
-    bench: Bench, *given: Any, predictions: Callable[..., list[Prediction]] = Bench.predictions
-) -> list[Prediction]:
-    nothing: dict[str, Any] = {"step_seconds": 0.0, "low_seconds": 0.0, "high_seconds": 0.0}
-    found = predictions(bench, *given)
-    return [replace(each, **(nothing if each.name == OVERFLOWING else {})) for each in found]
+    return slow, fast, same and all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_one_algorithm_alone_takes_memory_at_a_time(pool2: Pool) -> None:
     """Without the garbage collector, which does not know how much memory a device has left."""
     for world_size, num_variants, alive in pool2.run(_alive):
         assert world_size == 2
-        assert num_variants == len(priced()) + len(LOCAL_VARIANTS)
+        assert num_variants == len(priced())
         assert max(map(len, alive)) == 1
         # All that remember something were there.
-        assert len(set().union(*alive)) > 8
+        assert len(set().union(*alive)) > 5
 
 
 def _alive() -> tuple[int, int, list[list[str]]]:
-    made: weakref.WeakSet[Engine | LocalSGD] = weakref.WeakSet()
+    made: weakref.WeakSet[Engine] = weakref.WeakSet()
     alive: list[list[str]] = []
+    new_engine = Engine.__init__
 
-    def note() -> None:
-        holding = {each for each in made if isinstance(each, Engine) and each.state.memory_bytes()}
-        # An adapter that was entered holds the last averages, and its engine's memory.
-        entered = {each for each in made if isinstance(each, LocalSGD)}
-        alive.append([str(each.algorithm) for each in holding - set(map(engine_of, entered))])
-        alive[-1] += map(str, entered)
-
-    def noted(kind: type[Any], name: str) -> Any:
-        wrapped = getattr(kind, name)
-
-        def wrapper(own: Any, *given: Any, **settings: Any) -> Any:
-            found = wrapped(own, *given, **settings)
-            made.add(own)
-            note()
-            return found
-
-        return patch.object(kind, name, wrapper)
+    def noted(engine: Engine, *args: Any, **settings: Any) -> None:
+        new_engine(engine, *args, **settings)
+        made.add(engine)
 
     def step(model: nn.Module) -> None:
-        note()
+        alive.append([str(engine.algorithm) for engine in made if engine.state.memory_bytes()])
         one_step(model)
 
     gc.disable()
     try:
-        with noted(Engine, "__init__"), noted(LocalSGD, "__enter__"):
+        with patch.object(Engine, "__init__", noted):
             advice = thinwire.advise(new_model(), step, network(1e8, 0.001), budget_seconds=0.1)
     finally:
         gc.enable()
@@ -487,12 +375,11 @@ def _alive() -> tuple[int, int, list[list[str]]]:
 
 def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
     few, plain = predicted("rank 4", 50, 54, 2), predicted("4 bits", 50, 54, 2)
-    few = replace(few, residual_bytes=400_000_000)
-    told = list(cost_of_saving(few, Link(network(1e8, 0.001), 2).transfer))
-    assert told == [
+    few, link = replace(few, residual_bytes=400_000_000), MeasuredLink(network(1e8, 0.001), 2)
+    assert list(notes_on_saving(few, link)) == [
         "Saving (state_dict) averages the residual of rank 4, 400 MB, over the link: about 32 s each time."
     ]
-    assert not list(cost_of_saving(plain, Link(network(1e8, 0.001), 2).transfer))
+    assert not list(notes_on_saving(plain, link))
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:
@@ -555,12 +442,10 @@ def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixtu
     options.append("--steps=5000")
     assert command(*options) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["best"]["is_lossy"] is True
-    assert told["compress"] is not told["best"]["averages_less_often"]
+    assert told["best"]["is_lossy"] is told["compress"] is True
     assert told["nothing_to_win"] is False
     assert told["best"] in told["tied"]
     assert told["budget_loss"] == 0.03
-    assert told["frontier"][0] in told["predictions"]
     assert told["best"]["code"] in told["lines"]["DDP"]
     assert "No loss gap was measured with Sophia, only with AdamW, Lion, Muon, SGD" in told["notes"][0]
     assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
@@ -573,7 +458,7 @@ def test_the_command(command: Callable[..., object], capsys: pytest.CaptureFixtu
         ("nowhere:build", "mine:step", "1%", "--model nowhere:build can't be imported (ModuleNotFound"),
         ("mine:broken", "mine:step", "1%", "mine:broken failed: ValueError: no weights here"),
         ("mine:ends", "mine:step", "1%", "mine:ends failed: SystemExit: 4"),
-        ("ending:build", "mine:step", "1%", "can't be imported (SystemExit: 3); expected MODULE:FUNCTION of"),
+        ("ending:build", "mine:step", "1%", "can't be imported (SystemExit: 3); give a file without"),
         ("mine:number", "mine:step", "1%", "mine:number must return a torch.nn.Module, got 7"),
         *(
             (
@@ -600,30 +485,3 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
-
-
-def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [*disturbance(0.05, 0.010, 0.011), *disturbance(None, 0.010, 0.011)] == []
-    told = [*disturbance(0.45, 0.010, 0.011), *disturbance(None, 0.010, 0.013)]
-    assert [each.removesuffix(": on a quiet machine predictions are surer.") for each in told] == [
-        "While it measured, other programs took 45% of the machine's processors",
-        "While it measured, half of the steps without averaging took 10.0 to 13.0 ms",
-    ]
-    # Of two machines the busier one; what the group's own processes take there is no disturbance.
-    spent, members = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)], InProcessTransport.group(3)
-    shares = run_members(3, lambda rank: others_share("aba"[rank], spent[rank], members[rank]))
-    assert shares == [pytest.approx(0.45)] * 3
-    # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
-    stat = tmp_path / "stat"
-    monkeypatch.setattr(measure, "PROC_STAT", stat)
-    monkeypatch.setattr(os, "sysconf", lambda name: 100)
-    monkeypatch.setattr(time, "process_time", lambda: 1.0)
-    stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")
-    assert processor_seconds() == (1.0, 1.5, 10.0)
-    stat.write_text("cpu  250 0 100 1000 100 0 0 100 7 7\ncpu0 1 1 1 1\n")
-    assert processor_seconds() == (1.0, 4.5, 15.5)
-    stat.unlink()
-    (alone,) = InProcessTransport.group(1)
-    assert others_share("a", processor_seconds(), alone) is None
-    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=tuple(disturbance(0.45, 1, 1)))
-    assert "other programs took 45% of the machine's processors" in told_of(advice)

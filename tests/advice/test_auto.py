@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from catalog import buckets, random_gradients, true_means
 from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
-from thinwire.advice.automatic import Auto, Reading, Rules, Trial
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
-from thinwire.advice.result import choose
-from thinwire.advice.variants import priced
+from thinwire.advice.automatic import Auto, Rules, _differs
+from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training
+from thinwire.advice.prediction import Prediction, choose
+from thinwire.advice.priced import priced
 from thinwire.algorithms import Algorithm
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation
@@ -36,18 +36,9 @@ from watch.test_watch import train as train_on
 # What is chosen, from numbers
 
 
-def chooser_for(
-    optimizer: str,
-    members: int,
-    *,
-    budget_loss: float = 0.005,
-    least_gain: float = 0.05,
-    total_steps: int | None = 2000,
-) -> Auto:
+def chooser_for(optimizer: str, budget_loss: float = 0.005, total_steps: int | None = 2000) -> Auto:
     (sync,) = Simulation(AllReduce(), buckets(), num_workers=1).syncs
-    training = Training(optimizer, members, 10**6, total_steps)
-    rules, notes = Rules(budget_loss, least_gain, 5, 500, True), optimizer_notes(optimizer)
-    return Auto(sync, training, rules, notes, log=print, clock=lambda: (0.0, 0.0))
+    return Auto(sync, Training(optimizer, 2, 10**6, total_steps), Rules(budget_loss, 0.05, 5, 500), [])
 
 
 @pytest.mark.parametrize(
@@ -68,28 +59,27 @@ def chooser_for(
 def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not(
     optimizer: str, total_steps: int | None, budget_loss: float, expected: list[str]
 ) -> None:
-    chooser = chooser_for(optimizer, 2, budget_loss=budget_loss, total_steps=total_steps)
+    chooser = chooser_for(optimizer, budget_loss, total_steps)
     assert sorted(chooser._candidates) == sorted(["AllReduce()", 'Cast("bf16")', *expected])
-    losses = [chooser._losses[each].order for each in chooser._candidates]
+    losses = [chooser._losses[name].order for name in chooser._candidates]
     assert losses == sorted(losses)
     # Without a bound, what is unknown as well: last.
-    anything = chooser_for(optimizer, 2, budget_loss=math.inf)
+    anything = chooser_for(optimizer, math.inf)
     assert "TopK(density=1 / 32)" in list(anything._candidates)[-6:]
 
 
-def trial(name: str, order: int, ms: float, *, spread: float = 0.0, waited: float = 50.0) -> Trial:
+def trial(name: str, order: int, ms: float, *, spread: float = 0.0) -> Prediction:
     loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
-    return Trial(
+    return Prediction(
         name,
         name,
         ms / 1e3,
         (ms - spread) / 1e3,
         (ms + spread) / 1e3,
-        message_bytes=1000 / (1 + order),
+        sent_bytes=1000 / (1 + order),
         memory_bytes=0,
         is_lossy=order > 1,
         loss=loss,
-        waited_seconds=waited / 1e3,
     )
 
 
@@ -108,72 +98,45 @@ EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
         ([EXACT, SIXTEEN, trial("fine", 2, 77)], "sixteen"),
     ],
 )
-def test_the_best_of_the_trials(trials: list[Trial], best: str) -> None:
+def test_the_best_of_the_trials(trials: list[Prediction], best: str) -> None:
     assert choose(trials, 0.05).name == choose(trials[::-1], 0.05).name == best
 
 
 @pytest.mark.parametrize(("ms", "changed"), [(100, False), (119, False), (121, True), (79, True)])
 def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
-    assert trial("exact", 0, ms).differs_from(EXACT) is changed
+    assert _differs(trial("exact", 0, ms), EXACT) is changed
     # Steps that vary as much, on a machine that does other things: that tells nothing.
-    assert not trial("exact", 0, ms, spread=60).differs_from(EXACT)
-
-
-def told_of(trials: list[Trial], optimizer: str = "SGD", **rules: Any) -> str:
-    chooser = chooser_for(optimizer, 2, **rules)
-    assert str(chooser) == "no choice yet"
-    chooser.trials, chooser.chosen, chooser.is_choosing = (*trials,), choose(trials, 0.05), False
-    return " ".join(str(chooser).splitlines())
+    assert not _differs(trial("exact", 0, ms, spread=60), EXACT)
 
 
 def test_it_tells_what_and_why() -> None:
-    told = told_of([EXACT, SIXTEEN, trial("rough", 2, 40, waited=10)], optimizer="AdamW")
-    assert told.startswith("rough: a step takes 40 ms (10 ms waiting). Its loss gap: ")
-    assert "It still waits 25% of a step for messages; averaging models less often" in told
-    assert "algorithm=TopK(density=0.015625)) (+1.9 % loss) is for you to choose." in told
-    assert told.endswith(", sixteen 80 ms (50 ms waiting), rough 40 ms (10 ms waiting).")
-    told = told_of([EXACT, SIXTEEN, trial("slow", 2, 90)])
-    assert "Nothing rougher within the budget wins more than 5% for sure." in told
-
-
-def test_without_waiting_there_is_nothing_to_win() -> None:
-    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 90, waited=4)]
-    nothing = "sixteen: a step takes 90 ms (4 ms waiting). Rougher messages can win nothing."
-    assert told_of(idle).startswith(nothing)
-    assert nothing not in told_of(idle, least_gain=0.04)
-    # If nobody sees the waiting, all are tried.
-    unseen = told_of([replace(each, waited_seconds=math.nan) for each in idle])
-    assert unseen.startswith("sixteen: a step takes 90 ms. Nothing rougher than 16 bits is known to lose at")
-    assert "nan" not in unseen
-
-
-def test_a_budget_that_nothing_meets_and_an_unknown_optimizer_are_told() -> None:
-    told = told_of([EXACT, SIXTEEN], optimizer="Sophia", budget_loss=0.0)
-    assert "Nothing rougher than 16 bits is known to lose at most 0 %: the nearest is " in told
-    known = "AdamW, Lion, Muon, SGD"
-    assert f"No loss gap was measured with Sophia, only with {known}: the largest of them counts." in told
+    chooser = chooser_for("AdamW")
+    assert str(chooser) == "no choice yet"
+    rough = trial("rough", 2, 40)
+    chooser.trials, chooser.chosen, chooser.is_choosing = (EXACT, SIXTEEN, rough), rough, False
+    assert str(chooser).startswith("A step with rough 40 ms. We could measure no loss: between")
+    assert str(chooser).endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
+    short = chooser_for("Muon", budget_loss=0.0)
+    short.trials, short.chosen, short.is_choosing = (EXACT, SIXTEEN), SIXTEEN, False
+    assert "is known to lose at most 0 %: the nearest is Quantize(bits=8)" in str(short)
 
 
 # Members on a link that is given
 
 
-class Link:
-    """The clock of a member: 10 ms of arithmetic a step, 20 on the second member, so the first one waits.
+class LinkClock:
+    """The clock of a member: 20 ms of arithmetic a step, and a link of so many bytes per second."""
 
-    The rate is in bytes per second; a step takes some extra seconds.
-    """
-
-    def __init__(self, engine: Engine, rate: Callable[[], float], extra: Callable[[], float]) -> None:
-        self.engine, self.rate, self.extra = engine, rate, extra
-        self.seconds = self.waited = 0.0
+    def __init__(self, engine: Engine, rate: Callable[[], float]) -> None:
+        self.engine, self.rate = engine, rate
+        self.seconds = 0.0
         self.steps = self.sent = 0
 
-    def __call__(self) -> Reading:
+    def __call__(self) -> float:
         steps, sent = self.engine.steps - self.steps, self.engine.traffic.message_bytes - self.sent
         self.steps, self.sent = self.engine.steps, self.engine.traffic.message_bytes
-        self.seconds += (0.02 + self.extra()) * steps + sent / self.rate()
-        self.waited += sent / self.rate() + (0.0 if self.engine.transport.rank == 1 else 0.01 * steps)
-        return self.seconds, self.waited
+        self.seconds += 0.02 * steps + sent / self.rate()
+        return self.seconds
 
 
 TRAINING = Training("SGD", 2, 10**4, steps=400)
@@ -186,65 +149,68 @@ ALL_TRIALS = 3 * 4
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     """Two members, who try few candidates."""
-    few = {name: each for name, each in priced().items() if name in TRIED}
+    few = {name: variant for name, variant in priced().items() if name in TRIED}
     monkeypatch.setattr(automatic, "priced", lambda: few)
     return Simulation(AllReduce(), buckets(), num_workers=2)
 
 
 def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(
-    simulated: Simulation, tmp_path: Path
+    simulated: Simulation, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
 
     A run that resumes sends what the one before has left.
     """
-    rate, told = SLOW, list[str]()
-    choosers = choosers_of(simulated, lambda: rate, told.append)
+    rate = SLOW
+    caplog.set_level(logging.INFO, "thinwire")
+    choosers = choosers_of(simulated, lambda: rate)
     watch = Watch(simulated.syncs[0], tmp_path / "run.jsonl")
     used: list[Algorithm] = []
     results = [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
-    truth = [torch.zeros_like(each) for each in results]
-    for step in range(50):
-        rate = FAST if 14 <= step < 32 else SLOW
+    truth = [torch.zeros_like(result) for result in results]
+    for step in range(64):
+        rate = FAST if 14 <= step < 40 else SLOW
         gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
         torch._foreach_add_(truth, true_means(gradients))
         simulated.step(gradients)
-        torch._foreach_add_(results, [each.double() for each in gradients[0]])
+        torch._foreach_add_(results, [gradient.double() for gradient in gradients[0]])
         assert simulated.syncs[0].algorithm == simulated.syncs[1].algorithm
         assert choosers[0].trials == choosers[1].trials
         used.append(simulated.syncs[0].algorithm)
     chosen = ["PowerSGD(matrix_rank=4)", "AllReduce()", "PowerSGD(matrix_rank=4)"]
-    assert [str(used[step]) for step in (ALL_TRIALS, 28, 49)] == chosen
+    assert [str(used[step]) for step in (ALL_TRIALS, 32, 60)] == chosen
     assert simulated.syncs[0].stats().compression_ratio > 1.5
     watch.close()
-    changes = [step for step in range(1, 50) if used[step] != used[step - 1]]
+    changes = [step for step in range(1, 64) if used[step] != used[step - 1]]
     plans = read_run(tmp_path / "run.jsonl").plans
-    assert [(each["step"], each["algorithm"]) for each in plans[1:]] == [
+    assert [(plan["step"], plan["algorithm"]) for plan in plans[1:]] == [
         (step + 1, str(used[step])) for step in changes
     ]
     # Each told once, by the first member.
+    told = caplog.messages
     assert len(told) == 5
-    assert told[0].startswith(f"thinwire.auto: from step {ALL_TRIALS} on, PowerSGD(matrix_rank=4): a step")
-    assert told[1].startswith('thinwire.auto: a step with Cast("bf16") takes 20 ms (')
+    assert told[0].startswith(
+        f"thinwire.auto: from step {ALL_TRIALS} on: A step with PowerSGD(matrix_rank=4)"
+    )
+    assert told[1].startswith('thinwire.auto: Cast("bf16") 20 ms, in its trial Cast("bf16") ')
     assert told[1].endswith("choosing again")
-    assert "AllReduce(): a step takes" in told[2]
-    assert "Rougher messages can win nothing." in told[2]
+    assert "A step with AllReduce() 20 ms. Nothing rougher within the budget wins" in told[2]
     state = dict(simulated.state_dicts()[0]["error"])
     missing = [
         total - result - torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
         for total, result, bucket in zip(truth, results, simulated.buckets, strict=True)
     ]
     # But for what 16 bits have rounded.
-    assert max(float(each.abs().max()) for each in missing) < 0.1
+    assert max(float(error.abs().max()) for error in missing) < 0.1
     assert any(error.abs().max() > 0.5 for error in state.values())
     # A run that resumes begins with exact averaging.
     resumed = Simulation(AllReduce(), buckets(), num_workers=2)
     for sync in resumed.syncs:
         sync.load_state_dict(simulated.state_dicts()[0])
     choosers_of(resumed)
-    nothing = [[torch.zeros(sum(spec.numel for spec in each)) for each in buckets()] for _ in range(2)]
+    nothing = [[torch.zeros(sum(spec.numel for spec in bucket)) for bucket in buckets()] for _ in range(2)]
     resumed.step(nothing)
-    assert resumed.syncs[0].steps == 51
+    assert resumed.syncs[0].steps == 65
     for bucket, sent in zip(buckets(), nothing[1], strict=True):
         left = torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
         torch.testing.assert_close(sent.double(), left)
@@ -255,54 +221,13 @@ def flat_error(state: dict[str, torch.Tensor], name: str, numel: int) -> torch.T
 
 
 def choosers_of(
-    simulated: Simulation,
-    rate: Callable[[], float] = lambda: SLOW,
-    log: Callable[[str], object] = str,
-    extra: Callable[[], float] = lambda: 0.0,
-    every_steps: int | None = 4,
+    simulated: Simulation, rate: Callable[[], float] = lambda: SLOW, every_steps: int | None = 4
 ) -> list[Auto]:
     def chooser_of(rank: int) -> Auto:
-        clock = Link(simulated.engines[rank], rate, extra)
-        return Auto(simulated.syncs[rank], TRAINING, Rules(0.01, 0.05, 2, every_steps, True), [], log, clock)
+        clock = LinkClock(simulated.engines[rank], rate)
+        return Auto(simulated.syncs[rank], TRAINING, Rules(0.01, 0.05, 2, every_steps), [], clock)
 
     return run_members(2, chooser_of)
-
-
-@pytest.mark.parametrize(("lossy_ms", "num_told"), [(0, 1), (5.5, 1), (1000, 3)])
-def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
-    lossy_ms: float, num_told: int, simulated: Simulation
-) -> None:
-    told, extra_seconds = list[str](), 0.0
-    choosers_of(simulated, log=told.append, extra=lambda: extra_seconds)
-    for step in range(2 * ALL_TRIALS + 14):
-        is_lossy = str(simulated.syncs[0].algorithm) == "PowerSGD(matrix_rank=4)"
-        extra_seconds = lossy_ms / 1e3 if step >= ALL_TRIALS and is_lossy else 0.0
-        train_on(simulated, range(step, step + 1))
-    assert len(told) == num_told, told
-    if num_told > 1:
-        assert "a step with PowerSGD(matrix_rank=4) takes 1.0" in told[1]
-        assert 'Cast("bf16"): a step takes' in told[2]
-
-
-def test_the_network_is_what_the_slowest_waits_for(simulated: Simulation) -> None:
-    chooser, _ = choosers_of(simulated)
-    train_on(simulated, range(4))
-    (exact,) = chooser.trials
-    assert chooser.is_choosing
-    assert exact.waited_seconds == pytest.approx(exact.message_bytes / SLOW)
-    assert exact.step_seconds == pytest.approx(0.02 + exact.waited_seconds)
-
-
-def test_if_nobody_sees_the_waiting_all_are_tried(
-    simulated: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with an accelerator, whose messages travel while the host has gone on."""
-    clock = Link.__call__
-    monkeypatch.setattr(Link, "__call__", lambda link: (clock(link)[0], math.nan))
-    chooser, other = choosers_of(simulated, lambda: FAST)
-    train_on(simulated, range(ALL_TRIALS + 1))
-    assert [each.name for each in chooser.trials] == [each.name for each in other.trials] == TRIED
-    assert "waiting" not in str(chooser)
 
 
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
@@ -310,36 +235,23 @@ def test_a_step_that_is_dropped_is_no_measurement() -> None:
     chooser, _ = choosers_of(simulated)
     train_on(simulated, range(8), bad_steps=(3, 5))
     assert simulated.syncs[0].stats().nonfinite_steps == 2
-    assert [each.name for each in chooser.trials] == ["AllReduce()"]
+    assert [trial.name for trial in chooser.trials] == ["AllReduce()"]
 
 
 def test_after_a_single_choice_it_stays_with_what_it_has(simulated: Simulation) -> None:
     choosers = choosers_of(simulated, every_steps=None)
     train_on(simulated, range(ALL_TRIALS + 6))
-    assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
+    assert [str(sync.algorithm) for sync in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
     assert not choosers[0].is_choosing
-
-
-def test_a_log_that_raises_ends_nothing(simulated: Simulation, caplog: pytest.LogCaptureFixture) -> None:
-    def log(text: str) -> None:
-        raise OSError("no space left")
-
-    choosers = choosers_of(simulated, log=log)
-    train_on(simulated, range(ALL_TRIALS + 1))
-    assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
-    assert choosers[0].chosen == choosers[1].chosen
-    (warning,) = caplog.messages
-    assert warning.startswith("log raised OSError('no space left'), training goes on; it was given: from")
 
 
 def test_different_arguments_on_a_different_member_are_refused(simulated: Simulation) -> None:
     def body(rank: int) -> str:
-        rules = Rules(0.01, 0.05, probe_steps=3 + rank, every_steps=4, enabled=rank == 0)
-        return error_of(lambda: Auto(simulated.syncs[rank], TRAINING, rules, [], str, lambda: (0.0, 0.0)))
+        rules = Rules(0.01, 0.05, probe_steps=3 + rank, every_steps=4)
+        return error_of(lambda: Auto(simulated.syncs[rank], TRAINING, rules, []))
 
     for message in run_members(2, body):
         assert message.startswith("AgreementError: auto(): process 0 has probe_steps 3, process 1 has probe")
-        assert "process 0 has enabled True, process 1 has enabled False" in message
 
 
 # The call
@@ -350,17 +262,10 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
     [
         ("budget_loss", -0.1, "budget_loss must be a number of at least 0, got -0.1"),
         ("budget_loss", 50, "got 50; if that is meant as percent, write 0.01 for one percent"),
-        (
-            "optimizer",
-            torch.optim.SGD([nn.Parameter(torch.ones(1))]),
-            "the optimizer holds none of the model's",
-        ),
         ("optimizer", 0.1, "optimizer must be a torch optimizer, or the name of one"),
         ("least_gain", 1, "least_gain must be a share below 1"),
         ("probe_steps", 1, "probe_steps must be a whole number of at least 2, got 1"),
         ("every_steps", 0, "every_steps must be a whole number of at least 2, got 0"),
-        ("enabled", "no", "enabled must be True or False"),
-        ("log", "print", "log must be a function that takes a text"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_attached(name: str, value: Any, message: str) -> None:
@@ -384,23 +289,22 @@ class Tuned(torch.optim.SGD):
     """One's own."""
 
 
-def _trained(model: Any, told: list[str], **settings: Any) -> Auto:
+def _trained(model: Any, **settings: Any) -> Auto:
     optimizer = Tuned(model.parameters(), lr=0.01)
-    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    # What is chosen, the machine has to say.
     few: dict[str, Any] = {"probe_steps": 2, "budget_loss": 0.005, "least_gain": 0}
-    chooser = thinwire.auto(model, optimizer, log=told.append, **few, **settings)
+    chooser = thinwire.auto(model, optimizer, **few, **settings)
     train(model, optimizer, ALL_TRIALS)
     return chooser
 
 
-def _found(chooser: Auto, told: list[str]) -> dict[str, Any]:
+def _choice_of(chooser: Auto) -> dict[str, Any]:
     assert chooser.chosen is not None
     return {
         "world": dist.get_world_size(),
         "used": (str(chooser.sync.algorithm), chooser.chosen.name, chooser.is_choosing),
-        "measured": [(each.name, each.step_seconds, each.waited_seconds) for each in chooser.trials],
-        "bytes": [each.message_bytes for each in chooser.trials],
-        "told": len(told),
+        "measured": [(trial.name, trial.step_seconds) for trial in chooser.trials],
+        "bytes": [trial.sent_bytes for trial in chooser.trials],
         "text": str(chooser).splitlines(),
     }
 
@@ -410,31 +314,24 @@ def test_ddp_processes_choose_alike(pool2: Pool) -> None:
     assert first["world"] == 2
     assert first["used"] == second["used"]
     assert first["measured"] == second["measured"]
-    assert [name for name, *_ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
+    assert [name for name, _ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
     assert first["bytes"][1] == first["bytes"][0] / 2
-    assert (first["told"], second["told"]) == (1, 0)
     # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
     assert [line for line in first["text"] if line.startswith(("No loss gap", "Loss gaps"))] == [
-        "No loss gap was measured with Tuned: those of SGD, from which it derives, count.",
+        "No loss gap was measured with Tuned: those of SGD, its base class, count.",
         "Loss gaps of SGD were measured with momentum 0.9; yours has none.",
     ]
-    assert first["off"] == ("AllReduce()", "off: exact averaging", False)
 
 
 def _ddp() -> dict[str, Any]:
-    told: list[str] = []
-    found = _found(_trained(DistributedDataParallel(layers()), told), told)
-    chooser = _trained(DistributedDataParallel(layers()), told, enabled=False)
-    assert chooser.chosen is None
-    return {**found, "off": (str(chooser.sync.algorithm), str(chooser), chooser.is_choosing)}
+    return _choice_of(_trained(DistributedDataParallel(layers())))
 
 
 def test_shards_and_replicas_choose_alike(pool4: Pool) -> None:
     everyone = pool4.run(_sharded)
-    assert all(each["world"] == 4 for each in everyone)
-    assert all(each["used"] == everyone[0]["used"] for each in everyone)
-    assert all(each["measured"] == everyone[0]["measured"] for each in everyone)
-    assert [each["told"] for each in everyone] == [1, 0, 0, 0]
+    assert all(choice["world"] == 4 for choice in everyone)
+    assert all(choice["used"] == everyone[0]["used"] for choice in everyone)
+    assert all(choice["measured"] == everyone[0]["measured"] for choice in everyone)
     assert everyone[3]["bytes"][1] == pytest.approx(everyone[3]["bytes"][0] / 2, rel=0.01)
 
 
@@ -442,7 +339,6 @@ def _sharded() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = layers()
     fully_shard(model, mesh=mesh["shard"])
-    told: list[str] = []
-    chooser = _trained(model, told, replicas=mesh)
+    chooser = _trained(model, replicas=mesh)
     assert engine_of(chooser.sync).settings.health_group is not None
-    return _found(chooser, told)
+    return _choice_of(chooser)

@@ -21,12 +21,12 @@ from advice.ways import network
 from pool import Pool
 from thinwire import ConfigError
 from thinwire.adapters.sharded.model import local_of
-from thinwire.advice import Advice, bench, sharded
-from thinwire.advice.measure import Link
+from thinwire.advice import Advice, losses, sharded_subject, step_benchmark
+from thinwire.advice.priced import SHARDING, priced
 from thinwire.advice.timeline import Sent, Timeline
-from thinwire.advice.variants import LOCAL_VARIANTS, SHARDING, lines_to_paste, priced
 from thinwire.errors import AttachError
 from thinwire.probe import Probe, probe
+from thinwire.probe.measured_link import MeasuredLink
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS, COLUMNS, RANK = 256, 512, 4
@@ -40,12 +40,12 @@ def one_step(model: nn.Module) -> None:
 def test_the_shards_of_a_replica_share_its_link(pool4: Pool) -> None:
     everyone = pool4.run(_advised)
     first, of_all, probed, notes = everyone[0]
-    assert all(each[0].predictions == first.predictions for each in everyone)
+    assert all(advice.predictions == first.predictions for advice, *_ in everyone)
     assert first.shards == 2
     assert first.baseline.name == "native HSDP in bf16"
-    found = {each.name: each for each in first.predictions}
-    exact, few_bits, diloco = (found[each] for each in (FEW[0], FEW[2], "DiLoCo(every_steps=30)"))
-    assert len(found) == len(FEW) + 1
+    by_name = {prediction.name: prediction for prediction in first.predictions}
+    exact, few_bits = by_name[FEW[0]], by_name[FEW[2]]
+    assert len(by_name) == len(FEW)
     # Of a machine, both ways alike: between two a ring sends each byte once.
     numbers = ROWS * COLUMNS
     flags = 2 * 2  # a byte of each process: which parameters have gradients
@@ -53,22 +53,20 @@ def test_the_shards_of_a_replica_share_its_link(pool4: Pool) -> None:
     assert first.baseline.sent_bytes == pytest.approx(2 * numbers, abs=flags + 16)
     assert few_bits.sent_bytes < numbers
     # docs/sharded.md: r (m + W n) numbers.
-    assert found[FEW[3]].sent_bytes == pytest.approx(4 * RANK * (ROWS + 2 * COLUMNS), abs=40)
-    assert diloco.sent_bytes < few_bits.sent_bytes / 29
+    assert by_name[FEW[3]].sent_bytes == pytest.approx(4 * RANK * (ROWS + 2 * COLUMNS), abs=40)
     # A megabit a second, so that nothing else counts: what two processes send goes over one link.
     assert exact.step_seconds == pytest.approx(8 * 4 * numbers / 1e6, rel=0.2)
-    assert diloco.memory_bytes == 2 * 4 * numbers / 2  # of a shard: last average and momentum
     # Probed on all four, of which two and two are near each other, the same network is found.
-    (also_exact,) = (each for each in of_all.predictions if each.name == FEW[0])
+    (also_exact,) = (p for p in of_all.predictions if p.name == FEW[0])
     assert also_exact.step_seconds == pytest.approx(exact.step_seconds, rel=0.2)
     assert probed.baseline.step_seconds > 0
     assert notes[0] == notes[1] == notes[2]
     assert first.best.is_lossy
-    assert lines_to_paste(first) == {"FSDP2": f"import thinwire\n{first.best.code}"}
+    assert first.lines == {"FSDP2": f"import thinwire\n{first.best.code}"}
     assert first.best.code.startswith(SHARDING)
     assert 'replicas=mesh["replicate"]' in first.best.code
-    compile(first.best.code + (" pass" if first.best.code.endswith(":") else ""), "to paste", "exec")
-    assert "2 replicas of 2 shards, 4 processes" in first.notes[-1]
+    compile(first.best.code, "to paste", "exec")
+    assert "2 replicas of 2 shards; the 2 of a replica share one link" in first.notes[-1]
 
 
 def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
@@ -80,12 +78,11 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
     one_step(model)
     states = [_state(model)]
     few = {code: variant for code, variant in priced().items() if code in FEW}
-    diloco = [each for each in LOCAL_VARIANTS if each.name == "DiLoCo(every_steps=30)"]
     advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
     with (
-        patch.object(bench, "priced", lambda: few),
-        patch.object(bench, "LOCAL_VARIANTS", diloco),
-        patch.object(sharded, "measure_network", _hardly_probed),
+        patch.object(step_benchmark, "priced", few.copy),
+        patch.object(losses, "priced", few.copy),
+        patch.object(sharded_subject, "probe", _hardly_probed),
     ):
         first = advise(network(1e6))
         of_all = advise(network(1e6, world_size=4, nodes=[[0, 1], [2, 3]]))
@@ -136,11 +133,11 @@ def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results
     ]
     rows = {row[0]: (float(row[1]) / 1e3, float(row[5]) * 1e6) for row in table[2:]}
     compute, _ = rows.pop("compute only")
-    errors = {}
+    errors, link = {}, MeasuredLink(network(rate), 2, 2)
     for name, (seconds, machine_bytes) in rows.items():
         # The shards of seven modules; of each host's bytes one process has sent half.
         sent = (Sent(compute, int(machine_bytes / 2 / 7), compute),) * 7
-        errors[name] = Timeline(sent, compute).step_seconds(Link(network(rate), 2, 2).transfer) / seconds - 1
+        errors[name] = Timeline(sent, compute).step_seconds(link.transfer) / seconds - 1
     assert len(errors) >= 6
     assert median(map(abs, errors.values())) < 0.15, errors
     assert -0.25 < min(errors.values()) < max(errors.values()) < 0.1, errors

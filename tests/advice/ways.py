@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction
-from thinwire.advice.loss import EXACT_LOSS
-from thinwire.advice.result import choose, contenders
+from thinwire.advice.losses import EXACT_LOSS
+from thinwire.advice.prediction import choose, contenders
 from thinwire.probe import Probe, Timing
-from thinwire.probe.result import ring_share
+from thinwire.probe.link_timings import ring_share
 
 
 def network(
@@ -28,9 +28,8 @@ def network(
 
 
 def row(name: str, optimizer: str, members: int, percent: float, **others: Any) -> LossGap:
-    plain = LossGap(
-        name, optimizer, members, 1_000_000, 2000, 3, percent, percent - 0.2, percent + 0.2, "here", False
-    )
+    interval = percent - 0.2, percent + 0.2
+    plain = LossGap(name, optimizer, members, 1_000_000, 2000, 3, percent, *interval, "here")
     return replace(plain, **others)
 
 
@@ -46,7 +45,7 @@ def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: 
         step_seconds=(low_ms + high_ms) / 2000,
         low_seconds=low_ms / 1000,
         high_seconds=high_ms / 1000,
-        message_bytes=10,
+        sent_bytes=10,
         memory_bytes=0,
         is_lossy=True,
         loss=loss,
@@ -54,22 +53,14 @@ def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: 
     return replace(plain, **others)
 
 
-EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, message_bytes=1000)
-SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, message_bytes=500)
+EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, sent_bytes=1000)
+SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, sent_bytes=500)
 FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
 TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
 ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
-ALSO_ONE = way("PowerSGD(matrix_rank=1)", 41, 43, measured(4.6))
+ROUGH = way("PowerSGD(matrix_rank=1)", 30, 31, measured(12.0))
 UNKNOWN = way("TopK()", 20, 21, ExpectedLoss("unknown"))
-LOCAL = way(
-    "DiLoCo(every_steps=30)",
-    30,
-    31,
-    measured(12.0),
-    code="with thinwire.DiLoCo(model, optimizer, every_steps=30):",
-    averages_less_often=True,
-)
-EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
+EVERYTHING = (FOUR, TWO, ONE, ROUGH, UNKNOWN)
 
 
 def advice_of(
@@ -79,13 +70,12 @@ def advice_of(
     compute_ms: float = 10,
 ) -> Advice:
     """By the rule; the last of `careful` is the baseline."""
-    ranked = sorted([*careful, *predictions], key=lambda each: each.step_seconds)
+    ranked = sorted([*careful, *predictions], key=lambda prediction: prediction.step_seconds)
     return Advice(
         tuple(ranked),
         careful[-1],
         choose(ranked, 0.05, budget, compute_ms / 1000),
         tuple(contenders(ranked, 0.05, budget, compute_ms / 1000)),
-        1e8,
         compute_ms / 1000,
         0.05,
         budget_loss=budget,

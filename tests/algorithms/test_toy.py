@@ -23,7 +23,7 @@ from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.algorithms import registry
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, run_members
-from thinwire.probe.result import Probe, Timing
+from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.sync import engine_of
 from thinwire.watch.report import report_page

@@ -1,4 +1,4 @@
-"""What is made of the files of results: docs/results.md, and a cost model for more processes."""
+"""docs/results.md is what `benchmarks/results_page.py` makes of the files of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"  # of modules, but no package
-OF_SOME = BENCHMARKS / "results" / "2026-11-22-network-2-hosts.json"
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -27,18 +26,3 @@ def test_the_page_is_made_from_the_result_files(monkeypatch: pytest.MonkeyPatch)
     linked = {line.partition("](")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")}
     assert len(linked) >= 3
     assert all((ROOT / "docs" / each).exists() for each in linked)
-
-
-def test_a_run_that_lacks_algorithms_is_not_fitted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scaling = script("scaling", monkeypatch)
-    measured = scaling.parsed_arguments([]).measured
-    assert [path.name.partition("-network-")[2] for path in measured] == ["2-hosts.json", "4-hosts.json"]
-    rows = scaling.measurements_of(measured)
-    assert {(each.algorithm, each.processes) for each in rows} == {
-        (name, hosts) for name in scaling.ALGORITHMS for hosts in (2, 4)
-    }
-    with pytest.raises(SystemExit):
-        scaling.parsed_arguments(["--measured", str(OF_SOME)])
-    assert "lacks some of AllReduce()" in capsys.readouterr().err

@@ -6,23 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
-from rich.console import Console
 
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
 from thinwire.cli import build_app, main
-from thinwire.cli.common import check_output, shown_measuring
+from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.probe.result import Probe, Timing
+from thinwire.probe import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
@@ -30,7 +27,7 @@ from thinwire.version import __version__
 SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
-    "probe": "--budget-seconds --backend --all-pairs --save --plot --processes --streams --json",
+    "probe": "--budget-seconds --backend --save --processes --streams --json",
     "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",
@@ -96,25 +93,6 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> No
     assert "ConfigError" in debugged.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "mistyped", "meant"),
-    [("lab", "--hosts", ""), ("lab", "--mashines", "--machines"), ("advise", "--optimiser", "--optimizer")],
-)
-def test_only_what_is_spelled_alike_is_suggested(
-    command: str,
-    mistyped: str,
-    meant: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert exit_code(monkeypatch, command, mistyped, "2") == 2
-    told = capsys.readouterr().err.partition("No such option")[2]
-    assert mistyped in told
-    suggested = told.partition("(")[2]
-    assert meant in suggested
-    assert bool(suggested) is bool(meant)
-
-
 def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     check_output("--save", None)
     check_output("--save", tmp_path / "new.json")
@@ -123,17 +101,6 @@ def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Pat
         check_output("--save", tmp_path)
     with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it first"):
         check_output("--save", tmp_path / "missing" / "new.json")
-
-
-@pytest.mark.parametrize("option", ["--save", "--plot"])
-def test_commands_refuse_such_a_file_at_once(
-    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "missing" / "found.png"
-    assert exit_code(monkeypatch, "probe", f"{option}={path}") == 2
-    assert capsys.readouterr().err.startswith(
-        f"thinwire: {option} {path} can't be written: there is no folder"
-    )
 
 
 @pytest.mark.parametrize(
@@ -160,32 +127,6 @@ def test_no_more_processes_are_started_than_this_machine_can_bear(
     name = next(each for each in command if "17" in each).partition("=")[0].removeprefix("--")
     expected = f"thinwire: {name} must be at most 16 here, 8 for each core, got 17; start fewer\n"
     assert capsys.readouterr().err == expected
-
-
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_an_interrupted_measurement_says_that_it_begins_anew(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    output = StringIO()
-    with pytest.raises(SystemExit) as ended, shown_measuring(Console(file=output), 5.0):
-        signal.raise_signal(signal.Signals[name])
-    assert ended.value.code == 128 + signal.Signals[name]
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert output.getvalue() == (
-        "thinwire: measuring, about 5 s …\n"
-        f"thinwire: stopped by {name}; nothing is kept, the same command begins again\n"
-    )
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete(shell: str) -> None:
-    variable = {"bash": {"COMP_WORDS": "thinwire re", "COMP_CWORD": "1"}, "zsh": {}, "fish": {}}[shell]
-    variable |= {"_TYPER_COMPLETE_ARGS": "thinwire re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    variable |= {"_THINWIRE_COMPLETE": f"complete_{shell}"}
-    told = run_python(os.path.join(sysconfig.get_path("scripts"), "thinwire"), environment=variable)
-    assert "report" in told.stdout, told
-    assert "probe" not in told.stdout
 
 
 COMMANDS_THAT_PRINT = [["--version"], ["--help"], ["report", "{run}", "--output={page}"]]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from launcher import WITHOUT_PACKAGE, run_job, run_python
-from thinwire.probe.result import Probe, Timing
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -37,25 +36,8 @@ def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "advise"])
-def test_what_computes_on_the_cpu_says_at_its_end_that_numba_is_missing(command: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "import torch\ndef build(): return torch.nn.Linear(8, 8)\n"
-        "def step(model): model(torch.ones(1, 8)).sum().backward()"
-    )
-    timings = [Timing(1 << 10, [0.002, 0.002]), Timing(1 << 20, [0.1, 0.1])]
-    Probe(2, "gloo", "cpu", timings, [], [[0, 1]]).save(tmp_path / "probe.json")
-    options = {
-        "demo": ["--model-size=tiny", "--steps=1", "--algorithm=exact", f"--output={tmp_path}"],
-        "check": [],
-        "advise": ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.1"],
-    }
-    module = "forking" if command == "demo" else "thinwire"
-    start = (WITHOUT_PACKAGE, "numba", module, command, *options[command])
-    if command == "check":
-        (done,) = run_job(*start, processes=1)
-    else:
-        done = run_python(*start, cwd=tmp_path)
+def test_what_computes_on_the_cpu_says_at_its_end_that_numba_is_missing() -> None:
+    (done,) = run_job(WITHOUT_PACKAGE, "numba", "thinwire", "check", processes=1)
     assert done.returncode == 0, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("thinwire: Numba is not installed: few bits and low rank are slow on the CPU")

@@ -104,8 +104,8 @@ class Step:
         found = found or self.counted()
         specs = [spec for bucket in buckets_of(self.shapes, self.dtype) for spec in bucket]
         passes = found.bytes / sum(spec.gradient_bytes for spec in specs)
-        # Limits are bounds, not ratchets: a tenth more launches, a hundredth more bytes are no one's concern.
-        few = found.launches <= 1.12 * self.launches and passes <= 1.01 * self.passes
+        # Limits are bounds, not ratchets: a few launches more or less are no one's concern.
+        few = found.launches <= 1.15 * self.launches and passes <= 1.02 * self.passes
         is_within = few and found.waits <= self.waits
         assert is_within, (found, passes, self)
 

@@ -21,11 +21,10 @@ from pool import Pool
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.cli import check
 from thinwire.cli.common import alone
-from thinwire.errors import CommunicationError, ConfigError
-from thinwire.kernels.triton import limits
+from thinwire.errors import CommunicationError
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
-from thinwire.selfcheck.checks import CHECKS, Bench
+from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, Row, measure
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.scheduler import CollectiveScheduler
@@ -43,13 +42,13 @@ def test_all_is_well_here() -> None:
 
 def doubled(patch: pytest.MonkeyPatch) -> None:
     """Every second element of the mean is wrong, on one process."""
-    average = Bench.average
+    average = CheckContext.average
 
-    def wrong(self: Bench, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
+    def wrong(self: CheckContext, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
         average(self, engine, gradient)[::2] *= 1 + (self.transport.rank == 1)
         return gradient
 
-    patch.setattr(Bench, "average", wrong)
+    patch.setattr(CheckContext, "average", wrong)
 
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
@@ -108,13 +107,13 @@ def test_a_check_can_fail(pool2: Pool, breaking: Callable[..., None], name: str)
 
 def _broken(breaking: Callable[..., None], name: str) -> tuple[list[str], list[str]]:
     assert dist.get_world_size() == 2
-    bench = Bench(torch.device("cpu"))
-    CHECKS[name](bench)
-    before = list(bench.findings)
+    context = CheckContext(torch.device("cpu"))
+    CHECKS[name](context)
+    before = list(context.findings)
     with pytest.MonkeyPatch.context() as patch:
         breaking(patch)
-        CHECKS[name](bench)
-    return before, bench.findings
+        CHECKS[name](context)
+    return before, context.findings
 
 
 def test_machines_of_several_processes_are_checked_as_attach_uses_them(pool4: Pool) -> None:
@@ -126,11 +125,11 @@ def test_machines_of_several_processes_are_checked_as_attach_uses_them(pool4: Po
 def _on_machines() -> tuple[tuple[int, int], list[str]]:
     launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
     with patch.dict(os.environ, launched, GROUP_RANK=str(dist.get_rank() // 2)):
-        bench = Bench(torch.device("cpu"))
-        assert bench.machines is not None
+        context = CheckContext(torch.device("cpu"))
+        assert context.machines is not None
         for check in CHECKS.values():
-            check(bench)
-    return (bench.machines.inter_node.size, bench.machines.intra_node.size), bench.findings
+            check(context)
+    return (context.machines.inter_node.size, context.machines.intra_node.size), context.findings
 
 
 def test_a_device_is_measured(pool2: Pool) -> None:
@@ -149,12 +148,12 @@ SMALL = [tuple(ParameterSpec.of(name, torch.empty(96, 48)) for name in ("up", "d
 
 def _measured() -> dict[str, list[Row]]:
     assert dist.get_world_size() == 2
-    return measure(Bench(torch.device("cpu")), SMALL)
+    return measure(CheckContext(torch.device("cpu")), SMALL)
 
 
 def measured_alone() -> dict[str, list[Row]]:
     with alone():
-        return measure(Bench(torch.device("cpu")), SMALL)
+        return measure(CheckContext(torch.device("cpu")), SMALL)
 
 
 @pytest.mark.parametrize("is_alone", [False, True], ids=["a part", "the processes"])
@@ -163,7 +162,7 @@ def test_what_fails_stands_on_the_page(
 ) -> None:
     """What a part raises takes away that part alone, unless the processes have lost each other."""
 
-    def step(bench: Bench, buckets: object, algorithm: Algorithm) -> Row:
+    def step(context: CheckContext, buckets: object, algorithm: Algorithm) -> Row:
         if algorithm == AllReduce():
             raise CommunicationError("gone") if is_alone else RuntimeError("no such kernel\nat line 1")
         return {"milliseconds": 0.0012}
@@ -181,41 +180,12 @@ def test_what_fails_stands_on_the_page(
     assert is_alone or "| PowerSGD(matrix_rank=4) | 1.2e-03 |" in lines
 
 
-def test_the_page_says_why_tritons_kernels_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    for what, why in (
-        ("_why_not", "T4 has compute capability 7.5"),
-        ("_why_unusable", "it does not compile"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(limits, "_why_not", lambda device: None)
-            patched.setattr(limits, what, lambda *_, why=why: why)
-            told = check._served_by(torch.device("cuda"))
-        assert told.endswith(f"; {why}: PyTorch's kernels serve, in several times as many launches")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_there_is_no_gpu_it_says_why_and_what_serves_instead() -> None:
     (run,) = run_job("thinwire", "check", "--device", "cuda", processes=1)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.startswith("thinwire: --device cuda finds no GPU: ")
     assert run.stderr.endswith("; the CPU serves, --device cpu measures it\n")
-
-
-def test_a_device_needs_no_job_but_must_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: Any = {"backend": None, "processes": None, "as_json": False}
-    with pytest.raises(ConfigError, match="must be cpu or cuda, got 'xpu'"):
-        check.check(**options, device="xpu")
-    started: list[int | None] = []
-
-    def run_here(processes: int | None) -> None:
-        started.append(processes)
-        raise SystemExit
-
-    monkeypatch.setattr(check, "run_here", run_here)
-    with pytest.raises(SystemExit):
-        check.check(**options, device="cpu")
-    assert started == [1]
 
 
 def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:
@@ -233,7 +203,7 @@ def _checked_to_a_full_disk() -> str | None:
     assert dist.get_world_size() == 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
-        patch.setattr(check, "CHECKS", {"nothing": lambda bench: None})
+        patch.setattr(check, "CHECKS", {"nothing": lambda context: None})
         if dist.get_rank() == 0:
             patch.setattr(sys, "stdout", FullDisk())
         try:

@@ -34,7 +34,7 @@ from thinwire.comm.metered import Wrapped
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.sync.stats import Stats
-from thinwire.watch import JSONLWriter, MetricsWriter, read_run, records
+from thinwire.watch import MetricsWriter, read_run, records
 from thinwire.watch.watch import GrowthAlarm, _residual_in_steps
 
 STEPS = 6
@@ -246,13 +246,7 @@ def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: 
 DAMAGE = {
     "cut off": (r"(?s).{5}\Z", "", 12, "it is cut off"),
     "zeros": (r"\Z", "\x00\x00\n", 13, "Expecting value"),
-    "no object": (r"\Z", "[]\n", 13, "kind must be one of run, plan, step, norms, log"),
-    "missing": ('"steps": 1, ', "", 2, "there is no steps"),
-    "steps": ('"steps": 1', '"steps": "1"', 2, "steps must be int, got '1'"),
-    "text": ('"loss": 1.0', '"loss": "low"', 3, "loss must be int | float | None, got 'low'"),
-    "route": (r'"routes": \[', '"routes": [5, ', 1, "there is no label"),
-    "detail": ('"detail": "', '"detail": 7, "x": "', 1, "detail must be str, got 7"),
-    "nan": ('"step_seconds": [^,]*', '"step_seconds": NaN', 2, "it has NaN, expected finite numbers"),
+    "no object": (r"\Z", "[]\n", 13, "expected an object whose kind is one of run, plan, step, norms, log"),
 }
 
 
@@ -285,7 +279,6 @@ NO_RUN = r"is no file of a thinwire.Watch \(its first line: .*\); give a differe
         (b"loss,step\n1,2\n", NO_RUN),
         (b"\xff\xfe\x00", NO_RUN),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', NO_RUN),
-        (b'{"kind": "run", "step": 0, "format": 4, "name": null}\n', "there is no processes"),
     ],
 )
 def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Path) -> None:
@@ -293,16 +286,6 @@ def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Pa
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=told):
         read_run(path)
-
-
-def test_lines_are_there_at_once_and_what_no_report_takes_is_null(path: Path) -> None:
-    writer = JSONLWriter(path)
-    numbers = [1e99, 1.7e308, 10**200, float("nan"), float("-inf")]
-    writer.write("log", 3, {"seconds": 1.5, "nested": {"a": numbers}})
-    line = path.read_text()
-    kept = {"a": [1e99, None, None, None, None]}
-    assert json.loads(line) == {"kind": "log", "step": 3, "seconds": 1.5, "nested": kept}
-    writer.close()
 
 
 def test_what_was_recorded_of_steps_that_were_undone_is_forgotten() -> None:
@@ -335,7 +318,6 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         (lambda: MetricsWriter(3), "log must be a function"),  # type: ignore[arg-type]
         (lambda: kept.log(loss=torch.ones(1)), r"give value.item\(\)"),
         (lambda: kept.log(loss=1.0, step=3), "log can't take step="),
-        (lambda: kept.log(loss=10**400), "loss must be a number that a float"),
     ]
     for call, message in calls:
         with pytest.raises(ConfigError, match=message):
@@ -365,10 +347,9 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
 def test_numbers_of_numpy_are_numbers(simulated: Simulation, tmp_path: Path) -> None:
     with Watch(simulated.syncs[0], tmp_path / "run.jsonl") as watch:
         train(simulated, range(1))
-        values: Any = {"loss": np.float32(0.5), "epoch": np.int64(3)}
-        watch.log(**values)
+        watch.log({"train/loss": np.float32(0.5), "mean": np.mean([1, 2])}, epoch=np.int64(3))  # type: ignore[dict-item]
     last = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
-    assert (last["loss"], last["epoch"]) == (0.5, 3)
+    assert (last["train/loss"], last["mean"], last["epoch"]) == (0.5, 1.5, 3)
 
 
 def test_loggers_take_numbers_by_name(simulated: Simulation) -> None:
@@ -439,12 +420,11 @@ def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int,
 
 
 def train_one_matrix(*matrix_ranks: int) -> None:
-    """With one worker a thousand steps take a second."""
     simulated = Simulation(PowerSGD(matrix_rank=1), [(spec("weight", 64, 32),)], num_workers=1)
-    with Watch(simulated.syncs[0], Kept(), norms_every_steps=16):
+    with Watch(simulated.syncs[0], Kept(), norms_every_steps=2):
         for matrix_rank in matrix_ranks:
             simulated.syncs[0].use(PowerSGD(matrix_rank=matrix_rank))
-            train(simulated, range(600))
+            train(simulated, range(75))
     assert simulated.syncs[0].stats().compression_ratio > 5
 
 
@@ -452,13 +432,14 @@ def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "thinwire")
+    monkeypatch.setattr("thinwire.watch.watch.MIN_STEPS", 100)
     train_one_matrix(1, 2)
     assert not caplog.records
     sizes = count()
     monkeypatch.setattr("thinwire.watch.watch._residual_in_steps", lambda stats: float(next(sizes)))
     train_one_matrix(1, 1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("step 1024:")
+    assert record.getMessage().startswith("step 128:")
     assert "the error memory goes on growing" in record.getMessage()
 
 

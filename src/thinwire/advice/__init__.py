@@ -1,8 +1,9 @@
 """Will compression pay? Predicted by `advise`, or found out by the run itself with `auto`."""
 
+from thinwire.advice.advice_page import Advice
 from thinwire.advice.automatic import Auto, auto
-from thinwire.advice.loss import ExpectedLoss, LossGap
-from thinwire.advice.measure import advise
-from thinwire.advice.result import Advice, Prediction
+from thinwire.advice.forecast import advise
+from thinwire.advice.losses import ExpectedLoss, LossGap
+from thinwire.advice.prediction import Prediction
 
 __all__ = ["Advice", "Auto", "ExpectedLoss", "LossGap", "Prediction", "advise", "auto"]

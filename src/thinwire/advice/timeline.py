@@ -9,31 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import (
-    Collective,
-    CompletedWork,
-    Message,
-    Recording,
-    Transport,
-    Work,
-    message_bytes_of,
-    wire_bytes,
-)
+from thinwire.comm import Collective, CompletedWork, Message, Recording, Transport, Work, wire_bytes
+from thinwire.probe.measured_link import Transfer
 from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
-
-
-class Transfer(NamedTuple):
-    """How long a message keeps the link busy, and how much later than that it has arrived."""
-
-    busy_seconds: float
-    late_seconds: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """The time it takes on a link that carries nothing else."""
-        return self.busy_seconds + self.late_seconds
-
 
 # Maps a collective to its time, by the bytes that each process hands over.
 Network = Callable[[Collective, int], Transfer]
@@ -54,19 +33,13 @@ class Timeline(NamedTuple):
     sent: tuple[Sent, ...]
     seconds: float
 
-    def message_bytes(self, members: int) -> int:
-        """Return the bytes of its messages, counted as of an all-reduce."""
-        return sum(
-            message_bytes_of(message.collective, message.handed_bytes, members) for message in self.sent
-        )
-
     def wire_bytes(self, members: int) -> int:
         """Return the bytes that leave, and reach, each of this many members."""
         return sum(wire_bytes(message.collective, message.handed_bytes, members) for message in self.sent)
 
     def step_seconds(self, network: Network) -> float:
         """Return how long it would have taken on a network, which carries one message after the other."""
-        # A wait that is too early for its message delays all that comes after it, later messages included.
+        # A wait that is too early for its message delays everything after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
         for seconds, is_wait, index in self._in_order():
@@ -97,7 +70,7 @@ class Timeline(NamedTuple):
 
 
 class Stopwatch:
-    """Times steps on one process, which sends to no one: the other members send what it sends itself.
+    """Times steps on one process, which sends to nobody: a `LoopbackTransport` answers.
 
     On an accelerator its own events are timed: when it has made a message, and when its stream would wait.
     """
@@ -108,16 +81,16 @@ class Stopwatch:
         if self._device.type != "cpu":
             # On the stream that computes there: hooks may have a different one than the training loop.
             self._mark = partial(record_event, self._device)
-        self.transport = Recording(Echo(size), self._mark)
+        self.transport = Recording(LoopbackTransport(size), self._mark)
         self._start: Any = 0.0
 
     def start(self) -> None:
-        """Begin a step; forget what was noted since the last one."""
+        """Begin a step; forget the messages of the last one."""
         self.transport.notes.clear()
         self._start = self._mark()
 
     def timeline(self) -> Timeline:
-        """End the step and return what it did."""
+        """End the step and return its messages and its time."""
         end = self._mark()
         wait_for(self._device)  # until then events have no times
         sent = []
@@ -134,8 +107,8 @@ class Stopwatch:
         return float(self._start.elapsed_time(mark)) / 1e3
 
 
-class Echo(Transport):
-    """A group in which all members send what this one sends, at once.
+class LoopbackTransport(Transport):
+    """A group in which all members send at once, and the same as this one.
 
     Results have numbers of the usual size: arithmetic on zeros or garbage might take a different time.
     """
@@ -150,6 +123,6 @@ class Echo(Transport):
         elif message.collective == "all_gather":
             output.copy_(tensor.expand_as(output))
         elif message.collective == "all_to_all":
-            # All send alike, so what each sends to this one is what this one sends to the first.
+            # All send alike: each sends to this member what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
         return CompletedWork()

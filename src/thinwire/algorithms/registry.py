@@ -77,7 +77,7 @@ REGISTRY: tuple[Registered, ...] = (
     Registered(
         "fp16",
         lambda: Cast("fp16"),
-        (Variant('Cast("fp16")', Cast("fp16"), 3e-3, is_checked=True, is_priced=True, keeps_16_bits=True),),
+        (Variant('Cast("fp16")', Cast("fp16"), 3e-3, is_checked=True, keeps_16_bits=True),),
     ),
     Registered(
         "bf16",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.version import __version__
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["build_app", "main"]
 
 CLI_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
-SPELLED_ALIKE = 0.85  # the share of letters that a mistyped option has in common with what it may mean
 COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
 
 
@@ -56,21 +54,6 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
     """Return the command with its subcommands; `note_debug` is told whether --debug was given."""
     # Here and not above, so that `main` can say which package is missing.
     import typer  # noqa: PLC0415
-    import typer.core  # noqa: PLC0415
-
-    class Command(typer.core.TyperCommand):
-        """Suggests an option in place of a mistyped one only if it is nearly spelled so."""
-
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            try:
-                return super().parse_args(ctx, args)
-            except Exception as error:
-                # The error is of click, or of typer's own copy of it: --hosts is no --loss.
-                if name := getattr(error, "option_name", ""):
-                    offered = [option for parameter in self.params for option in parameter.opts]
-                    alike = get_close_matches(name, offered, cutoff=SPELLED_ALIKE)
-                    error.possibilities = alike  # type: ignore[attr-defined]
-                raise
 
     # Typer has its own way of showing exceptions; `main` says what an error looks like.
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -93,9 +76,7 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
     for name in COMMANDS:
         # All that stands behind the script of `run` is the script's own, options too.
         context = {"allow_interspersed_args": False} if name == "run" else None
-        app.command(cls=Command, context_settings=context)(
-            getattr(import_module(f"thinwire.cli.{name}"), name)
-        )
+        app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))
     return app
 
 

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,28 @@ from rich.console import Console
 from torch import nn
 
 from thinwire.adapters.ddp_model import is_fsdp2
-from thinwire.advice.measure import advise as measure
-from thinwire.advice.result import COMPUTING, MAX_BUDGET_LOSS, Advice
-from thinwire.advice.variants import lines_to_paste
-from thinwire.advice.words import LOSS_LEGEND, sources, verdict
+from thinwire.advice import Advice
+from thinwire.advice import advise as predict
+from thinwire.advice.prediction import MAX_BUDGET_LOSS, checked_budget
 from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
-
-COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")
-COLUMNS_LEGEND = (
-    "between: the quartiles; %: of a step with 16 bits; MB: what leaves a {place} per step, and as much "
-    "reaches it; kept: MB between steps"
-)
 
 
 def advise(
     *,
     probe: Path = typer.Option(metavar="FILE", help="What `thinwire probe --save` wrote."),
-    model: str = typer.Option(
-        metavar="MODULE:FUNCTION", help="A function without arguments that returns the model."
-    ),
-    step: str = typer.Option(
-        metavar="MODULE:FUNCTION", help="A function of the model: makes a batch, runs forward and backward."
-    ),
-    budget_seconds: float = typer.Option(
-        30.0, help="About how long it may take; it makes at least ten steps with each algorithm."
-    ),
+    model: str = typer.Option(metavar="MODULE:FUNCTION", help="Returns the model; takes no arguments."),
+    step: str = typer.Option(metavar="MODULE:FUNCTION", help="Takes the model: batch, forward, backward."),
+    budget_seconds: float = typer.Option(30.0, help="About; at least ten steps with each algorithm."),
     budget_loss: str = typer.Option(
         "1%", metavar="SHARE", help="The largest loss gap that is advised, such as 0.5%; any: no limit."
     ),
     optimizer: str | None = typer.Option(
-        None,
-        metavar="NAME",
-        help="What trains the model, such as AdamW.",
-        show_default="the worst of all known",
+        None, help="What trains the model, such as AdamW.", show_default="the worst of all known"
     ),
     steps: int | None = typer.Option(
-        None,
-        help="Of the whole run: in short ones few bits lose more.",
-        show_default="as few as were measured",
+        None, help="Of the run: short ones lose more by few bits.", show_default="as few as were measured"
     ),
     sharded: int | None = typer.Option(
         None,
@@ -78,17 +59,16 @@ def advise(
 
     Example: `… --optimizer AdamW --steps 3000 --budget-loss 0.5%`
     """
-    # Refuse what can be refused before anything is measured.
-    share = _share(budget_loss)
-    found = Probe.load(probe)
-    found.known_rate()
+    # Refuse whatever can be refused before anything is measured.
+    largest_gap, network = _share(budget_loss), Probe.load(probe)
+    network.known_rate()
     # `python -m` does the same: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     run_here(sharded, "--sharded")
     with alone() if sharded is None else joined_job("advise", None) as device:
         # Within the group: a model may ask for it when it is built.
-        built = _called(build, model)
+        built = build()
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
         if device is not None and not is_fsdp2(built):
@@ -97,23 +77,19 @@ def advise(
         # Progress goes where output that is parsed does not.
         console = Console(stderr=True, quiet=as_json or not is_first)
         with shown_measuring(console, budget_seconds) as show_measuring:
-            advice = measure(
+            advice = predict(
                 built,
-                partial(_called, one_step, step),
-                found,
+                one_step,
+                network,
                 budget_seconds=budget_seconds,
-                budget_loss=share,
+                budget_loss=largest_gap,
                 optimizer=optimizer,
                 total_steps=steps,
                 progress=show_measuring,
             )
-    if not is_first:
-        return
-    if as_json:
-        print(json.dumps(_plain(advice)))
-    else:
-        show(advice, Console())
-    tell_without_numba()
+    if is_first:
+        print(_as_json(advice) if as_json else advice)
+        tell_without_numba()
 
 
 def _shard(model: nn.Module) -> None:
@@ -133,145 +109,44 @@ def _share(text: str) -> float:
     """Return the share that "0.5%" or "0.005" means; infinity for "any"."""
     if text == "any":
         return math.inf
-    number = text.strip()
     try:
-        share = float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    # NaN fails this, too.
-    if not 0 <= share <= MAX_BUDGET_LOSS:
+        return checked_budget(float(text.removesuffix("%")) / (100 if text.endswith("%") else 1))
+    except (ConfigError, ValueError) as error:
         most = f"from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any"
-        raise ConfigError(f"--budget-loss must be {most}; got {text!r:.50}")
-    return share
+        raise ConfigError(f"--budget-loss must be {most}; got {text!r:.50}") from error
 
 
-def _function(place: str, option: str) -> Callable[..., Any]:
-    """Return a user's function."""
-    module, _, name = place.partition(":")
+def _function(path: str, option: str) -> Callable[..., Any]:
+    """Return a user's function; a failure of any kind is told in one line, which says where to look."""
+    module, _, name = path.partition(":")
     if not name or "/" in module or module.endswith(".py"):
         such = "such as train:build for build() of train.py in this folder"
-        raise ConfigError(f"{option} must be MODULE:FUNCTION, {such}; got {place!r}")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        raise ConfigError(f"{option} must be MODULE:FUNCTION, {such}; got {path!r}")
     # A script that parses its arguments when it is imported ends by SystemExit.
-    except (Exception, SystemExit) as error:
-        found = f"{option} {place} can't be imported ({type(error).__name__}: {error})"
-        expected = "MODULE:FUNCTION of a file that trains nothing when it is imported"
-        raise ConfigError(f"{found}; expected {expected}") from error
-    if not callable(function):
-        raise ConfigError(f"{option} {place} must be a function, got {function!r}")
-    return function
-
-
-def _called(function: Callable[..., Any], place: str, *given: Any) -> Any:
-    """Call a user's function; its failure, of any kind, is told in one line, which says where to look."""
     try:
-        return function(*given)
+        function = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{place} failed: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{option} {path} can't be imported ({reason}); give a file without side effects"
+        ) from error
+
+    def called(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{path} failed: {type(error).__name__}: {error}") from error
+
+    return called
 
 
-def _plain(advice: Advice) -> dict[str, Any]:
-    bits, budget = advice.break_even_bits_per_second, advice.budget_loss
-    # JSON has no infinity.
-    return asdict(advice) | {
+def _as_json(advice: Advice) -> str:
+    plain = asdict(advice) | {
         "compress": advice.compress,
         "nothing_to_win": advice.nothing_to_win,
-        "break_even_bits_per_second": None if math.isinf(bits) else bits,
-        "budget_loss": None if math.isinf(budget) else budget,
-        "frontier": [asdict(prediction) for prediction in advice.frontier],
+        # JSON has no infinity.
+        "budget_loss": None if math.isinf(advice.budget_loss) else advice.budget_loss,
         "headline": advice.headline,
-        "lines": lines_to_paste(advice),
+        "lines": advice.lines,
     }
-
-
-def show(advice: Advice, console: Console) -> None:
-    """Print the headline, a table, in which less is better everywhere, why, and lines to paste."""
-    do, *others = advice.headline
-    place = "process" if advice.shards is None and advice.processes == 1 else "machine"
-    said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
-    said += [*_frontier(advice), *verdict(advice)]
-    table = ["", "Predicted steps, fastest first", "", *_table(advice, console.width), ""]
-    by_latency = _by_round_trip(advice)
-    pasted = [
-        line
-        for adapter, text in lines_to_paste(advice).items()
-        for line in ("", f"{adapter}:", *(f"    {code}" for code in text.splitlines()))
-    ]
-    # Prose wraps on a terminal; code to copy does not, and in a pipe a sentence is a line.
-    for lines, is_prose in (
-        ([do], False),
-        (others, True),
-        (table, False),
-        (said, True),
-        (by_latency, False),
-        (pasted, False),
-    ):
-        # Printed without markup: an algorithm's settings may stand in brackets.
-        is_whole = not (is_prose and console.is_terminal)
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=is_whole)
-
-
-def _table(advice: Advice, width: int) -> list[str]:
-    """Return a heading, and a line for computing alone and each prediction; or two if names have no room."""
-    names, rows = [COMPUTING], [COLUMNS]
-
-    def share(seconds: float) -> str:
-        return f"{100 * seconds / advice.baseline.step_seconds:.0f}"
-
-    rows.append((f"{1e3 * advice.compute_seconds:.1f}", "", share(advice.compute_seconds), "", "", ""))
-    for prediction in advice.predictions:
-        names.append(prediction.label)
-        megabytes = prediction.sent_bytes / 1e6
-        row = (
-            f"{1e3 * prediction.step_seconds:.1f}",
-            f"{1e3 * prediction.low_seconds:.1f} – {1e3 * prediction.high_seconds:>6.1f}",
-            share(prediction.step_seconds),
-            # Digits enough for what is sent once in many steps.
-            f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
-            f"{prediction.memory_bytes / 1e6:.1f}",
-            prediction.loss.short,
-        )
-        rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.rjust, cells, widths)) for cells in rows]
-    room = max(map(len, names))
-    if room + 2 + len(lines[0]) > width:
-        above = zip(names, lines[1:], strict=True)
-        return [f"  {lines[0]}", *(line for name, cells in above for line in (name, f"  {cells}"))]
-    return [f"{name:<{room}}  {cells}" for name, cells in zip(["", *names], lines, strict=True)]
-
-
-def _by_round_trip(advice: Advice) -> list[str]:
-    """Return a table of steps by the link's round trip; nothing if they were not predicted."""
-    if not advice.best.seconds_at:
-        return []
-    columns = [f"{ms} ms" for ms in advice.best.seconds_at]
-    head = "The same at other round trips, and the rate that was probed: ms a step, and the rounds of one"
-    width = max(len(prediction.name) for prediction in advice.predictions)
-    rows = [("", columns, "rounds")]
-    rows += [
-        (
-            prediction.name,
-            [f"{1e3 * seconds:.1f}" for seconds in prediction.seconds_at.values()],
-            f"{prediction.rounds:.2g}",
-        )
-        for prediction in advice.predictions
-    ]
-    lines = [
-        f"{name:<{width}}  {'  '.join(cell.rjust(9) for cell in cells)}  {rounds:>6}"
-        for name, cells, rounds in rows
-    ]
-    return ["", head, "", *lines]
-
-
-def _frontier(advice: Advice) -> list[str]:
-    """Return a line for each way that loses less than all faster ones, with those as good as it."""
-    lines = []
-    for prediction in advice.frontier:
-        ties = "; ".join(other.name for other in advice.ties_of(prediction))
-        tie = f", not distinguishable from {ties}" if ties else ""
-        lines.append(
-            f"  {1e3 * prediction.step_seconds:9.1f} ms  {prediction.loss.short:>6} %  {prediction.name}{tie}"
-        )
-    return ["Time against loss: whatever loses less than all that is faster", *lines, ""] if lines else []
+    return json.dumps(plain)

@@ -16,7 +16,7 @@ from thinwire.cli.common import BACKEND, PROCESSES, joined_job, run_here, tell_w
 from thinwire.comm import gather_numbers
 from thinwire.errors import ConfigError
 from thinwire.kernels.triton import limits
-from thinwire.selfcheck.checks import CHECKS, Bench
+from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import Row, gpt2_small, measure
 from thinwire.version import __version__
 
@@ -59,11 +59,11 @@ def check(
         processes = processes or 1  # who asks about a device need not have a job
     # Before a group is joined: in the process that starts the others it does not return.
     run_here(processes)
-    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own:
-        if device not in (None, own.type):
+    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as job_device:
+        if device not in (None, job_device.type):
             instead = "leave out --backend gloo" if device == "cuda" else "give --backend gloo"
-            raise ConfigError(f"the job's device is {own.type}, got --device {device}; {instead}")
-        is_well = _print_all(Bench(own), as_json=as_json, with_device=device is not None)
+            raise ConfigError(f"the job's device is {job_device.type}, got --device {device}; {instead}")
+        is_well = _print_all(CheckContext(job_device), as_json=as_json, with_device=device is not None)
         prints = dist.get_rank() == 0
     if prints:
         tell_without_numba()
@@ -71,30 +71,30 @@ def check(
         raise typer.Exit(1)
 
 
-def _print_all(bench: Bench, *, as_json: bool, with_device: bool) -> bool:
+def _print_all(context: CheckContext, *, as_json: bool, with_device: bool) -> bool:
     """Check, measure and print, on the first process; return whether all is well here. Collective."""
-    prints = bench.transport.rank == 0
-    failures = _failures(bench, Console(stderr=True, quiet=as_json or not prints))
-    title = f"{bench.transport.size} processes, "
-    if bench.machines is not None:
-        title += f"{bench.machines.inter_node.size} machines of {bench.machines.intra_node.size}, "
-    title += f"{dist.get_backend()}, {bench.device.type}"
+    prints = context.transport.rank == 0
+    failures = _failures(context, Console(stderr=True, quiet=as_json or not prints))
+    title = f"{context.transport.size} processes, "
+    if context.machines is not None:
+        title += f"{context.machines.inter_node.size} machines of {context.machines.intra_node.size}, "
+    title += f"{dist.get_backend()}, {context.device.type}"
     try:
         if prints and not as_json:
             lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in failures.items()]
             # Before the device is measured: if it hangs there, this is what is known of it.
             print("\n".join([f"thinwire check: {title}", *lines]), flush=True)
-        page = measure(bench, gpt2_small()) if with_device else {}
+        page = measure(context, gpt2_small()) if with_device else {}
         if prints and as_json:
             failed = {name: count for name, count in failures.items() if count}
             outcome = {"setting": title, "checks": len(failures), "failed_on_processes": failed}
-            device = {"device": {"served by": _served_by(bench.device), **page}} if page else {}
+            device = {"device": {"served by": _served_by(context.device), **page}} if page else {}
             print(json.dumps({**outcome, **device}), flush=True)
         elif prints and page:
-            print(f"\n- {_served_by(bench.device)}\n{_tables(page)}", flush=True)
+            print(f"\n- {_served_by(context.device)}\n{_tables(page)}", flush=True)
     finally:
         # The others wait until all is printed: a launcher ends every process once one has failed.
-        gather_numbers([0.0], bench.transport, "waiting until all is printed")
+        gather_numbers([0.0], context.transport, "waiting until all is printed")
     return not (any(failures.values()) or page.get("failures"))
 
 
@@ -134,23 +134,23 @@ def _cell(value: str | float) -> str:
     return f"{value:,.2f}" if value > 0.01 else f"{value:.1e}"  # milliseconds or copies, or an error
 
 
-def _failures(bench: Bench, console: Console) -> dict[str, int]:
+def _failures(context: CheckContext, console: Console) -> dict[str, int]:
     """Return by check on how many processes it fails, the same on all. Collective."""
     fails = []
     with console.status("") as status:
         # One after the other, in the same order on all: each check makes collectives.
         for number, (name, run) in enumerate(CHECKS.items(), start=1):
             status.update(escape(f"check {number} of {len(CHECKS)}: {name}"))
-            bench.findings.clear()
+            context.findings.clear()
             try:
-                run(bench)
+                run(context)
             except Exception as error:
                 # Any error: the checks to come are made all the same, so that the processes stay together.
-                bench.findings.append(f"{type(error).__name__}: {error}")
-            for finding in bench.findings:
+                context.findings.append(f"{type(error).__name__}: {error}")
+            for finding in context.findings:
                 # At once: if a later check hangs, this may be why.
-                bench.say(f"{name}: {finding}")
-            fails.append(float(bool(bench.findings)))
+                context.say(f"{name}: {finding}")
+            fails.append(float(bool(context.findings)))
     # A check may fail on some processes only; all end with the same exit code.
-    everyone = gather_numbers(fails, bench.transport, "the outcomes")
+    everyone = gather_numbers(fails, context.transport, "the outcomes")
     return dict(zip(CHECKS, (round(sum(column)) for column in zip(*everyone, strict=True)), strict=True))

@@ -7,10 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from unittest.mock import patch
 
 import torch
@@ -110,17 +109,12 @@ def alone() -> Iterator[None]:
 
 def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
-    if path is None:
-        return
-    # A file that exists may be writable although its folder is not, such as /dev/null.
-    may_write = os.access(path if path.exists() else path.parent, os.W_OK)
-    for is_wrong, why in (
-        (path.is_dir(), "it is a folder; give a file"),
-        (not path.parent.is_dir(), f"there is no folder {path.parent}; make it first"),
-        (not may_write, "no permission; give a file in a folder of yours"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"{option} {path} can't be written: {why}")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path} can't be written: it is a folder; give a file")
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {path} can't be written: there is no folder {path.parent}; make it first"
+        )
 
 
 def tell_without_numba() -> None:
@@ -135,7 +129,7 @@ def tell_without_numba() -> None:
 
 @contextmanager
 def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, and the time left. At Ctrl-C or SIGTERM, say that nothing is kept."""
+    """Show what is being measured, and the time left."""
     deadline = time.monotonic() + budget_seconds
 
     def show(doing: str) -> None:
@@ -144,22 +138,8 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
         status.update(f"{doing}; {left}")
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
     begin = f"measuring, about {budget_seconds:.0f} s …"
     if not console.is_terminal:
         console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
-    try:
-        with ExitStack() as opened:
-            # A process of a job may be ended at once: by its launcher.
-            if "RANK" not in os.environ:
-                opened.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, end))
-            status = opened.enter_context(console.status(begin))
-            yield show
-    except KeyboardInterrupt as interrupt:
-        by = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
-        stopped = f"thinwire: stopped by {by.name}; nothing is kept, the same command begins again"
-        console.print(stopped, soft_wrap=True, highlight=False)
-        # The exit code is the one by which a shell tells an end by a signal.
-        raise SystemExit(128 + by) from interrupt
+    with console.status(begin) as status:
+        yield show

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -17,15 +15,14 @@ from rich.table import Table
 from thinwire.cli.common import exit_if_stopped, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
-from thinwire.demo.train import ALGORITHMS, AVERAGED_EVERY_STEPS, LINES, DemoOptions
+from thinwire.demo.train import ALGORITHMS, LINES, DemoOptions
 from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import LocalJob
 from thinwire.local_sgd.groups.torchft_client import torchft_module
 from thinwire.plan import compression_ratio
-from thinwire.probe.result import ring_share
+from thinwire.probe.link_timings import ring_share
 from thinwire.watch import Run, read_run
-from thinwire.watch.records import Record, follow
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 NAMES, USUAL_NAMES = ", ".join(ALGORITHMS), ", ".join(DemoOptions.algorithms)
@@ -84,23 +81,22 @@ def demo(
     """
     if elastic and algorithm:
         raise ConfigError("--elastic trains with DiLoCo in 4 bits; leave --algorithm out")
-    usual_processes, usual_size = DemoOptions.processes, DemoOptions.model_size
     if elastic:
-        usual_processes, usual_size = ELASTIC_MEMBERS, ELASTIC_SIZE
         torchft_module("torchft")  # before anything is announced that would not come
     # Checks everything, before anything starts.
+    usual_processes = ELASTIC_MEMBERS if elastic else DemoOptions.processes
     options = DemoOptions(
         processes=usual_processes if processes is None else processes,
         steps=steps,
         algorithms=algorithm or DemoOptions.algorithms,
         matrix_rank=matrix_rank,
-        model_size=usual_size if model_size is None else model_size,
+        model_size=model_size or (ELASTIC_SIZE if elastic else DemoOptions.model_size),
         seed=seed,
         output=output,
     )
     output.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False)
-    paths = (run_elastic if elastic else run_each)(options, console)
+    paths = (run_elastic if elastic else run_algorithms)(options, console)
     page = output / "report.html"
     # From the files, as the user can do again with other runs beside them.
     write_report(paths, page)
@@ -108,13 +104,12 @@ def demo(
     tell_without_numba()
 
 
-def run_each(options: DemoOptions, console: Console) -> list[Path]:
+def run_algorithms(options: DemoOptions, console: Console) -> list[Path]:
     """Train with every algorithm, and print the table; return the records."""
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:
         path.unlink(missing_ok=True)  # a watch goes on in a file that is there, as after a resume
     log_path = Path(options.output, "processes.log")
-    # On the CPU: what torch's meta device imports takes longer than the largest model.
     parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
     # Before processes start, which takes seconds.
     console.print(
@@ -139,9 +134,9 @@ def summary_table(runs: Sequence[Run]) -> Table:
     table.add_column("per step of process 0")
     for run in runs:
         table.add_column(run.name, justify="right")
-    of_each = [figures(run) for run in runs]
-    for label in of_each[0]:
-        table.add_row(label, *(column[label] for column in of_each))
+    columns = [figures(run) for run in runs]
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
     return table
 
 
@@ -179,64 +174,56 @@ def run_elastic(options: DemoOptions, console: Console) -> list[Path]:
     with log_path.open("wb") as log:
         # No one is started again, and those who are left go on: the scene says when the last one joins.
         job = ElasticJob(options.command(), members + 1, min_members=members - 1, max_restarts=0, out=log)
-        followed, scene = follow(options.record_path(0)), _scene(options, job, say)
-        next(scene)  # to its first `yield`, which receives a record
-
-        def look() -> None:
-            for record in next(followed):
-                if record["kind"] == "log":
-                    scene.send(record)
-
-        received = job.run(look)
+        received = job.run(scene(options, job, say))
     exit_if_stopped(received)
     if job.exit_code:
         raise JobError(f"too few members came to the end; see {log_path}")
     runs = [read_run(path) for path in sorted(output.glob("member-*.jsonl"))]
-    held = [point.value for run in runs for point in run.points("checksum")]
-    if len(set(held)) != 1:
-        ended = f"all members must end with one model, and have ended with {len(set(held))}"
+    checksums = [point.value for run in runs for point in run.points("checksum")]
+    if len(set(checksums)) != 1:
+        ended = f"all members must end with one model, and have ended with {len(set(checksums))}"
         raise JobError(f"{ended}; see {log_path}")
-    say(f"in the end {len(held)} members hold one model, the same to the bit")
+    say(f"in the end {len(checksums)} members hold one model, the same to the bit")
     # None of one that came too late to take part.
     return [run.path for run in runs if run.points("loss")]
 
 
-def _scene(options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> Generator[None, Record]:
-    """Do to the members what is announced, and say what the first one's records tell of it."""
-    killed, joining, has_joined = options.processes - 1, options.processes, False
-    losses = deque[float](maxlen=AVERAGED_EVERY_STEPS)
-    now: dict[str, float] = {"step": 0, "members": 0, "losses": 0, "joins": 0}
+def scene(options: DemoOptions, job: ElasticJob, say: Callable[[str], None]) -> Callable[[], None]:
+    """Return what is to be called again and again: it reads the first member's records, and acts on them.
 
-    def until(is_time: Callable[[], bool]) -> Generator[None, Record, str]:
-        """Say how training goes until it is time; return the step, and how long it took, in words."""
-        start = time.monotonic()
-        while not is_time():
-            record = yield
-            now.update({name: record[name] for name in now if name in record})
-            if "heldout_loss" in record:
-                say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
-                if not has_joined:
+    One member is killed, and when the others have averaged without it, the last one may join.
+    """
+    killed, joining = options.processes - 1, options.processes
+    now = {"step": 0.0, "members": 0.0, "losses": 0.0, "joins": 0.0}
+    acts, num_read, joins_before = ["kill", "let join", "greet"], 0, 0.0
+
+    def look() -> None:
+        nonlocal num_read, joins_before
+        path = options.record_path(0)
+        logs = read_run(path).logs if path.exists() and path.stat().st_size else []
+        for log in logs[num_read:]:
+            now.update(log)
+            if "heldout_loss" in log:
+                say(f"held-out loss {log['heldout_loss']:.3f} nats/byte")
+                if acts:
                     job.processes[joining].send(signal.SIGKILL)  # it would wait for others that do not come
-            if record.get("loss") is not None:
-                losses.append(record["loss"])
-                if now["step"] % max(1, options.steps // LINES) == 0:
-                    members = f"{now['members']:.0f} members"
-                    say(f"step {now['step']}/{options.steps}, {members}: loss {fmean(losses):.3f}")
-        return f"{time.monotonic() - start:.1f} s later"
+            elif "loss" in log and log["step"] % max(1, options.steps // LINES) == 0:
+                members = f"{now['members']:.0f} members"
+                say(f"step {log['step']}/{options.steps}, {members}: loss {log['loss']:.3f}")
+        num_read = len(logs)
+        step, act = f"step {now['step']:.0f}", acts[0] if acts else ""
+        if act == "kill" and now["step"] >= options.steps // 4 and now["members"] == options.processes:
+            job.processes[killed].send(signal.SIGKILL)
+            say(f"{step}: member {killed} is killed (SIGKILL)")
+        elif act == "let join" and now["losses"]:
+            joins_before = now["joins"]  # those of the beginning may find each other one by one
+            options.may_join.touch()
+            say(f"{step}: the other {now['members']:.0f} have averaged without it; lost are its last steps")
+            say(f"{step}: member {joining}, which was waiting, joins")
+        elif act == "greet" and now["joins"] > joins_before:
+            say(f"{step}: it has taken the others' model and trains on: {now['members']:.0f} members")
+        else:
+            return
+        acts.pop(0)
 
-    yield from until(
-        lambda: now["step"] >= options.steps // 4 and now["members"] == options.processes and job.is_running
-    )
-    job.processes[killed].send(signal.SIGKILL)
-    say(f"step {now['step']}: member {killed} is killed (SIGKILL)")
-    later = yield from until(lambda: now["losses"] > 0 and job.is_running)
-    others = f"the other {now['members']:.0f} have averaged without it, {later}"
-    say(f"step {now['step']}: {others}; lost are its own last steps")
-    options.may_join.touch()
-    say(f"step {now['step']}: member {joining}, which was waiting, joins")
-    joins_before = now["joins"]  # those that are there from the beginning may find each other one by one
-    later = yield from until(lambda: now["joins"] > joins_before)
-    has_joined = True
-    taken = f"it has taken the others' model, {later}, and trains on with them"
-    say(f"step {now['step']}: {taken}: {now['members']:.0f} members")
-    yield from until(lambda: False)
+    return look

@@ -11,7 +11,7 @@ import typer
 from thinwire.checks import number, processes_here
 from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
-from thinwire.lab import Link, Network, check_machine
+from thinwire.lab import LinkSpec, Network, check_machine
 from thinwire.launch import Job, Output, Process
 
 
@@ -58,7 +58,7 @@ def lab(
     """
     network = Network(
         machines,
-        Link(rate, latency, jitter, loss),
+        LinkSpec(rate, latency, jitter, loss),
         processes_per_machine=processes_per_machine,
         slow_machines=_slow_machines(slow_machine or []),
     )
@@ -74,9 +74,9 @@ def lab(
     def start(rank: int) -> Process:
         # Unbuffered, lines come when they are printed.
         variables = {"PYTHONUNBUFFERED": "1", **network.environment(rank)}
-        machine, place = divmod(rank, processes_per_machine)
+        machine, local_rank = divmod(rank, processes_per_machine)
         prefix = f"machine {machine:>{len(str(machines - 1))}}"
-        prefix += f", process {place}" if processes_per_machine > 1 else ""
+        prefix += f", process {local_rank}" if processes_per_machine > 1 else ""
         kept = network.kept_command(machine, *command)
         return Process(kept, variables, output, f"[{prefix}] ", as_group=True)
 
@@ -94,14 +94,14 @@ def lab(
         job.run()
         # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
-    seconds_of_each = [process.seconds or 0.0 for process in job.processes]
+    seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
-        outcome = {"exit_code": job.exit_code, "seconds": seconds_of_each, "sent_bytes": sent_bytes}
+        outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
     # If the output can't be written, `main` says so.
     for machine, sent in enumerate(sent_bytes if output.error is None else []):
         first = machine * processes_per_machine
-        took = max(seconds_of_each[first : first + processes_per_machine])
+        took = max(seconds[first : first + processes_per_machine])
         # To stderr: stdout is the processes' own, and may be parsed.
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.

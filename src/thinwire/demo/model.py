@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sysconfig
 from collections import OrderedDict
@@ -34,13 +33,10 @@ class Text(NamedTuple):
 
 def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the Python files under `folder` that are text worth reading, to train on and held out."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        # In place: what is taken out of its list, `os.walk` does not look into.
-        folders[:] = [subfolder for subfolder in folders if subfolder not in SKIPPED_FOLDERS]
-        found += [Path(parent, name) for name in names if name.endswith(".py")]
-    # The order in which files are found is the file system's; what is trained on must not be.
-    train = sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    # Sorted: the order in which files are found is the file system's.
+    names = sorted(path.as_posix() for path in paths if SKIPPED_FOLDERS.isdisjoint(path.parts[:-1]))
+    train = [Path(folder, name) for name in names]
     heldout = train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     del train[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     return train, heldout
@@ -57,8 +53,8 @@ def load_text(
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(folder)
     if not heldout:
-        found = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
-        raise FileNotFoundError(f"{found}: run with a Python whose standard library is there as source files")
+        count = f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}"
+        raise FileNotFoundError(f"{count}: run with a Python whose standard library is there as source files")
     return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
 
 
@@ -74,7 +70,7 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
 
 
 def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
-    """Return the random numbers of one process's batch in one step, the same ones for every algorithm."""
+    """Return the generator of one process's batch in one step, the same one for every algorithm."""
     # Seeded by a text, which Python hashes: sums such as seed + step would give two runs the same batches.
     mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
     return torch.Generator().manual_seed(mixed)
@@ -145,7 +141,6 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return logits `(batch, length, vocabulary)` of the byte after each input byte."""
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         hidden = self.bytes(inputs) + self.positions(positions)
         for block in self.blocks:
@@ -167,7 +162,6 @@ class Block(nn.Module):
         self.network = nn.Sequential(OrderedDict(up=wide, gelu=nn.GELU(), out=narrow))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the same shape, `(batch, length, width)`."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         mixed: Tensor = hidden + self.network(self.network_norm(hidden))
         return mixed
@@ -183,8 +177,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return a tensor of the same shape, `(batch, length, width)`."""
-        # One product for all three; (batch, length, 3, heads, width of a head), taken apart by the 3.
+        # (batch, length, 3, heads, width of a head), taken apart by the 3
         split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -202,7 +195,6 @@ def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: 
     """Return the mean loss in nats per byte over windows of text, the same ones every time."""
     length = model.config.context_length
     windows = fixed_batches(heldout, batches=batches, batch_size=batch_size, context_length=length)
-    # Restored below: a caller may measure in the middle of training.
     was_training = model.training
     model.eval()
     losses = [next_byte_loss(model, inputs, targets).item() for inputs, targets in windows]

@@ -25,29 +25,18 @@ from thinwire import elastic
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checks import cores, processes_here, whole_number
-from thinwire.demo.model import (
-    GPT,
-    SIZES,
-    Text,
-    batch_generator,
-    heldout_loss,
-    load_text,
-    next_byte_loss,
-    sample_batch,
-)
+from thinwire.demo import model as demo_model
+from thinwire.demo.model import GPT, SIZES, Text, heldout_loss, load_text, next_byte_loss
 from thinwire.errors import ConfigError
 from thinwire.launch import LOOK_EVERY_SECONDS, join_group, leave_group, python_module
 from thinwire.local_sgd.groups.torchft_group import MEMBER
 
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
-SEEDS = 1 << 64
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
-# For a collective: longer than one process measures the held-out loss, on any machine.
-TIMEOUT_SECONDS = 1800.0
-# Without it, the first steps overshoot, and training ends 0.4 worse.
-MAX_GRADIENT_NORM = 1.0
-LINES = 10
+MAX_GRADIENT_NORM = 1.0  # without it, the first steps overshoot, and training ends 0.4 worse
+TIMEOUT_SECONDS = 1800.0  # of a collective: others wait while the first process measures the held-out loss
+LINES = 10  # that are printed in a training
 
 ELASTIC_LEARNING_RATE = 2e-3
 AVERAGED_EVERY_STEPS = 10
@@ -70,8 +59,7 @@ class DemoOptions:
     def __post_init__(self) -> None:
         processes_here("processes", self.processes, minimum=2)
         whole_number("steps", self.steps, minimum=1)
-        whole_number("seed", self.seed, minimum=0)
-        if self.seed >= SEEDS:
+        if whole_number("seed", self.seed, minimum=0) >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
         chosen = [("algorithm", name, list(ALGORITHMS)) for name in self.algorithms]
         for setting, value, known in [("model_size", self.model_size, list(SIZES)), *chosen]:
@@ -80,12 +68,10 @@ class DemoOptions:
         for name in self.algorithms:
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
-            # Its settings are refused here, before anything is started.
-            self.algorithm(name)
+            self.algorithm(name)  # its settings are refused here
 
     def algorithm(self, name: str) -> Algorithm:
         """Return the algorithm of a name, with this run's settings."""
-        # Algorithms without such a setting leave it aside.
         return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
     def record_path(self, name: str | int) -> Path:
@@ -102,71 +88,50 @@ class DemoOptions:
         return [*python_module("thinwire.demo.train"), json.dumps(asdict(self), default=str)]
 
 
-def own_batch(model: GPT, text: Text, options: DemoOptions, step: int, process: int) -> tuple[Tensor, Tensor]:
-    """Return a process's batch of a step: each process draws its own, the same ones for every algorithm."""
-    generator = batch_generator(seed=options.seed, step=step, process_rank=process)
+def sample_batch(model: GPT, text: Text, options: DemoOptions, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return a process's batch of a step, the same one for every algorithm."""
+    generator = demo_model.batch_generator(seed=options.seed, step=step, process_rank=rank)
     length = model.config.context_length
-    return sample_batch(text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator)
+    return demo_model.sample_batch(
+        text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator
+    )
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     """Train a new model; process 0 records every step, and at the last one the held-out loss."""
-    # Before the model: every algorithm starts from the same one.
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed)  # before the model: every algorithm starts from the same one
     model = GPT(SIZES[options.model_size])
     ddp_model = DistributedDataParallel(model)
     sync = thinwire.attach(ddp_model, options.algorithm(algorithm))
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
-    # One process records: the bytes of all are alike, and a file takes one.
-    is_first = dist.get_rank() == 0
-    watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if is_first else None
-    since, losses = (0, 0, time.monotonic()), []
+    rank = dist.get_rank()
+    watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if rank == 0 else None
+    since, losses = time.monotonic(), list[float]()
     for step in range(options.steps):
         # A linear rise over a tenth of the steps, then half a cosine.
         rise = min(1.0, (step + 1) / (0.1 * options.steps))
         fall = 0.1 + 0.9 * (1 + math.cos(math.pi * step / options.steps)) / 2
         optimizer.param_groups[0]["lr"] = PEAK_LEARNING_RATE * rise * fall
         optimizer.zero_grad()
-        loss = next_byte_loss(ddp_model, *own_batch(model, text, options, step, dist.get_rank()))
+        loss = next_byte_loss(ddp_model, *sample_batch(model, text, options, step, rank))
         torch.autograd.backward(loss)
         # After the averaging: the means are the same on all processes, and so is what is cut.
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         if watch is not None:
             losses.append(loss.item())
-            logged = {"loss": losses[-1]}
-            if (step + 1) % max(1, options.steps // LINES) == 0 or step == options.steps - 1:
-                now = step + 1, sync.stats().message_bytes, time.monotonic()
+            watch.log(loss=losses[-1])
+            if (step + 1) % max(1, options.steps // LINES) == 0 or step + 1 == options.steps:
+                speed, since = len(losses) / (time.monotonic() - since), time.monotonic()
+                line = f"{algorithm:>10}  step {step + 1}/{options.steps}  loss {fmean(losses):.3f}"
+                losses = []
                 # If no one reads it, the table at the end meets that as well.
                 with suppress(OSError):
-                    print(progress(options, algorithm, fmean(losses), since, now), flush=True)
-                since, losses = now, []
-            if step == options.steps - 1:
-                # All hold the same model, so one measures; the others wait for it in the next averaging, or
-                # for the end.
-                logged["heldout_loss"] = heldout_loss(model, text.heldout)
-            watch.log(**logged)
+                    print(f"{line}  {speed:.1f} steps/s", flush=True)
     if watch is not None:
+        # All hold the same model, so one measures; the others wait for it in the next training.
+        watch.log(heldout_loss=heldout_loss(model, text.heldout))
         watch.close()
-
-
-def progress(
-    options: DemoOptions,
-    algorithm: str,
-    loss: float,
-    since: tuple[int, int, float],
-    now: tuple[int, int, float],
-) -> str:
-    """Return a line that says how training goes; `since` and `now` are steps, bytes sent and seconds."""
-    names, steps = list(options.algorithms), options.steps
-    made, sent_bytes, took = (after - before for before, after in zip(since, now, strict=True))
-    # For all algorithms: those to come may take longer a step, or less.
-    left = steps * (len(names) - names.index(algorithm)) - now[0]
-    return (
-        f"{algorithm:>{max(map(len, names))}}  step {now[0]:>{len(str(steps))}}/{steps}  loss {loss:.3f}  "
-        f"{made / took:4.1f} steps/s  {sent_bytes / 1e6 / took:4.1f} MB/s sent"
-        f"{f'  {left * took / made:.0f} s left in all' if left else ''}"
-    )
 
 
 def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
@@ -186,16 +151,15 @@ def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
     ):
         while local.steps < options.steps:
             optimizer.zero_grad()
-            loss = next_byte_loss(model, *own_batch(model, text, options, local.steps, member))
+            loss = next_byte_loss(model, *sample_batch(model, text, options, local.steps, member))
             torch.autograd.backward(loss)
             optimizer.step()
             watch.log(loss=loss.item())
         with local.averaged():
             held = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-            logged = {"checksum": float(zlib.crc32(held.numpy().tobytes()))}
+            watch.log(checksum=zlib.crc32(held.numpy().tobytes()))
             if member == 0:
-                logged["heldout_loss"] = heldout_loss(model, text.heldout)
-            watch.log(**logged)
+                watch.log(heldout_loss=heldout_loss(model, text.heldout))
 
 
 @record

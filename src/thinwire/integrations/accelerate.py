@@ -287,9 +287,9 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
             raise ConfigError(f"comm_state_option must map {settings}, got {options!r}: {error}") from error
         return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
-        given = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
+        got = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"{given}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
+            f"{got}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
             "different hook: the first is for POWER_SGD and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None

@@ -30,24 +30,26 @@ A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every
 Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
-def checked_averaging(given: object) -> Algorithm | Makes:
+def checked_averaging(averaging: object) -> Algorithm | Makes:
     """Return how a framework's runs are averaged: an algorithm, a `LocalSGD`'s maker, or `thinwire.auto`."""
     # An algorithm's class can be called, too, and is a mistake.
-    makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, ModelAverager))
-    if not (isinstance(given, Algorithm) or makes_local):
+    makes_local = callable(averaging) and (
+        not isinstance(averaging, type) or issubclass(averaging, ModelAverager)
+    )
+    if not (isinstance(averaging, Algorithm) or makes_local):
         raise ConfigError(
-            f"got {no_algorithm(given)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
+            f"got {no_algorithm(averaging)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
             f"thinwire.auto, or what makes {A_LOCAL}"
         )
-    if isinstance(given, partial):
+    if isinstance(averaging, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
-        names = _names_taken(given.func)
-        mistyped = [name for name in given.keywords if names and name not in names]
+        names = _names_taken(averaging.func)
+        mistyped = [name for name in averaging.keywords if names and name not in names]
         if mistyped:
-            function = getattr(given.func, "__name__", given.func)
+            function = getattr(averaging.func, "__name__", averaging.func)
             got = f"got an unexpected keyword argument {mistyped[0]!r}"
             raise ConfigError(f"{function} {got}; it takes {', '.join(names)}")
-    return given  # type: ignore[return-value]
+    return averaging  # type: ignore[return-value]
 
 
 def _names_taken(function: Any) -> list[str]:
@@ -78,11 +80,11 @@ def checked_steps(
     return steps
 
 
-def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
+def makes_auto(averaging: object) -> TypeGuard[Callable[..., Auto]]:
     """Return whether it is `thinwire.auto`, or a `functools.partial` of it."""
-    while isinstance(given, partial):
-        given = given.func
-    return given is auto
+    while isinstance(averaging, partial):
+        averaging = averaging.func
+    return averaging is auto
 
 
 def new_auto(
@@ -95,11 +97,11 @@ def new_auto(
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 
-def makes_elastic(given: object) -> bool:
+def makes_elastic(averaging: object) -> bool:
     """Return whether it is a member that comes and goes, or a `functools.partial` of one's class."""
-    while isinstance(given, partial):
-        given = given.func
-    return isinstance(given, type) and issubclass(given, elastic.LocalSGD)
+    while isinstance(averaging, partial):
+        averaging = averaging.func
+    return isinstance(averaging, type) and issubclass(averaging, elastic.LocalSGD)
 
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> ModelAverager:

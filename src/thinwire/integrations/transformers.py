@@ -275,8 +275,8 @@ class ThinwireCallback(TrainerCallback):
 
     def _replicas(self) -> dict[str, Any]:
         """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
-        given = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
-        if given or not self._trainer.is_fsdp_enabled:
+        chosen = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
+        if chosen or not self._trainer.is_fsdp_enabled:
             return {}
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}

@@ -18,7 +18,7 @@ from thinwire.errors import CommunicationError, ConfigError
 from thinwire.lab import link_check, relay
 from thinwire.lab.relay import Delays
 
-__all__ = ["Link", "Network", "check_machine"]
+__all__ = ["LinkSpec", "Network", "check_machine"]
 
 # Addresses end in 1 to 254.
 MAX_MACHINES = 200
@@ -47,7 +47,7 @@ def check_machine() -> None:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """A machine's link to the others."""
 
     rate: str | None = None  # at which the machine sends; None for as fast as here
@@ -80,7 +80,7 @@ class Link:
         """Return the queue of what a machine sends, for `tc qdisc add dev … root`; empty without a rate.
 
         Examples:
-            >>> Link("1.5gbit").shaping()[:3]
+            >>> LinkSpec("1.5gbit").shaping()[:3]
             ['tbf', 'rate', '1500000000bit']
         """
         bits = self.bits_per_second
@@ -93,10 +93,10 @@ class Link:
 
 def _number_of(text: str, units: Mapping[str, float], least: float, most: float, known: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(\D+)", text)
-    found = float(match[1]) * units.get(match[2], -1.0) if match is not None else -1.0
-    if not least <= found <= most:
+    value = float(match[1]) * units.get(match[2], -1.0) if match is not None else -1.0
+    if not least <= value <= most:
         raise ConfigError(f"{known}; got {text[:40]!r}")
-    return found
+    return value
 
 
 class Network:
@@ -110,7 +110,7 @@ class Network:
     def __init__(
         self,
         machines: int,
-        link: Link | None = None,
+        link: LinkSpec | None = None,
         *,
         processes_per_machine: int = 1,
         slow_machines: Mapping[int, str] | None = None,
@@ -120,7 +120,7 @@ class Network:
         if machines > MAX_MACHINES:
             raise ConfigError(f"machines must be at most {MAX_MACHINES}, got {machines}")
         self.processes = machines * processes_per_machine
-        self.links = [link or Link()] * machines
+        self.links = [link or LinkSpec()] * machines
         for machine, rate in (slow_machines or {}).items():
             if not 0 <= machine < machines:
                 raise ConfigError(f"there is no machine {machine}: they are 0 to {machines - 1}")
@@ -134,10 +134,9 @@ class Network:
 
     def __enter__(self) -> Network:
         self._namespaces = []  # it may be opened again
-        with ExitStack() as opened:
+        with ExitStack() as opened:  # if a later tool fails, all is taken down
             self._core = Namespace()
-            # If a later tool fails, all is taken down: only a whole network is kept open. A namespace is gone
-            # when no process is left in there.
+            # A namespace is gone when no process is left in there.
             opened.callback(_end, self._core.holder)
             self._run_in_core("link", "set", "lo", "up")
             for machine in range(self.machines):
@@ -163,12 +162,12 @@ class Network:
             >>> Network(machines=2, processes_per_machine=2).environment(3)["LOCAL_RANK"]
             '1'
         """
-        machine, place = divmod(rank, self.processes_per_machine)
+        machine, local_rank = divmod(rank, self.processes_per_machine)
         # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
         variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), INTERFACE)
         variables |= {"MASTER_ADDR": self.address(0), "MASTER_PORT": str(PORT)}
         variables |= {"RANK": str(rank), "WORLD_SIZE": str(self.processes)}
-        variables |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(self.processes_per_machine)}
+        variables |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.processes_per_machine)}
         return variables | {"GROUP_RANK": str(machine), "GROUP_WORLD_SIZE": str(self.machines)}
 
     def command_in(self, machine: int, *command: str) -> list[str]:
@@ -193,28 +192,25 @@ class Network:
         server = _held(self.command_in(1, *script, "serve"), link_check.READY)
         try:
             measuring = [*script, "measure", self.address(1), str(CHECK_SECONDS)]
-            found = json.loads(_run(*self.command_in(0, *measuring)))
+            measured = json.loads(_run(*self.command_in(0, *measuring)))
         finally:
             _end(server)
-        # Packets on their way arrive; they are not the command's.
-        time.sleep(QUEUE_SECONDS + found["round_trip_seconds"])
-        self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
-        return self._judged(found["round_trip_seconds"], found["bits_per_second"])
-
-    def _judged(self, round_trip_seconds: float, bits_per_second: float) -> str:
         link, delays = self.links[0], self.links[0].delays
-        megabits = f"{bits_per_second / 1e6:.1f} Mbit/s"
-        found = f"a round trip takes {1e3 * round_trip_seconds:.1f} ms, and a machine sends {megabits}"
+        round_trip, rate = measured["round_trip_seconds"], measured["bits_per_second"]
+        # Packets on their way arrive; they are not the command's.
+        time.sleep(QUEUE_SECONDS + round_trip)
+        self._checked_bytes = list(map(self._counted_bytes, range(self.machines)))
+        result = f"a round trip takes {1e3 * round_trip:.1f} ms, and a machine sends {rate / 1e6:.1f} Mbit/s"
         allowed_seconds = max(TOLERANCE * 2 * delays.seconds, MIN_TOLERANCE_SECONDS)
-        is_late = abs(round_trip_seconds - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
+        is_late = abs(round_trip - 2 * delays.seconds) > allowed_seconds + 2 * delays.jitter_seconds
         # Senders slow down if something is lost, so the rate can't be seen.
         asked = None if delays.loss else link.bits_per_second
-        if is_late or (asked is not None and abs(bits_per_second / asked - 1) > TOLERANCE):
+        if is_late or (asked is not None and abs(rate / asked - 1) > TOLERANCE):
             raise CommunicationError(
-                f"{found}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer is "
-                "busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
+                f"{result}, but {link.latency} and {link.rate or 'any rate'} were asked for: this computer "
+                "is busy, or can't hold such a link; try again, or ask for a lower rate or a longer latency"
             )
-        return found
+        return result
 
     def sent_bytes(self, machine: int) -> int:
         """Return the bytes a machine has sent, by its interface: with headers and acknowledgements."""
@@ -268,8 +264,7 @@ class Namespace:
         # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
         make = ["unshare", *flags, "sh", "-c", f"echo {READY}; exec sleep infinity"]
         self.holder = _held(make if outer is None else outer.command(*make), READY)
-        # A namespace belongs to the user namespace that made it: without entering that, no one may configure
-        # it.
+        # A namespace belongs to the user namespace that made it: who configures it must have entered that.
         self._enter_user: list[str] = [] if outer is None else outer._enter_user
         if "--user" in flags:
             self._enter_user = [f"--user=/proc/{self.holder.pid}/ns/user", "--preserve-credentials"]
@@ -296,7 +291,7 @@ def _allowed_flags() -> list[str]:
 def _held(command: list[str], ready: str) -> subprocess.Popen[str]:
     """Start a part of the lab, which ends with this process; it has printed `ready` when this returns."""
     part = subprocess.Popen(
-        # The kernel does it, not an exit handler: it is gone even if this process is killed.
+        # By the kernel, not an exit handler: even if this process is killed.
         ["setpriv", "--pdeathsig", "KILL", "--", *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

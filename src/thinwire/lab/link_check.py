@@ -1,4 +1,4 @@
-"""Measures a lab's link before the command runs: the round trip, and what leaves a machine in a second.
+"""Measure a lab's link before the command runs: the round trip, and what leaves a machine in a second.
 
 The lab runs this file on two machines: `link_check.py serve`, and `link_check.py measure ADDRESS SECONDS`.
 """
@@ -63,8 +63,8 @@ def _repeat(call: Callable[[], int | bytes]) -> Thread:
 
 
 def _round_trip_seconds(address: str) -> float:
-    """Datagrams: of a connection's bytes those that are lost would be sent again, and count as late."""
-    found: list[float] = []
+    """Measure by datagrams: a connection would send lost bytes again, and they would count as late."""
+    seconds: list[float] = []
 
     def send_times() -> None:
         for _ in range(DATAGRAMS):
@@ -76,11 +76,11 @@ def _round_trip_seconds(address: str) -> float:
         peer.settimeout(PATIENCE_SECONDS)
         Thread(target=send_times, daemon=True).start()
         with suppress(TimeoutError):
-            while len(found) < DATAGRAMS:
+            while len(seconds) < DATAGRAMS:
                 sent = float(peer.recv(64))
-                found.append(time.monotonic() - sent)
+                seconds.append(time.monotonic() - sent)
     # The lower quartile: a busy computer is late with some, and that is not the link's.
-    return quantiles(found, n=4)[0] if len(found) > 1 else PATIENCE_SECONDS
+    return quantiles(seconds, n=4)[0] if len(seconds) > 1 else PATIENCE_SECONDS
 
 
 def _sent_bytes() -> int:

@@ -76,7 +76,7 @@ def relay(delays: Delays, interfaces: list[str]) -> None:
                 seconds = 0.0 if is_question else seconds
                 last_due[source] = max(last_due[source], time.monotonic() + seconds)
                 count += 1  # frames that are due at once leave in the order in which they came
-                others = [place for place in range(len(ports)) if place != source]
+                others = [index for index in range(len(ports)) if index != source]
                 targets = [port_of[to]] if to in port_of else others
                 heappush(due_frames, (last_due[source], count, targets, frame))
 

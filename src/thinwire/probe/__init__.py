@@ -1,6 +1,6 @@
 """How fast is this network? Measured on the processes that will train."""
 
-from thinwire.probe.measure import probe
-from thinwire.probe.result import PairTiming, Probe, Timing
+from thinwire.probe.link_timings import PairTiming, Probe, Timing
+from thinwire.probe.prober import probe
 
 __all__ = ["PairTiming", "Probe", "Timing", "probe"]

@@ -26,10 +26,10 @@ STEPS = 6
 # Two of one shape, so that matrices are batched; some too small to be compressed, which travel beside.
 SHAPES = {"conv": (40, 6, 3, 3), "linear": (64, 32), "same": (64, 32), "bias": (64,), "scale": ()}
 
-Check: TypeAlias = "Callable[[Bench], None]"
+Check: TypeAlias = "Callable[[CheckContext], None]"
 
 
-class Bench:
+class CheckContext:
     """A process's gradients, what averages them, and in `findings` what is wrong since a check began.
 
     A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
@@ -45,10 +45,10 @@ class Bench:
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
         )
 
-    def expect(self, holds: bool, found: str) -> None:
-        """Note what was found, unless it holds."""
+    def expect(self, holds: bool, finding: str) -> None:
+        """Note a finding, unless it holds."""
         if not holds:
-            self.findings.append(found)
+            self.findings.append(finding)
 
     def say(self, what: str) -> None:
         """Print something about this process at once."""
@@ -85,95 +85,95 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
-def gives_the_mean(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
+def gives_the_mean(context: CheckContext, algorithm: Algorithm, tolerance: float) -> None:
     """Check that every step's result is the mean."""
-    engine = bench.engine(algorithm)
+    engine = context.engine(algorithm)
     for step in range(STEPS):
-        error = gap(bench.average(engine, bench.gradient(step)), bench.true_mean(step))
-        found = f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}"
-        bench.expect(error < tolerance, found)
+        error = gap(context.average(engine, context.gradient(step)), context.true_mean(step))
+        finding = f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}"
+        context.expect(error < tolerance, finding)
 
 
-def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
+def loses_nothing(context: CheckContext, algorithm: Algorithm, tolerance: float) -> None:
     """Check that results and residual add up to the true means, and that something was compressed."""
-    engine = bench.engine(algorithm)
+    engine = context.engine(algorithm)
     # In float64: the sums themselves must lose nothing.
-    sent, true = (torch.zeros_like(bench.true_mean(0)) for _ in range(2))
+    sent, true = (torch.zeros_like(context.true_mean(0)) for _ in range(2))
     for step in range(STEPS):
-        sent += bench.average(engine, bench.gradient(step))
-        true += bench.true_mean(step)
+        sent += context.average(engine, context.gradient(step))
+        true += context.true_mean(step)
     # The saved state has the mean of the processes' residuals, which is what the sum of means lacks.
     # Parameters that travel uncompressed have none.
     saved = dict(engine.state_dict()["error"])
-    residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
-    lost = gap(sent + torch.cat(residual).to(bench.device), true)
-    bench.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
+    residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in context.specs]
+    lost = gap(sent + torch.cat(residual).to(context.device), true)
+    context.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
     # If nothing was compressed, nothing could have been lost either.
     ratio = engine.reporter.counts().compression_ratio
-    bench.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
+    context.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
 
 
-def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
+def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None:
     """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more."""
     algorithm = PowerSGD(matrix_rank=2)
-    plain = bench.engine(algorithm)
-    hit = bench.engine(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))
+    plain = context.engine(algorithm)
+    hit = context.engine(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))
     for step in range(STEPS):
         if step == 3:
-            gradient = bench.gradient(99)
+            gradient = context.gradient(99)
             # On one process: the others must learn of it by what they receive.
-            gradient[0] = torch.inf if bench.transport.rank == 0 else gradient[0]
-            is_skipped = bool(bench.average(hit, gradient).isnan().all())
-            bench.expect(is_skipped, "the gradients of that step are not all NaN")
-        a, b = (bench.average(engine, bench.gradient(step)) for engine in (plain, hit))
-        bench.expect(torch.equal(a, b), f"step {step} differs from that without the overflow")
+            gradient[0] = torch.inf if context.transport.rank == 0 else gradient[0]
+            is_skipped = bool(context.average(hit, gradient).isnan().all())
+            context.expect(is_skipped, "the gradients of that step are not all NaN")
+        a, b = (context.average(engine, context.gradient(step)) for engine in (plain, hit))
+        context.expect(torch.equal(a, b), f"step {step} differs from that without the overflow")
     nonfinite_steps = hit.reporter.stats().nonfinite_steps
-    bench.expect(nonfinite_steps == 1, f"{nonfinite_steps} steps were not finite, expected 1")
+    context.expect(nonfinite_steps == 1, f"{nonfinite_steps} steps were not finite, expected 1")
 
 
-def state_resumes(bench: Bench) -> None:
+def state_resumes(context: CheckContext) -> None:
     """Check that a run that goes on after saving and one that resumes are equal to the bit."""
-    first = bench.engine(PowerSGD(matrix_rank=2))
+    first = context.engine(PowerSGD(matrix_rank=2))
     for step in range(STEPS):
-        bench.average(first, bench.gradient(step))
-    second = bench.engine(PowerSGD(matrix_rank=2))
+        context.average(first, context.gradient(step))
+    second = context.engine(PowerSGD(matrix_rank=2))
     GradientSync(second).load_state_dict(first.state_dict())
-    a, b = (bench.average(engine, bench.gradient(STEPS)) for engine in (first, second))
-    bench.expect(torch.equal(a, b), f"they differ by {gap(a, b):.1e}")
+    a, b = (context.average(engine, context.gradient(STEPS)) for engine in (first, second))
+    context.expect(torch.equal(a, b), f"they differ by {gap(a, b):.1e}")
 
 
-def differences_are_refused(bench: Bench) -> None:
+def differences_are_refused(context: CheckContext) -> None:
     """Check that processes with unlike settings are refused, all of them."""
     # Alone, there is no one to differ from.
-    if bench.transport.size == 1:
+    if context.transport.size == 1:
         return
     # One differs from all others, and those must hear of it as well: who went on would wait for it in vain.
-    engine = bench.engine(PowerSGD(matrix_rank=1 + (bench.transport.rank == 0)))
+    engine = context.engine(PowerSGD(matrix_rank=1 + (context.transport.rank == 0)))
     try:
-        engine.agree(bench.device)
+        engine.agree(context.device)
     except AgreementError:
         return
-    bench.expect(False, "unlike matrix ranks were not refused")
+    context.expect(False, "unlike matrix ranks were not refused")
 
 
-def models_stay_the_same(bench: Bench) -> None:
+def models_stay_the_same(context: CheckContext) -> None:
     """Check that after some steps of a DDP model all processes hold the same parameters to the bit."""
     torch.manual_seed(0)
     model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64)).to(bench.device),
-        process_group=bench.transport.group,
+        nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64)).to(context.device),
+        process_group=context.transport.group,
     )
     sync = attach(model, PowerSGD(matrix_rank=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.autograd.backward(model(bench.gradient(step)[:512].view(8, 64)).square().mean())
+        torch.autograd.backward(model(context.gradient(step)[:512].view(8, 64)).square().mean())
         optimizer.step()
     try:
-        check_replicas(model, bench.transport.group)
+        check_replicas(model, context.transport.group)
     except AgreementError as error:
-        bench.expect(False, str(error))
-    bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
+        context.expect(False, str(error))
+    context.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
 
 
 _CHECKED = [

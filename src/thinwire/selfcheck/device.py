@@ -14,7 +14,7 @@ from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.checks import Bench, gap
+from thinwire.selfcheck.checks import CheckContext, gap
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import wait_for
@@ -36,37 +36,37 @@ def gpt2_small() -> list[tuple[ParameterSpec, ...]]:
     return [tuple(specs[at : at + len(layer)]) for at in range(0, len(specs), len(layer))]
 
 
-def measure(bench: Bench, buckets: list[tuple[ParameterSpec, ...]]) -> dict[str, list[Row]]:
+def measure(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]]) -> dict[str, list[Row]]:
     """Return rows of arithmetic, of steps, and of what failed, while the rest went on. Collective."""
     page: dict[str, list[Row]] = {"arithmetic": [], "steps": [], "failures": []}
-    parts = [("arithmetic", f"matrix rank {rank}", partial(_arithmetic, bench, rank)) for rank in RANKS]
-    step = partial(_step, bench, buckets)
+    parts = [("arithmetic", f"matrix rank {rank}", partial(_arithmetic, context, rank)) for rank in RANKS]
+    step = partial(_step, context, buckets)
     parts += [("steps", str(algorithm), partial(step, algorithm)) for algorithm in ALGORITHMS]
     for table, name, part in parts:
-        if bench.transport.rank == 0:
-            bench.say(f"measuring {table} of {name}")
+        if context.transport.rank == 0:
+            context.say(f"measuring {table} of {name}")
         try:
             page[table].append({"of": name, **part()})
         except Exception as error:  # any: a page with a gap says more than none
             why = f"{type(error).__name__}: {error}".partition("\n")[0]
             page["failures"].append({"of": f"{table}, {name}", "why": why})
-            bench.say(f"{table} of {name} failed: {why}")
+            context.say(f"{table} of {name} failed: {why}")
             if isinstance(error, CommunicationError):  # each further collective would wait in vain
                 break
     return page
 
 
-def _arithmetic(bench: Bench, matrix_rank: int) -> Row:
+def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     # Drawn on the CPU in float64, so that every device is judged by the same matrices.
     generator = torch.Generator().manual_seed(matrix_rank)
     exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     start = torch.linalg.qr(torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64)).Q.T
     matrix, error, right = (
-        tensor.float().to(bench.device) for tensor in (exact, residual, start.unsqueeze(0))
+        tensor.float().to(context.device) for tensor in (exact, residual, start.unsqueeze(0))
     )
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
-    with full_precision(bench.device):  # as in steps: TF32, if it is on, would be judged here
+    with full_precision(context.device):  # as in steps: TF32, if it is on, would be judged here
         (left,) = dispatch.products([MatmulBatch(group, right, None, add_error=True)])
         (basis,) = dispatch.orthonormal_rows([left])
         (own,) = dispatch.projections([MatmulBatch(group, basis, None, add_error=False)])
@@ -81,13 +81,15 @@ def _arithmetic(bench: Bench, matrix_rank: int) -> Row:
     }
 
 
-def _step(bench: Bench, buckets: list[tuple[ParameterSpec, ...]], algorithm: Algorithm) -> Row:
-    engine = Engine(algorithm, bench.transport, settings=Settings(host_check="auto"))
-    gradients = [torch.randn(sum(spec.numel for spec in bucket), device=bench.device) for bucket in buckets]
+def _step(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]], algorithm: Algorithm) -> Row:
+    engine = Engine(algorithm, context.transport, settings=Settings(host_check="auto"))
+    gradients = [torch.randn(sum(spec.numel for spec in bucket), device=context.device) for bucket in buckets]
     copies = [torch.empty_like(gradient) for gradient in gradients]  # steps work in place
     copy = partial(torch._foreach_copy_, copies, gradients)
-    copied = _seconds(bench.device, copy)
-    seconds = _seconds(bench.device, copy, lambda: engine.average(zip(buckets, copies, strict=True))) - copied
+    copied = _seconds(context.device, copy)
+    seconds = (
+        _seconds(context.device, copy, lambda: engine.average(zip(buckets, copies, strict=True))) - copied
+    )
     return {"milliseconds": 1e3 * seconds, "copies of the gradients": seconds / copied}
 
 

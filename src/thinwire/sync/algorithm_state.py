@@ -127,7 +127,7 @@ class AlgorithmState:
                 for slot, tensors in self.pending_state.items()
             },
             self.pending_of,
-            {} if self._partition is None else self._partition.held_of_all(),
+            {} if self._partition is None else dict(self._partition.held_ranges),
             set(self.unsynced_names),
             (self.nonfinite_steps, list(self._unseen), self._unseen_nonfinite),
         )
@@ -137,7 +137,7 @@ class AlgorithmState:
         self.memory.restore(before.memory)
         self.pending_state, self.pending_of = before.pending_state, before.pending_of
         if self._partition is not None:
-            self._partition.hold_again(before.held)
+            self._partition.held_ranges = before.held
         self.unsynced_names = before.unsynced_names
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = before.nonfinite
 

@@ -215,23 +215,17 @@ class IntraNodePartition:
 
     def forget(self) -> None:
         """Remember that memory holds nothing yet."""
-        self._held: dict[str, Ranges] = {}
-
-    def held_of_all(self) -> dict[str, Ranges]:
-        """Return which elements of each parameter memory holds, on all local ranks."""
-        return dict(self._held)
-
-    def hold_again(self, held: dict[str, Ranges]) -> None:
-        """Take note that memory holds what it held when `held_of_all` was asked."""
-        self._held = dict(held)
+        self.held_ranges: dict[str, Ranges] = {}  # of each parameter in memory, on all local ranks
 
     def held(self, name: str) -> slice:
         """Return which elements of a parameter memory holds here."""
-        return self._held[name][self.intra_node.rank]
+        return self.held_ranges[name][self.intra_node.rank]
 
     def held_parts(self, specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
         """Return those parts of parameters of which memory may hold something here."""
-        held = [(spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self._held]
+        held = [
+            (spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self.held_ranges
+        ]
         return [part for spec, part in held if part.numel or not spec.numel]
 
     def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
@@ -240,11 +234,11 @@ class IntraNodePartition:
         moved = {
             spec.name: spec
             for spec in parts.specs
-            if self._held.get(spec.name, ranges[spec.name]) != ranges[spec.name]
+            if self.held_ranges.get(spec.name, ranges[spec.name]) != ranges[spec.name]
         }
         if moved:
             self._move(moved, ranges, memory, device)
-        self._held |= ranges
+        self.held_ranges |= ranges
         for slot, tensors in memory.slots.items():
             # Loaded for the other processes of the machine.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
@@ -275,4 +269,4 @@ class IntraNodePartition:
 
     def view_of(self, part: StatePart, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of a parameter that a process of this machine holds, flat."""
-        return whole.as_strided((whole.numel(),), (1,))[self._held[part.label][part.rank]]
+        return whole.as_strided((whole.numel(),), (1,))[self.held_ranges[part.label][part.rank]]

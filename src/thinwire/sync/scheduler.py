@@ -194,10 +194,15 @@ class CollectiveScheduler:
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
-        asked = [task.gate.is_healthy for task in (*self.tasks, *self._closing) if task.gate is not None]
+        received, answers = list[torch.Tensor](), list[torch.Tensor]()
+        for task in (*self.tasks, *self._closing):
+            if task.gate is None:
+                continue
+            if isinstance(task.gate.is_healthy, AllFinite):
+                received += task.gate.is_healthy.tensors
+            else:
+                answers.append(_one_bool(task.gate.is_healthy()))
         # Check all buckets at once: on an accelerator the number of launches is what costs.
-        received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
-        answers = [_one_bool(ask()) for ask in asked if not isinstance(ask, AllFinite)]
         if received:
             answers.insert(0, all_finite(*received))
         if not answers:
@@ -277,17 +282,20 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
         if not wanted:
             return
         function = wanted[0][1].function
-        served = [(task, request.items) for task, request in wanted if request.function is function]
-        items = [item for _, of_task in served for item in of_task]
+        served, items = list[tuple[Task, int]](), list[Any]()
+        for task, request in wanted:
+            if request.function is function:
+                served.append((task, len(request.items)))
+                items += request.items
         results = list(function(items))
         if len(results) != len(items):
             raise ConfigError(
                 f"a function of Jointly has returned {len(results)} results, expected one for each of its "
                 f"{len(items)} items"
             )
-        for task, of_task in served:
-            task.answer(results[: len(of_task)])
-            del results[: len(of_task)]
+        for task, count in served:
+            task.answer(results[:count])
+            del results[:count]
 
 
 class Packed(NamedTuple):

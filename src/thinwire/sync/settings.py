@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
@@ -109,17 +108,7 @@ class Settings:
         # On the CPU it makes no one wait, and what the host knows it can count.
         can_do_without = algorithm.decides_on_device and accelerators.is_accelerator(device)
         needs_host = self.may_be_unused or self.on_nonfinite == "raise"
-        return self._unchecked if can_do_without and not needs_host else self._checked
-
-    # Kept, since several things ask for them in each step.
-
-    @cached_property
-    def _checked(self) -> Settings:
-        return replace(self, host_check=True)
-
-    @cached_property
-    def _unchecked(self) -> Settings:
-        return replace(self, host_check=False)
+        return replace(self, host_check=needs_host or not can_do_without)
 
     @classmethod
     def of(

@@ -81,7 +81,6 @@ def refuse_capture() -> None:
     """Refuse to be captured in a CUDA graph: each launch would start from the same memory, and not count."""
     if torch.cuda.is_current_stream_capturing():
         raise StepError(
-            "a step was started while a CUDA graph is captured: each replay would start from the same "
-            "memory and count no step; capture the forward and backward pass without averaging, and average "
-            "outside"
+            "a step was started while a CUDA graph is captured: replays would start from the same memory; "
+            "capture the forward and backward pass only, and average outside"
         )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from statistics import fmean, median
-from typing import Any
 
 import matplotlib
 import numpy
@@ -18,8 +17,7 @@ from thinwire.plan import compression_ratio
 from thinwire.version import __version__
 from thinwire.watch.records import Record, Run
 
-# A page is to be read, and drawing takes time.
-MAX_NAMES, MAX_PLANS, MAX_POINTS = 12, 20, 200
+MAX_POINTS = 200  # of a curve: drawing takes time
 STYLE = """
 body { max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; font: 15px/1.5 sans-serif; color: #222; }
 section { overflow-x: auto; }
@@ -41,13 +39,11 @@ def report_page(runs: Sequence[Run]) -> str:
         runs = [replace(run, name=f"{run.name} ({run.path})") for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in run.logged if run.points(name)))
     notes, plans = [], []
-    if len(names) > MAX_NAMES:
-        notes.append(f"of {len(names)} names that were logged, the first {MAX_NAMES} are shown")
     for run in runs:
         notes += [f"{run.name}: {run.damage}"] if run.damage else []
         if run.resumed:
             notes.append(f"{run.name}: resumed {run.resumed}×; steps made twice are shown once")
-        for plan in run.plans[-MAX_PLANS:]:
+        for plan in run.plans:
             title = escape(f"{run.name}, from step {plan['step']}: {plan['algorithm']}")
             plans.append(f"<details><summary>{title}</summary>{_table(_routes(run, plan))}</details>")
     parts = [
@@ -55,9 +51,9 @@ def report_page(runs: Sequence[Run]) -> str:
         f"<title>Thinwire: {escape(', '.join(run.name for run in runs))}</title><style>{STYLE}</style>",
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
         *(f"<p>{escape(note)}.</p>" for note in notes),
-        _table([_summary(run, names[:MAX_NAMES]) for run in runs]),
-        _curves(runs, names[:MAX_NAMES]),
-        f"<h2>Plans</h2><p>The last {MAX_PLANS} of each run, with the errors that were last read.</p>",
+        _table([_summary(run, names) for run in runs]),
+        _curves(runs, names),
+        "<h2>Plans</h2><p>With the errors that were last read.</p>",
         *plans,
         f"<p>Made by Thinwire {__version__}.</p></html>\n",
     ]
@@ -85,9 +81,7 @@ def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     known = [count for record in run.steps if (count := record["nonfinite_steps"]) is not None]
     # The mean of the last twentieth.
     values = {name: [point.value for point in run.points(name)] for name in names}
-    last = {
-        name: f"{fmean(found[-max(1, len(found) // 20) :]):.4g}" for name, found in values.items() if found
-    }
+    last = {name: f"{fmean(line[-max(1, len(line) // 20) :]):.4g}" for name, line in values.items() if line}
     machines = f" on {run.machines} machines" if run.machines < run.processes else ""
     kept_inside = f", inside {inside / steps / 1e6:.3g}" if inside else ""
     return {
@@ -124,32 +118,27 @@ def _routes(run: Run, plan: Record) -> list[dict[str, str]]:
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Draw what was logged under each name, and the relative error, as one SVG; "" of nothing."""
-    panels: list[tuple[str, str, list[Any]]] = []  # with the points of each run
-    for name in names:
-        points = [run.points(name) for run in runs]
-        # A single number is in the table; a curve needs two.
-        if any(len(line) > 1 for line in points):
-            panels.append((name, "steps", [[(point.step, point.value) for point in line] for line in points]))
-            panels.append((name, "seconds", [[point[1:] for point in line] for line in points]))
-    errors = [
+    """Draw what was logged under each name, and the relative error, over the steps; "" of nothing."""
+    panels = {name: [[(at.step, at.value) for at in run.points(name)] for run in runs] for name in names}
+    panels["relative error, mean of all layers"] = [
         [(read["step"], numpy.array([*read["relative_error"].values()], float).mean()) for read in run.norms]
         for run in runs
     ]
-    panels += [("relative error, mean of all layers", "steps", errors)] if any(errors) else []
+    # A single number is in the table; a curve needs two.
+    panels = {name: lines for name, lines in panels.items() if any(len(line) > 1 for line in lines)}
     if not panels:
         return ""
     # Letters stay letters, for the browser to draw. Names are the user's: two dollars in one are no formula.
     with matplotlib.rc_context({"svg.fonttype": "none", "text.parse_math": False, "axes.grid": True}):
         rows = (len(panels) + 1) // 2
         figure = Figure(figsize=(9, 2.9 * rows), layout="constrained")  # pyplot would look for a display
-        for place, (name, across, lines) in enumerate(panels, start=1):
-            axes = figure.add_subplot(rows, 2, place, xlabel=across, ylabel=name.replace("_", " ")[:40])
+        for number, (name, lines) in enumerate(panels.items(), start=1):
+            axes = figure.add_subplot(rows, 2, number, xlabel="steps", ylabel=name.replace("_", " ")[:40])
             for run, line in zip(runs, lines, strict=True):
                 width = max(1, len(line) // MAX_POINTS)
                 # A long line shows means of `width` points each.
-                at, values = numpy.array(line[len(line) % width :]).reshape(-1, width, 2).mean(1).T
-                axes.plot(at, values, ".-", label=run.name)
+                steps, values = numpy.array(line[len(line) % width :]).reshape(-1, width, 2).mean(1).T
+                axes.plot(steps, values, ".-", label=run.name)
         figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left")
         drawn = io.StringIO()
         # Without the date: the same runs make the same page.

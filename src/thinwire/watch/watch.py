@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
+from collections.abc import Mapping
 from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
@@ -18,24 +18,25 @@ from thinwire.sync import GradientSync, Synced, engine_of, handle_of
 from thinwire.sync.handle import Counting
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch.records import COUNTED, FORMAT, RESERVED
+from thinwire.watch.records import FORMAT, RESERVED
 from thinwire.watch.writers import JSONLWriter, Writer
 
 logger = logging.getLogger(__name__)
 
+# Sums of `Stats`; a record has the differences.
+TIMES = ("arithmetic_seconds", "waiting_seconds", "exposed_seconds")
+COUNTED = ("messages", "message_bytes", "inside_bytes", "gradient_bytes", *TIMES)
 MIN_SAMPLES = 32  # a quarter of fewer is noise
 MIN_STEPS = 1000
 MAX_GROWTH, STILL_GROWING = 1.3, 1.1
 
 
 class GrowthAlarm:
-    """Compares the residual now with that of half as many steps ago.
+    """Tells growth without bound from the growth that error feedback begins with.
 
-    Error feedback keeps the residual within a multiple of the gradients: it grows at first, then stays. So
-    the residual, as a multiple of what a step sends, is averaged over the second half of all samples and over
+    The residual, as a multiple of what a step sends, is averaged over the second half of all samples and over
     the quarter before, whenever their number has doubled. Growth with the number of steps doubles it, growth
-    with its root is 1.4 times. It is an alarm if it is more than 1.3 times twice in succession, the last
-    quarter is still 1.1 times the one before, and there were 1 000 steps.
+    with its root is 1.4 times; a residual that levels off stops growing within the second half.
     """
 
     def __init__(self) -> None:
@@ -44,22 +45,20 @@ class GrowthAlarm:
 
     def growth_after(self, relative_norm: float, step: int) -> float | None:
         """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
-        samples = self._samples
-        samples.append(relative_norm)
-        count = len(samples)
+        self._samples.append(relative_norm)
+        count = len(self._samples)
         # A power of two has a single bit: the number of samples has doubled since the last look.
         if count < MIN_SAMPLES or count & (count - 1):
             return None
-
-        def growth_from(earlier: list[float], later: list[float]) -> float:
-            return fmean(later) / fmean(earlier) if fmean(earlier) > 0 else 1.0
-
-        growth = growth_from(samples[count // 4 : count // 2], samples[count // 2 :])
-        # A residual that grew and then levelled off is no cause for a warning.
-        lately = growth_from(samples[count // 2 : -count // 4], samples[-count // 4 :])
+        first, last = self._samples[count // 2 : -count // 4], self._samples[-count // 4 :]
+        growth = _ratio(self._samples[count // 4 : count // 2], first + last)
         grew_before, self._grew = self._grew, growth > MAX_GROWTH
-        alarms = self._grew and grew_before and lately > STILL_GROWING and step >= MIN_STEPS
-        return growth if alarms else None
+        is_alarm = self._grew and grew_before and _ratio(first, last) > STILL_GROWING and step >= MIN_STEPS
+        return growth if is_alarm else None
+
+
+def _ratio(earlier: list[float], later: list[float]) -> float:
+    return fmean(later) / fmean(earlier) if fmean(earlier) > 0 else 1.0
 
 
 class Watch:
@@ -135,7 +134,7 @@ class Watch:
         self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         transport = self._engine.transport
-        about = {
+        run = {
             "format": FORMAT,
             "name": name,
             "thinwire": __version__,
@@ -144,16 +143,14 @@ class Watch:
             "machines": self._engine.inter_node.size,
             "process_rank": transport.rank,
         }
-        self._write("run", about)
+        self._write("run", run)
         # Last: had the first record failed, a watch that no one holds would go on.
         self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
-        """Return the watch, which has begun already."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop watching."""
         self.close()
 
     def close(self) -> None:
@@ -163,27 +160,25 @@ class Watch:
             self._writer.close()
             self._writer = None
 
-    def log(self, **values: float) -> None:
-        """Record numbers of the last finished step, such as `loss=` and `heldout_loss=`: after `backward()`.
+    def log(self, values: Mapping[str, float] | None = None, /, **named: float) -> None:
+        """Record numbers of the last finished step: call it after `backward()`.
 
-        They go to the writer, whichever it is.
+        Args:
+            values: Numbers of Python or NumPy, by name.
+            named: More of them.
 
         Raises:
-            ConfigError: A value is not a number or too large for a float, or its name is "kind", "step" or
-                "seconds".
+            ConfigError: A value is not a number, or its name is "kind", "step" or "seconds".
         """
         plain = dict[str, float]()
-        for name, value in values.items():
+        for name, value in {**(values or {}), **named}.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it a different name")
             # True is hardly meant as a number; a tensor would make the host wait unseen.
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
-            # Python's own: NumPy's are numbers as well, and no writer of JSON takes them.
+            # Python's own: writers of JSON take no others.
             plain[name] = int(value) if isinstance(value, Integral) else float(value)
-            # Python's whole numbers have no bound: `float` of a large one would raise within a logger.
-            if isinstance(value, Integral) and not -sys.float_info.max <= plain[name] <= sys.float_info.max:
-                raise ConfigError(f"{name} must be a number that a float can hold, got one that is too large")
         self._write("log", {"seconds": time.perf_counter() - self._start, **plain})
 
     def _after_step(self, committed: bool) -> None:
@@ -238,13 +233,14 @@ class Watch:
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
-            worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
-            warning = (
+            logger.warning(
                 "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
-                "Compress less, or lower the learning rate"
+                "Compress less, or lower the learning rate",
+                self._watched.steps,
+                growth,
+                max(stats.relative_error, key=stats.relative_error.__getitem__),
             )
-            logger.warning(warning, self._watched.steps, growth, worst)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         """Write a record; if that fails in training, stop watching with a warning."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,9 +11,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.sync.stats import Stats
-from thinwire.watch.records import MAX_LINE_BYTES, RESERVED, first_record
-
-MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
+from thinwire.watch.records import RESERVED, check_first_line
 
 
 class Writer(Protocol):
@@ -35,8 +34,8 @@ class Writer(Protocol):
 class JSONLWriter:
     """Writes a line of JSON for each record, for `thinwire report`; see docs/watching.md for the fields.
 
-    Each line is handed to the operating system at once. A file that is there already is continued, as when
-    training resumes; a last line that was cut off is removed.
+    Each line is handed to the operating system at once; numbers that are not finite become null. A file that
+    is there already is continued, as when training resumes; a last line that was cut off is removed.
 
     Args:
         path: The file.
@@ -47,28 +46,22 @@ class JSONLWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path = Path(path)
+        path = Path(path)
         if not path.parent.is_dir():
             raise ConfigError(f"{path} can't be written: there is no folder {path.parent}; make it first")
-        if path.is_file() and (size := path.stat().st_size) > 0:
+        if path.is_file() and path.stat().st_size > 0:
             with path.open("r+b") as file:
-                # Look before anything is cut off.
-                first_record(path, file.readline(MAX_LINE_BYTES))
-                # A killed process may have left half a line, and a record after it could not be read. Longer
-                # lines are not read, so the last newline lies within that many bytes.
-                start = max(0, size - MAX_LINE_BYTES)
-                file.seek(start)
-                file.truncate(start + file.read().rfind(b"\n") + 1)
+                check_first_line(path, file.readline())  # before anything is cut off
+                # A killed process may have left half a line, and no record after it could be read.
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         # Line by line: what a killed process has done up to then can be read.
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """See `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
-        record = _readable({"kind": kind, "step": step, **values})
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json.dumps(_finite({"kind": kind, "step": step, **values})) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -77,6 +70,7 @@ class MetricsWriter:
 
     They mean what they mean in the file, see docs/watching.md. What is given to `Watch.log` keeps its name.
     Lightning: `MetricsWriter(trainer.logger.log_metrics)`. Accelerate: `MetricsWriter(accelerator.log)`.
+    Weights & Biases: `MetricsWriter(wandb.log)`.
 
     Args:
         log: Is called with the numbers and the step.
@@ -92,7 +86,6 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """See `Writer.write`: pass on steps, norms and what the user logs."""
         if kind == "log":
             # `seconds` is for the file: loggers have their own clocks.
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
@@ -100,7 +93,7 @@ class MetricsWriter:
             self._log(dict(_named("thinwire", values)), step)
 
     def close(self) -> None:
-        """Do nothing: the logger is the caller's."""
+        pass  # the logger is the caller's
 
 
 class TensorBoardWriter(MetricsWriter):
@@ -128,17 +121,11 @@ class TensorBoardWriter(MetricsWriter):
             self._summary.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is left."""
         self._summary.close()
 
 
 def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
-    """Name the numbers of a run so far, for loggers; sums since the start are `total_…`.
-
-    Examples:
-        >>> metrics_of(Stats(message_bytes=50, gradient_bytes=100))["thinwire/compression_ratio"]
-        2.0
-    """
+    """Name the numbers of a run so far, for loggers; sums since the start are `total_…`."""
     return {
         f"{prefix}compression_ratio": stats.compression_ratio,
         f"{prefix}total_message_bytes": stats.message_bytes,
@@ -156,10 +143,10 @@ def _named(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]
             yield f"{prefix}/{key}", float(value)
 
 
-def _readable(value: Any) -> Any:
-    """Return a value with null for each number that reading refuses: NaN is within no bounds."""
-    if isinstance(value, int | float):
-        return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by None."""
     if isinstance(value, Mapping):
-        return {name: _readable(item) for name, item in value.items()}
-    return [_readable(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None

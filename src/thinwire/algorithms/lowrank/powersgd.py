@@ -393,7 +393,7 @@ def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.
         # On accelerators, as a batch.
         if is_whole and accelerators.is_accelerator(group.matrices[0].device):
             is_whole = stack_view(known) is not None
-        group.bound["residuals"] = known if is_whole else None
+        group.bound["residuals"] = group.errors if is_whole else None
     residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
     if residuals is not None:
         return residuals

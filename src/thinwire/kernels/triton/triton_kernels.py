@@ -226,15 +226,18 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
 def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Take one launch for each kind of matrices, and one for all."""
     results = _products_results(items, side=1)
-    all_parts, all_outs = list[torch.Tensor](), list[torch.Tensor]()
-    for launch, factors, outs in _launches("projections", items, results):
-        # Parts and a second launch, and no atomic additions: those come in a different order every time.
-        splits = [-(-batch.shape[2] // SPLIT_ROWS) for batch in factors]
-        shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, outs, strict=True)]
-        room = workspace("parts", sum(map(math.prod, shapes)), torch.float32, outs[0].device)
-        parts = split_as(room, shapes)
+    launches = list(_launches("projections", items, results))
+    all_outs = [out for *_, outs in launches for out in outs]
+    # Parts and a second launch, and no atomic additions: those come in a different order every time.
+    splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, factors, _ in launches for batch in factors]
+    shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, all_outs, strict=True)]
+    # One room for all launches: the second one reads what each of them has written.
+    room = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
+    all_parts = split_as(room, shapes)
+    remaining = iter(all_parts)
+    for launch, factors, outs in launches:
+        parts = [next(remaining) for _ in outs]
         launch.run([factors, parts], parts, {"SPLIT": SPLIT_ROWS})
-        all_parts, all_outs = all_parts + parts, all_outs + outs
 
     def make() -> TableRows:
         splits = [part.shape[1] for part in all_parts for _ in part]

@@ -14,7 +14,6 @@ from thinwire.comm import Transport
 from thinwire.comm.collectives import in_messages
 from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import StateError
-from thinwire.sync.state import PLAIN_TYPES
 from thinwire.tensors.layout import local_tensor
 
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
@@ -29,7 +28,7 @@ PURPOSE = "sending a newcomer what it starts from"
 def plain(value: Any) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
     # A class of its own may have no memory at its address, as states of 8-bit optimizers.
-    is_plain = type(value) in PLAIN_TYPES or hasattr(value, "to_local")
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local")
     if isinstance(value, torch.Tensor) and is_plain:
         return local_tensor(value).to("cpu").contiguous()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A sharded model whose steps are timed with each algorithm: on the processes that hold one replica."""
+"""A sharded model whose steps are timed with each algorithm, on the processes that hold one replica."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from thinwire.adapters.sharded.model import ShardedModel, local_of, pieces_of, r
 from thinwire.algorithms import Algorithm
 from thinwire.comm import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError
-from thinwire.probe import Probe
-from thinwire.probe import probe as measure_network
+from thinwire.probe import Probe, probe
 from thinwire.sync import Engine, Settings
 
 
-class Sharded:
-    """A model of `fully_shard`: the subject of a bench. FSDP2's own messages are sent, inside of the replica.
+class ShardedSubject:
+    """A model of `fully_shard` whose steps are timed. FSDP2's own messages are sent, inside of the replica.
 
     It can't be copied, so parameters, buffers and gradients are put back when it is left.
     """
@@ -31,7 +30,7 @@ class Sharded:
         self._pieces = pieces_of(model, self._sharded)
         refuse_attached(self._pieces, "ask for advice before it is attached")
         entered.enter_context(_put_back(model))
-        self.model = self.module = model
+        self.model = model
         self.shards: int | None = self._group.size
         self._adapter: FSDPAdapter | None = None
         for parameter in (piece.parameter for piece in self._pieces if piece.parameter.requires_grad):
@@ -43,7 +42,7 @@ class Sharded:
             self._adapter.arrived(parameter)
 
     @contextmanager
-    def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
+    def averaging_with(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
         if algorithm is None:
             yield None
             return
@@ -73,10 +72,10 @@ def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | Devi
     """Probe the links between replicas, by the first process of each; the same on all of a replica."""
     if replicas is None:
         do = 'pass a probe of one process per replica (thinwire probe --save), or replicas=mesh["replicate"]'
-        raise ConfigError(f"a sharded model does not tell where its other replicas are: {do} to probe now")
+        raise ConfigError(f"a sharded model does not tell where its other replicas are: {do}")
     shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # One shard alone: several at once would share the link, each at different moments.
-    text = measure_network(group).to_json() if shards.rank == 0 else ""
+    text = probe(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(text.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())
 

@@ -20,11 +20,11 @@ from by_hand import said_if_interrupted
 from elastic import job as elastic_job
 from elastic.job import Job
 from elastic.learner import BATCH, EVERY, USUAL
-from elastic.loss_in_turns import Training
-from elastic.soak import soaked
+from elastic_soak import soaked
+from loss_in_turns import Training
 from thinwire.lab import Network
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def killed(job: Job, members: int) -> str:

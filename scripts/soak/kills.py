@@ -1,7 +1,7 @@
 """Real elastic members, struck at random times: how many take part, and what it costs in steps and loss.
 
-python -m elastic.kills --peer    # 2 members, killed every 30 s
-python -m elastic.kills --members 8 --mean-seconds 3.6 --seconds 480 --kinds all  # 125 faults an hour each
+python scripts/soak/kills.py --peer    # 2 members, killed every 30 s
+python scripts/soak/kills.py --members 8 --mean-seconds 3.6 --seconds 480 --kinds all  # 125 faults an hour
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from by_hand import said_if_interrupted
 from elastic.job import Job
-from thinwire.lab import Link, Network
+from thinwire.lab import LinkSpec, Network
 
 EVERY_STEPS = 20
 RATE = "100mbit"
@@ -56,7 +56,7 @@ class Kills:
     def run(self) -> dict[str, Any]:
         """Return the figures."""
         self.draw = random.Random(self.seed)
-        network = Network(self.members + 1, Link(RATE))
+        network = Network(self.members + 1, LinkSpec(RATE))
         learning = {"width": 512, "every_steps": EVERY_STEPS, "heldout_batches": 8, "rate": self.rate}
         settings: dict[str, Any] = {"peer": self.peer, "seed": self.seed, "steps": 1_000_000}
         settings |= {"min_members": 1, "step_seconds": self.step_seconds, "learning": learning}
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=900.0)
     parser.add_argument("--step-seconds", type=float, default=0.05)
     parser.add_argument(
-        "--rate", type=float, default=1e-3, help="AdamW's; at 3e-3 losses vary by 2 % without faults"
+        "--rate", type=float, default=1e-3, help="AdamW's; at 3e-3 losses vary by 2 %% without faults"
     )
     parser.add_argument("--kinds", choices=tuple(KINDS), default="kills")
     parser.add_argument("--peer", action="store_true", help="torchft's DiLoCo in the place of Thinwire's")

@@ -14,7 +14,7 @@ from typing import Any
 from by_hand import said_if_interrupted
 from elastic import job as elastic_job
 from elastic.job import Job
-from thinwire.lab import Link, Network
+from thinwire.lab import LinkSpec, Network
 
 RATE, EVERY_SECONDS = "100mbit", 10.0
 FAST, SLOW = 0.02, 0.05  # seconds that a step pauses for
@@ -25,7 +25,7 @@ def trained(steps: int, pauses: list[float], seed: int) -> dict[str, Any]:
     """Return the loss, the steps of each, and the share of its time in which the first member computed."""
     settings: dict[str, Any] = {"seed": seed, "steps": steps, "min_members": 2}
     settings |= {"learning": {"every_seconds": EVERY_SECONDS}}
-    with tempfile.TemporaryDirectory() as folder, Network(len(pauses) + 1, Link(RATE)) as network:
+    with tempfile.TemporaryDirectory() as folder, Network(len(pauses) + 1, LinkSpec(RATE)) as network:
         job = Job(Path(folder), network, learners=settings, least_at_lighthouse=2)
         try:
             for member, pause in enumerate(pauses):

@@ -24,7 +24,7 @@ from thinwire.comm import (
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
-from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of, ring_share
+from thinwire.probe.link_timings import PairTiming, Probe, Timing, nodes_of, ring_share
 from thinwire.tensors.accelerators import wait_for
 
 # Four times from one to the next: between them, `average_seconds` is linear.
@@ -38,6 +38,7 @@ MAX_PROCESSES_FOR_ALL_PAIRS = 8
 # and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
 IN_FLIGHT, STREAM_REPETITIONS, MAX_STREAMED_BYTES = 8, 3, 5 << 19
+PURPOSE = "a probe"
 
 Progress = Callable[[str], None]
 
@@ -47,12 +48,11 @@ def probe(
     *,
     budget_seconds: float = 20.0,
     device: torch.device | None = None,
-    all_pairs: bool | None = None,
     progress: Progress = lambda doing: None,
 ) -> Probe:
     """Measure averaging over message sizes, other collectives, and single pairs of processes. Collective.
 
-    The result is the same on every process.
+    The result is the same on every process. Of more than 8 processes, only neighbours are timed as pairs.
 
     Args:
         group: The process group, None for the default one.
@@ -60,7 +60,6 @@ def probe(
             eighths are for averaging. If it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, if NCCL carries its tensors; else the CPU.
-        all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
         progress: Gets what is being measured, in words.
 
     Raises:
@@ -76,13 +75,13 @@ def probe(
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
     device = transport.fast_device if device is None else device
-    # Different arguments would mean different messages, and processes that wait forever.
-    agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
-    meter = _Meter(transport, device, progress)
-    timings = list(meter.timings(5 / 8 * budget_seconds))
-    wire_factors = meter.wire_factors(timings, budget_seconds / 8)
-    pairs = meter.pairs(timings, budget_seconds / 4, all_pairs)
-    # These are the machines that `attach` finds; what the launcher does not tell follows from the pairs.
+    # With different budgets processes would send different messages, and wait forever.
+    agree(transport, {"budget_seconds": str(budget_seconds)}, PURPOSE)
+    prober = Prober(transport, device, progress)
+    timings = list(prober.time_averagings(5 / 8 * budget_seconds))
+    wire_factors = prober.time_collectives(timings, budget_seconds / 8)
+    pairs = prober.time_pairs(timings, budget_seconds / 4)
+    # These are the machines that `attach` finds; where the launcher names none, pairs tell who is near.
     machines = ranks_by_machine(transport)
     return Probe(
         world_size=transport.size,
@@ -92,47 +91,51 @@ def probe(
         pairs=pairs,
         nodes=machines if len(machines) > 1 else nodes_of(transport.size, pairs),
         wire_factors=wire_factors,
-        hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, "a probe")],
+        hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, PURPOSE)],
     )
 
 
-def compare_streams(counts: Sequence[int], found: Probe) -> dict[int, float]:
+def compare_streams(counts: Sequence[int], measured: Probe) -> dict[int, float]:
     """Return the bits per second of averagings in flight, by the connections that Gloo makes. Collective.
 
     Gloo makes as many to each process as `GLOO_SOCKET_IFNAME` names interfaces, also one of them twice.
     Each number of connections is measured in a separate group of all processes.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if not interface or found.backend != "gloo":
+    if not interface or measured.backend != "gloo":
         raise ConfigError(
-            "streams compares settings of Gloo's for one network interface: set GLOO_SOCKET_IFNAME=eth0, or "
-            "what it is called, on every machine"
+            "streams compares connections of Gloo over one network interface: set GLOO_SOCKET_IFNAME=eth0, "
+            "or your interface's name, on every machine"
         )
-    # A tenth of a second each, so that one alone does not tell a latency.
-    message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, found.known_rate() / 10))) // 4 * 4
+    # A tenth of a second each, so that latency is a small part of it.
+    message_bytes = int(min(MAX_STREAMED_BYTES, max(1 << 16, measured.known_rate() / 10))) // 4 * 4
     transports = {count: over_connections(interface, count) for count in counts}
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(STREAM_REPETITIONS + 1):
         for count, transport in transports.items():
             messages = [torch.zeros(message_bytes // 4) for _ in range(IN_FLIGHT)]
-            gather_numbers([0.0], transport, "a probe")
+            gather_numbers([0.0], transport, PURPOSE)  # all start together
             start = time.perf_counter()
-            for work in [transport.mean(message, "a probe") for message in messages]:
+            for work in [transport.mean(message, PURPOSE) for message in messages]:
                 work.wait()
-            took = gather_numbers([time.perf_counter() - start], transport, "a probe")
-            seconds[count].append(fmean(own_seconds for (own_seconds,) in took))
-    sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(found.world_size)
-    # The first finds out how fast connections are.
-    return {count: sent_bits / median(of_count[1:]) for count, of_count in seconds.items()}
+            seconds[count].append(_mean(time.perf_counter() - start, transport))
+    sent_bits = 8 * IN_FLIGHT * message_bytes * ring_share(measured.world_size)
+    # The first repetition finds out how fast connections are.
+    return {count: sent_bits / median(repetitions[1:]) for count, repetitions in seconds.items()}
 
 
-class _Meter:
-    """Measures, as one of the processes."""
+def _mean(number: float, transport: ProcessGroupTransport) -> float:
+    """Return the mean of a number over the processes: the same on all. Collective."""
+    return fmean(number for (number,) in gather_numbers([number], transport, PURPOSE))
+
+
+class Prober:
+    """Times messages, as one of the processes."""
 
     def __init__(self, transport: ProcessGroupTransport, device: torch.device, progress: Progress) -> None:
         self.transport, self.device, self.progress = transport, device, progress
 
-    def timings(self, budget_seconds: float) -> Iterator[Timing]:
+    def time_averagings(self, budget_seconds: float) -> Iterator[Timing]:
         """Time one message size after the other, as long as the time lasts."""
         end, shortest_seconds = time.perf_counter() + budget_seconds, math.inf
         for index, message_bytes in enumerate(MESSAGE_BYTES):
@@ -142,39 +145,36 @@ class _Meter:
             message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
             # This one does not count: connections are made, pages are touched. It tells what one costs with
-            # all that the processes tell each other around it, which takes longer than itself on a long link.
+            # the messages around it, which take longer than itself on a long link.
             start = time.perf_counter()
-            self.once(message)
-            each_seconds = self.agreed(time.perf_counter() - start)
+            self.average_once(message)
+            once_seconds = _mean(time.perf_counter() - start, self.transport)
             # The mean over all decides: with different numbers of repetitions they would wait forever.
-            wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(each_seconds, 1e-6)))
-            repetitions = max(MIN_REPETITIONS, int(wanted))
-            yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
-            # The next size is four times as long, but a round trip is none the longer for it. All stop at the
-            # same one, by a mean.
-            shortest_seconds = min(shortest_seconds, each_seconds)
-            next_seconds = 4 * each_seconds - 3 * shortest_seconds
+            affordable = min(MAX_REPETITIONS, share_seconds / max(once_seconds, 1e-6))
+            repetitions = max(MIN_REPETITIONS, int(_mean(affordable, self.transport)))
+            yield Timing(message_bytes, [self.average_once(message) for _ in range(repetitions)])
+            # The next size is four times as long, but a round trip is none the longer for it. All stop at
+            # the same one, by a mean.
+            shortest_seconds = min(shortest_seconds, once_seconds)
+            next_seconds = 4 * once_seconds - 3 * shortest_seconds
             missing_seconds = (MIN_REPETITIONS + 1) * next_seconds - (end - time.perf_counter())
-            if self.agreed(missing_seconds) > 0 and index > 0:
+            if _mean(missing_seconds, self.transport) > 0 and index > 0:
                 return
 
-    def once(self, message: torch.Tensor) -> float:
+    def average_once(self, message: torch.Tensor) -> float:
         """Return the seconds of one averaging that all start together, their mean over the processes."""
-        self.agreed(0.0)  # all start together, or the first would count its waiting as the network's time
+        # Together, or the first process would count its waiting for the others as the network's time.
+        _mean(0.0, self.transport)
         wait_for(self.device)
         start = time.perf_counter()
-        self.transport.mean(message, "a probe").wait()
+        self.transport.mean(message, PURPOSE).wait()
         wait_for(self.device)
-        return self.agreed(time.perf_counter() - start)
+        return _mean(time.perf_counter() - start, self.transport)
 
-    def agreed(self, number: float) -> float:
-        """Return the mean of a number over the processes: the same on all."""
-        return fmean(of_one for (of_one,) in gather_numbers([number], self.transport, "a probe"))
-
-    def wire_factors(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
+    def time_collectives(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
         """Return how much longer other collectives take than averagings with as many bytes on the wire."""
-        # Each is timed as often; one that sends before it receives takes twice as long.
-        num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
+        # Each is timed as often; one that sends before it receives takes twice as long as the averaging.
+        num_averagings = (1 + 2 * 2) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
         late_seconds = LATE_SECONDS + timings[0].median_seconds
         # A process sends as many bytes as with an averaging's ring.
@@ -183,29 +183,32 @@ class _Meter:
         gathered = message[: contribution.numel() * self.transport.size].clone()
         exchanged = torch.zeros_like(gathered)
         averaged = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
-        starts: dict[Collective, Callable[[], Work]] = {
-            "all_reduce": lambda: self.transport.mean(averaged, "a probe"),
-            "all_gather": lambda: self.transport.all_gather(gathered, contribution, "a probe"),
-            "all_to_all": lambda: self.transport.all_to_all(exchanged, gathered, "a probe"),
-        }
-        seconds = {}
-        for kind, start in starts.items():
-            self.progress(f"{kind.replace('_', '-')}, {message_bytes:,} bytes")
-            numbers = range(COLLECTIVE_REPETITIONS + 1)
-            timed = [self.with_one_late(number, start, late_seconds) for number in numbers]
-            seconds[kind] = median(timed[1:])  # the first makes connections, as above
-        return {kind: max(1.0, seconds[kind] / seconds["all_reduce"]) for kind in TIMED_COLLECTIVES}
 
-    def with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:
+        def seconds_of(start: Callable[[], Work]) -> float:
+            timed = [
+                self.time_with_one_late(n, start, late_seconds) for n in range(COLLECTIVE_REPETITIONS + 1)
+            ]
+            return median(timed[1:])  # the first makes connections, as above
+
+        self.progress(f"all-gather and all-to-all, {message_bytes:,} bytes")
+        averaging_seconds = seconds_of(lambda: self.transport.mean(averaged, PURPOSE))
+        gather_seconds = seconds_of(lambda: self.transport.all_gather(gathered, contribution, PURPOSE))
+        exchange_seconds = seconds_of(lambda: self.transport.all_to_all(exchanged, gathered, PURPOSE))
+        return {
+            "all_gather": max(1.0, gather_seconds / averaging_seconds),
+            "all_to_all": max(1.0, exchange_seconds / averaging_seconds),
+        }
+
+    def time_with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:
         """Return the seconds of a collective from when the last process has come."""
         last = number % self.transport.size
-        self.agreed(0.0)
+        _mean(0.0, self.transport)
         if self.transport.rank == last:
             time.sleep(late_seconds)
         begun = time.perf_counter()
         start().wait()
         wait_for(self.device)
-        everyone = gather_numbers([time.perf_counter() - begun], self.transport, "a probe")
+        everyone = gather_numbers([time.perf_counter() - begun], self.transport, PURPOSE)
         return everyone[last][0]
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
@@ -214,27 +217,26 @@ class _Meter:
         sizes = [timing.message_bytes for timing in timings[1:] if timing.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
-    def pairs(self, timings: list[Timing], budget_seconds: float, all_pairs: bool | None) -> list[PairTiming]:
+    def time_pairs(self, timings: list[Timing], budget_seconds: float) -> list[PairTiming]:
         """Time one pair after the other while all others wait."""
         # The number of all pairs grows with the square of the processes, and they wait for each other.
-        if all_pairs is None:
-            all_pairs = self.transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
         ranks = range(self.transport.size)
-        chosen = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
-        # One message of a pair manages in that time as much as an averaging of all.
-        seconds_of_each = budget_seconds / len(chosen) / (2 * (PAIR_REPETITIONS + 1))
-        message_bytes = self.largest_within(timings, min(PAIR_SECONDS, seconds_of_each))
+        all_pairs = self.transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
+        pairs = list(combinations(ranks, 2) if all_pairs else pairwise(ranks))
+        # In the time of one message of a pair, all can average as much.
+        pair_seconds = budget_seconds / len(pairs) / (2 * (PAIR_REPETITIONS + 1))
+        message_bytes = self.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
         message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
         pair_timings = []
-        for pair in chosen:
+        for pair in pairs:
             self.progress(f"processes {pair[0]} and {pair[1]}, {message_bytes:,} bytes")
-            seconds = [0.0]
+            seconds = 0.0
             # The others wait below: two pairs at a time would share links.
             if self.transport.rank in pair:
                 pings = [self.transport.ping_seconds(*pair, message) for _ in range(PAIR_REPETITIONS + 1)]
                 # Other work of the computers can only add to it, and would hide who is near whom.
-                seconds = [min(ping or 0.0 for ping in pings[1:])]
+                seconds = min(ping or 0.0 for ping in pings[1:])
             # All take the time that the first of the pair saw: they must hold the same.
-            ((of_first,), *_) = gather_numbers(seconds, self.transport, "a probe")[pair[0] :]
-            pair_timings.append(PairTiming(pair, message_bytes, of_first))
+            everyone = gather_numbers([seconds], self.transport, PURPOSE)
+            pair_timings.append(PairTiming(pair, message_bytes, everyone[pair[0]][0]))
         return pair_timings

@@ -1,4 +1,4 @@
-"""The measurements of a network by a probe, and the figures that follow from them."""
+"""The timings of a probe, the link's latency and rate that follow from them, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from thinwire.comm import Collective
 from thinwire.errors import ConfigError
 
 VERSION = 1
-TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")  # besides averagings
 # If the quartiles are this many medians apart, something else went on during the measurement.
 DOUBTFUL_SPREAD = 5
 # Two processes are near each other if a message between them takes less than this share of the slowest.
@@ -45,11 +44,6 @@ class Timing:
         """Between the quartiles; 0 of a single repetition."""
         low, high = self.quartiles
         return high - low
-
-    @property
-    def relative_spread(self) -> float:
-        """The spread as a multiple of the median."""
-        return self.spread_seconds / self.median_seconds if self.median_seconds else 0.0
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -84,7 +78,7 @@ class Probe:
         backend: Of the process group.
         device: Where the messages lay, such as "cpu".
         timings: By message size, ascending.
-        pairs: Of single pairs of processes, if measured.
+        pairs: Of single pairs of processes.
         nodes: Process ranks that are near each other; one list if no structure was seen.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
             wire, if measured: at least 1; 2 if two processes send one after the other.
@@ -117,36 +111,14 @@ class Probe:
         return None if small is None else (small, large)
 
     @property
-    def doubt(self) -> str:
-        """The reason to doubt it, in words; "" if there is none."""
-        worst = max(self.timings, key=lambda timing: timing.relative_spread, default=None)
-        if worst is None or worst.relative_spread < DOUBTFUL_SPREAD:
-            return ""
-        return (
-            f"averagings of {worst.message_bytes:,} bytes had a spread of {worst.relative_spread:.0f} times "
-            "their median; probe again while nothing else uses the machines and the network"
-        )
-
-    @property
     def bytes_per_second(self) -> float | None:
         """The rate of each process's link, by `rate_from`, sent as on a ring; None if not known."""
         if self.rate_from is None:
             return None
-        # From the difference of two large messages: what each costs whatever its size falls out.
+        # From the difference of two large messages: costs that don't depend on the size fall out.
         small, large = self.rate_from
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
         return sent / (large.median_seconds - small.median_seconds)
-
-    def pair_bytes_per_second(self, *, inside: bool) -> float | None:
-        """Return the rate of a link inside of `nodes`, or between them; None if it is not known."""
-        node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
-        rates = [
-            pair.message_bytes / pair.seconds
-            for pair in self.pairs
-            if (node_of.get(pair.processes[0]) == node_of.get(pair.processes[1])) == inside
-            and pair.message_bytes >= LEAST_PAIR_BYTES
-        ]
-        return median(rates) if rates else None
 
     def known_rate(self) -> float:
         """Return `bytes_per_second`.
@@ -158,11 +130,32 @@ class Probe:
         if rate is None:
             least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
             raise ConfigError(
-                "the probe could not tell how fast the link is: averaging its largest message, "
-                f"{most:,} bytes, took no longer for sure than {least:,} bytes did; probe again with a "
-                "larger budget_seconds (--budget-seconds), while nothing else uses the machines"
+                f"the link's rate is not known: {most:,} bytes were not measurably slower than {least:,}; "
+                "probe again with a larger budget_seconds (--budget-seconds), on idle machines"
             )
         return rate
+
+    @property
+    def doubt(self) -> str:
+        """The reason to doubt it, in words; "" if there is none."""
+        for timing in self.timings:
+            if timing.spread_seconds > DOUBTFUL_SPREAD * timing.median_seconds:
+                return (
+                    f"averagings of {timing.message_bytes:,} bytes had a spread of over {DOUBTFUL_SPREAD} "
+                    "times their median; probe again while nothing else uses the machines and the network"
+                )
+        return ""
+
+    def pair_bytes_per_second(self, *, inside: bool) -> float | None:
+        """Return the rate of a link inside of `nodes`, or between them; None if it is not known."""
+        node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
+        rates = [
+            pair.message_bytes / pair.seconds
+            for pair in self.pairs
+            if (node_of.get(pair.processes[0]) == node_of.get(pair.processes[1])) == inside
+            and pair.message_bytes >= LEAST_PAIR_BYTES
+        ]
+        return median(rates) if rates else None
 
     def average_seconds(self, message_bytes: float) -> float:
         """Return how long an averaging takes: linear between the measured sizes, and beyond the largest.
@@ -181,10 +174,6 @@ class Probe:
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
         return last.median_seconds + beyond / self.known_rate()
 
-    def wire_factor(self, collective: Collective) -> float:
-        """Return by how much a collective's bytes count more than an averaging's; 1 if not measured."""
-        return self.wire_factors.get(collective, 1.0)
-
     def to_json(self) -> str:
         """Return it as `load` reads it."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
@@ -195,19 +184,18 @@ class Probe:
 
     @classmethod
     def load(cls, path: Path) -> Probe:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ConfigError: It can't be read, is not such a file, or is of a different version.
         """
-        writes = "`thinwire probe --save`"
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
-            message = f"{path} can't be read: {error.strerror}; expected a file that {writes} has written"
-            raise ConfigError(message) from error
+            raise ConfigError(f"{path} can't be read: {error.strerror}; give a saved probe") from error
         except ValueError as error:
-            raise ConfigError(f"{path} is not what {writes} writes ({error}); measure again") from error
+            wrote = "is not what `thinwire probe --save` writes"
+            raise ConfigError(f"{path} {wrote} ({error}); measure again") from error
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
@@ -235,15 +223,11 @@ class Probe:
         whole_number("world_size", self.world_size, minimum=2)
         for rank in chain(*self.nodes, *(pair.processes for pair in self.pairs)):
             whole_number("a process", rank, minimum=0)
-        sizes = [timing.message_bytes for timing in self.timings if timing.seconds]
-        for message_bytes in chain(sizes, (pair.message_bytes for pair in self.pairs)):
-            whole_number("message_bytes", message_bytes, minimum=1)
-        for seconds in chain(
-            *(timing.seconds for timing in self.timings), (pair.seconds for pair in self.pairs)
-        ):
+        for seconds in chain(*(timing.seconds for timing in self.timings), (p.seconds for p in self.pairs)):
             number("seconds", seconds, minimum=0)
         for factor in self.wire_factors.values():
             number("wire_factors", factor, minimum=1)
+        sizes = [whole_number("message_bytes", t.message_bytes, minimum=1) for t in self.timings if t.seconds]
         # `average_seconds` divides by the difference of neighbours.
         if len(sizes) < max(2, len(self.timings)) or sizes != sorted(set(sizes)):
             raise ValueError("timings must be two or more, of ascending message_bytes, none without seconds")
@@ -269,5 +253,5 @@ def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
         if pair.seconds < NEAR_BELOW * slowest:
             joined = [node for node in nodes if not set(node).isdisjoint(pair.processes)]
             nodes = [node for node in nodes if node not in joined] + [sorted(set[int]().union(*joined))]
-    # If no one is near anybody there is no structure, and one group says so.
+    # If no two processes are near each other there is no structure, and one group says so.
     return sorted(nodes) if len(nodes) < world_size else [list(range(world_size))]

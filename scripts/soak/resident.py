@@ -1,4 +1,4 @@
-"""Resident memory of long runs, of all algorithms and adapters: `python tests/resident.py [steps]`, at night.
+"""Resident memory of long runs, of all algorithms and adapters, at night: `scripts/soak/resident.py [steps]`.
 
 A model of real size, in real processes. What a step leaves behind, be it a few bytes between large tensors,
 lets the heap grow without end, which no count of live tensors shows.

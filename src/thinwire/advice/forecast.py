@@ -1,0 +1,184 @@
+"""`thinwire.advise`: steps are timed here, the link comes from a probe, losses from a table."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
+from thinwire.advice.advice_page import Advice
+from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
+from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
+from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose, contenders
+from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark
+from thinwire.advice.timeline import Stopwatch
+from thinwire.checks import number, whole_count
+from thinwire.comm import ProcessGroupTransport
+from thinwire.errors import AttachError, ConfigError
+from thinwire.probe import Probe
+from thinwire.probe import probe as measure_network
+from thinwire.probe.measured_link import MeasuredLink
+from thinwire.torch_private import uncompiled
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ROUND_TRIPS_MS = (0, 5, 20, 80)
+SHARDED = "thinwire.advice.sharded_subject"  # it knows of DTensors, which take seconds to import
+
+
+def advise(
+    model: nn.Module,
+    one_step: OneStep,
+    probe: Probe | None = None,
+    *,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
+    budget_seconds: float = 30.0,
+    least_gain: float = 0.05,
+    budget_loss: float = 0.01,
+    optimizer: torch.optim.Optimizer | str | None = None,
+    total_steps: int | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Advice:
+    """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
+
+    The model is copied (a DDP model's options are not); steps of the copy are timed with one algorithm after
+    the other on this process, without any network, noting which message would have been sent when. The probe
+    tells how long each would have been under way, and of as many steps as there are processes the slowest
+    sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
+    together, share the link of the one process that was probed, and are compared with native HSDP in bf16.
+
+    Args:
+        model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
+            `attach` takes it: it is trained itself, and put back as it was.
+        one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
+            forward and backward. What else it does (an optimizer's step) counts in every prediction.
+        probe: Of the network; None to probe the default process group now, which is collective. For a
+            sharded model: of one process on each machine, or of all on machines that hold a replica each.
+        replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
+        budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
+            case, of which four are not timed.
+        least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
+            advised, as a share of the step.
+        budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
+            0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
+        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With one that
+            was not measured with, and with None, the largest gap of those that were counts.
+        total_steps: Of the run. Few bits lose more in short ones, so of the runs that were measured only
+            those count that were not longer; with None, the shortest.
+        progress: Gets what is being measured, in words.
+
+    Call it on every process of the default process group, or in a group of one (of a sharded model: of one
+    replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do so
+    in every process alike.
+
+    Cost: a copy of the model (or of this process's shards) and its gradients, and what the algorithm whose
+    turn it is keeps between steps, while it runs.
+
+    Raises:
+        ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
+            devices, the probe does not know the link's rate, or an argument is out of range.
+        AttachError: There is no process group; or the model is all frozen; or `attach` does not take the
+            sharded model.
+        GradientError: Gradients are sparse.
+    """
+    name = optimizer_name(optimizer)
+    budget_loss, least_gain = checked_budget(budget_loss), checked_gain(least_gain)
+    if total_steps is not None:
+        total_steps = whole_count("total_steps", total_steps, minimum=1)
+    if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
+        raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
+    module, device = _trainable(model)
+    link, transport = _link_between_replicas(module, probe, replicas), ProcessGroupTransport()
+    training = Training.of(module, name, link.members, total_steps)
+    with ExitStack() as entered:
+        stopwatch = Stopwatch(link.members, device)
+        kind = import_module(SHARDED).ShardedSubject if is_fsdp2(module) else DDPSubject
+        subject = kind(module, stopwatch.transport, entered)
+        benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
+        benchmark.run(budget_seconds, progress)
+    ranked, num_processes = _ranked(benchmark, link), link.members * link.processes
+    compute_seconds, low_seconds, high_seconds = benchmark.compute_seconds(num_processes)
+    rules = ranked, least_gain, budget_loss, compute_seconds
+    best = choose(*rules)
+    return Advice(
+        predictions=tuple(ranked),
+        baseline=next(prediction for prediction in ranked if prediction.name == benchmark.baseline),
+        best=best,
+        tied=tuple(contenders(*rules)),
+        compute_seconds=compute_seconds,
+        least_gain=least_gain,
+        budget_loss=budget_loss,
+        optimizer=name,
+        shards=subject.shards,
+        processes=link.processes,
+        notes=(
+            *notes_on_losses(optimizer, total_steps),
+            *notes_on_saving(best, link),
+            *notes_on_spread(low_seconds, high_seconds),
+            *notes_on_link(link, transport.size, device),
+        ),
+    )
+
+
+def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
+    """Return the module to train here, and its device: a copy of it, but a sharded model itself."""
+    # A compiled module can't be copied, and a wrapper's copy would average: take the module inside.
+    ddp = ddp_inside(model)
+    module = uncompiled(model) if ddp is None else ddp.module
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
+    if is_sharded(module) and not is_fsdp2(module):
+        raise ConfigError(
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat shards span several "
+            "parameters; shard it with fully_shard, or pass the plain module if it fits on each device"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
+    device, *others = {parameter.device for parameter in module.parameters()}
+    if others:
+        devices = " and ".join(sorted(map(str, (device, *others))))
+        raise ConfigError(f"advise times the work of one device, got a model on {devices}; put it on one")
+    # A copy: neither gradients nor hooks are left behind.
+    return module if is_fsdp2(module) else copy.deepcopy(module), device
+
+
+def _link_between_replicas(
+    module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None
+) -> MeasuredLink:
+    """Return the link between the replicas, probed now if there is no probe, which is collective."""
+    if not isinstance(probe, Probe | None):
+        raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
+    if is_fsdp2(module):
+        sharded = import_module(SHARDED)
+        probe = probe or sharded.probed_between_replicas(module, replicas)
+        return MeasuredLink.of(probe, sharded.shards_of(module).size)
+    if replicas is not None:
+        raise ConfigError("replicas is for models of fully_shard; leave it out")
+    return MeasuredLink.of(probe or measure_network())
+
+
+def _ranked(benchmark: StepBenchmark, link: MeasuredLink) -> list[Prediction]:
+    """Return the predictions for the link, and for other round trips on it; the fastest first."""
+    trained = [p for p in benchmark.subject.model.parameters() if p.requires_grad]
+    inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
+    predictions = benchmark.predictions(link.transfer, inside_seconds)
+    seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
+    for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
+        network = partial(link.transfer, round_trip_seconds=ms / 1e3)
+        for prediction in benchmark.predictions(network, inside_seconds):
+            seconds_at[prediction.name][ms] = prediction.step_seconds
+    return [
+        replace(prediction, seconds_at=seconds_at[prediction.name])
+        for prediction in sorted(predictions, key=lambda prediction: prediction.step_seconds)
+    ]

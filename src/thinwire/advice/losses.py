@@ -1,0 +1,257 @@
+"""The loss that an algorithm costs: measured gaps to exact averaging, from `loss_gaps.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+import torch
+from torch import nn
+
+from thinwire.advice.priced import EXACT, priced
+from thinwire.errors import ConfigError
+
+# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/optimizers.md).
+NOISE_PERCENT = 0.5
+# All of the project's trainings with SGD had it.
+SGD_MOMENTUM = 0.9
+MAX_NAME_LENGTH = 100  # it is printed
+
+Kind = Literal["exact", "measured", "between", "above", "unknown"]
+
+
+@dataclass(frozen=True)
+class LossGap:
+    """How much more held-out loss than exact averaging, after equally many steps.
+
+    Attributes:
+        name: The algorithm that lost it, as it prints.
+        optimizer: With which.
+        members: That trained together.
+        parameters: Of the model.
+        steps: Of each training.
+        seeds: Trainings of each kind, compared seed by seed.
+        percent: Mean.
+        low_percent: Of the 95 % interval of the mean (Student's t).
+        high_percent: Likewise.
+        source: File of this project.
+        is_recurrent: Whether the model was an LSTM; else it was a transformer.
+    """
+
+    name: str
+    optimizer: str
+    members: int
+    parameters: int
+    steps: int
+    seeds: int
+    percent: float
+    low_percent: float
+    high_percent: float
+    source: str
+    is_recurrent: bool = False
+
+    @property
+    def training(self) -> str:
+        """The training in which it was measured, and the file that tells it."""
+        kind = "an LSTM" if self.is_recurrent else "a transformer"
+        model = f"{kind} of {self.parameters / 1e6:.3g} M parameters, {self.steps:,} steps"
+        return f"measured with {self.optimizer}, {self.members} members, {model} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Training:
+    """For which a loss gap is looked up."""
+
+    optimizer: str | None  # None for the worst of all
+    members: int
+    parameters: int
+    steps: int | None = None  # None for as few as were measured
+    is_recurrent: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: str | None, members: int, steps: int | None = None) -> Training:
+        """Return that of a model."""
+        numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        kinds = {type(module) for module in model.modules()}
+        is_recurrent = any(issubclass(kind, nn.RNNBase | nn.RNNCellBase) for kind in kinds)
+        return cls(optimizer, members, numel, steps, is_recurrent)
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """A gap to the loss of exact averaging, as far as it is known.
+
+    Attributes:
+        kind: "exact": there is none. "measured": `gaps` has it. "between": not measured; `gaps` holds a
+            lower and an upper bound. "above": only the lower one. "unknown": nothing was measured, or in
+            longer runs only, which promise nothing for this one.
+        percent: To be counted with: the mean, or of what is between the larger one; None if there is no
+            upper bound.
+        low_percent: The least that it may be, as far as known.
+        high_percent: The most.
+        gaps: The measurements that it is made of.
+    """
+
+    kind: Kind
+    percent: float | None = None
+    low_percent: float | None = None
+    high_percent: float | None = None
+    gaps: tuple[LossGap, ...] = ()
+
+    @property
+    def order(self) -> float:
+        """Percent that losses are ranked by: 0 for a gap that the table can't tell from none."""
+        if self.percent is None:
+            return math.inf
+        return self.percent if self.percent > NOISE_PERCENT else 0.0
+
+    @property
+    def short(self) -> str:
+        """A few letters, in percent."""
+        if self.percent is not None:
+            return ("≤ " if self.kind == "between" else "") + signed(self.percent)
+        return "?" if self.low_percent is None else f"> {signed(self.low_percent)}"
+
+    @property
+    def in_words(self) -> str:
+        """The possible loss, in a sentence."""
+        if self.kind == "exact":
+            return "It loses nothing: it is exact averaging."
+        if self.percent is None:
+            least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
+            return f"What it loses is not known{least}: compare losses."
+        if self.order == 0:
+            interval = f"between {signed(self.low_percent)} and {signed(self.high_percent)} %"
+            return f"We could measure no loss: {interval}."
+        most = "up to " if self.kind == "between" else ""
+        return f"It may lose {most}{self.percent:.1f} %: compare losses."
+
+
+EXACT_LOSS = ExpectedLoss("exact", 0.0, 0.0, 0.0)
+UNKNOWN_LOSS = ExpectedLoss("unknown")
+
+
+@cache
+def loss_gaps() -> tuple[LossGap, ...]:
+    """Return all gaps that are shipped."""
+    text = files("thinwire.advice").joinpath("loss_gaps.json").read_text(encoding="utf-8")
+    return tuple(LossGap(**row) for row in json.loads(text)["gaps"])
+
+
+def known_optimizers() -> list[str]:
+    """Return the optimizers that this project has measured with."""
+    return sorted({gap.optimizer for gap in loss_gaps()})
+
+
+def optimizer_name(optimizer: object) -> str | None:
+    """Return the name under which an optimizer's loss gaps are looked up; None for the worst of all."""
+    if optimizer is None:
+        return None
+    optimizer = _unwrapped(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # A subclass of SGD counts as SGD.
+        names = [kind.__name__ for kind in type(optimizer).__mro__]
+        return next((name for name in names if name in known_optimizers()), names[0])
+    text = optimizer.strip() if isinstance(optimizer, str) else ""
+    if not 0 < len(text) <= MAX_NAME_LENGTH:
+        such = 'a torch optimizer, or the name of one such as "AdamW"'
+        raise ConfigError(f"optimizer must be {such}, got {optimizer!r:.200}")
+    plain = text.rpartition(".")[2].lower()  # it may be written torch.optim.AdamW
+    return next((name for name in known_optimizers() if name.lower() == plain), text)
+
+
+def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]:
+    """Yield how the user's run differs from those that gaps were measured in, in words."""
+    known, name = ", ".join(known_optimizers()), optimizer_name(optimizer)
+    if name is None:
+        yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
+    elif name not in known_optimizers():
+        yield f"No loss gap was measured with {name}, only with {known}: the largest of them counts."
+    unwrapped = _unwrapped(optimizer)
+    if isinstance(unwrapped, torch.optim.Optimizer) and name in known_optimizers():
+        if (class_name := type(unwrapped).__name__) != name:
+            yield f"No loss gap was measured with {class_name}: those of {name}, its base class, count."
+        if name == "SGD" and not any(group.get("momentum") for group in unwrapped.param_groups):
+            yield f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none."
+    if total_steps is None:
+        yield (
+            "The length of the run decides what few bits lose: without it (--steps, total_steps=) the gaps "
+            "of the shortest runs that were measured count."
+        )
+
+
+def _unwrapped(optimizer: object) -> object:
+    """Return the optimizer inside of frameworks' wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def expected_losses(training: Training) -> dict[str, ExpectedLoss]:
+    """Return the loss gap of every algorithm that is priced, by its code."""
+    losses = {}
+    for code, variant in priced().items():
+        # 16 bits changed nothing in runs of any length.
+        asked = replace(training, steps=None) if variant.keeps_16_bits else training
+        bounds = variant.loses_more_than, variant.loses_less_than
+        losses[code] = expected_loss(str(variant.algorithm), asked, *bounds)
+    return losses | {EXACT: EXACT_LOSS}
+
+
+def expected_loss(
+    name: str, training: Training, loses_more_than: str = "", loses_less_than: str = ""
+) -> ExpectedLoss:
+    """Return the loss known of an algorithm: measured itself, or else between two others."""
+    gap = nearest_gap(name, training)
+    if gap is not None and _is_as_short(gap, training):
+        return ExpectedLoss("measured", gap.percent, gap.low_percent, gap.high_percent, (gap,))
+    less, more = nearest_gap(loses_more_than, training), nearest_gap(loses_less_than, training)
+    if less is not None and more is not None and _is_as_short(more, training):
+        # The larger one counts, so that what is within a budget is so for sure.
+        return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
+    if less is not None:
+        return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
+    return UNKNOWN_LOSS
+
+
+def nearest_gap(name: str, training: Training) -> LossGap | None:
+    """Return the gap of the nearest training; for an unknown optimizer, the largest of each optimizer's."""
+    nearest: dict[str, LossGap] = {}
+    for optimizer in known_optimizers():
+        gaps = [gap for gap in loss_gaps() if (gap.name, gap.optimizer) == (name, optimizer)]
+        # The same kind of model comes first: an LSTM lost several percent by what cost transformers nothing.
+        gaps = [gap for gap in gaps if gap.is_recurrent == training.is_recurrent] or gaps
+        if gaps:
+            # Longer runs lose less, and promise nothing for a shorter one.
+            most_steps = max(min(gap.steps for gap in gaps), training.steps or 0)
+            short = [gap for gap in gaps if gap.steps <= most_steps]
+            nearest[optimizer] = min(short, key=lambda gap: (_distance(gap, training), -gap.seeds))
+    if training.optimizer in known_optimizers():
+        # The loss with a different optimizer would tell nothing, even if this one was not measured.
+        return nearest.get(training.optimizer)
+    # For an optimizer without measurements, the worst is the honest guess.
+    return max(nearest.values(), key=lambda gap: (not _is_as_short(gap, training), gap.percent), default=None)
+
+
+def _is_as_short(gap: LossGap, training: Training) -> bool:
+    """Return whether a measured run was no longer than a training: longer ones lose less."""
+    return training.steps is None or gap.steps <= training.steps
+
+
+def _distance(gap: LossGap, training: Training) -> float:
+    """Return how far two trainings are apart in the size of the model, the members and the length."""
+    ratios = [training.parameters / gap.parameters, training.members / gap.members]
+    if training.steps is not None:
+        ratios.append(training.steps / gap.steps)
+    return sum(abs(math.log(ratio)) for ratio in ratios)
+
+
+def signed(percent: float | None) -> str:
+    """Return a gap with its sign; zero has none."""
+    assert percent is not None
+    return f"{percent:+.1f}" if f"{abs(percent):.1f}" != "0.0" else "0.0"

@@ -1,0 +1,143 @@
+"""Predictions, and the one rule by which `thinwire.advise` and `thinwire.auto` choose among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.advice.losses import UNKNOWN_LOSS, ExpectedLoss
+from thinwire.checks import number
+from thinwire.errors import ConfigError
+
+MAX_BUDGET_LOSS = 0.2  # more was probably meant in percent
+MAX_SLOWDOWN = 1.1  # of what ties with the fastest
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The cost of an algorithm: predicted, or measured in the run by `auto`.
+
+    Attributes:
+        name: As it is written in code.
+        code: The line to add.
+        step_seconds: Predicted.
+        low_seconds: A quarter of the steps would be faster.
+        high_seconds: A quarter of them would be slower.
+        sent_bytes: What leaves a process on the wire per step, and as much reaches it; of a sharded model,
+            all processes of a replica together.
+        memory_bytes: What it keeps between steps.
+        is_lossy: Whether the mean is rougher than 16 bits.
+        residual_bytes: What a process averages exactly when the state is saved.
+        loss: The gap to exact averaging's loss that is to be expected.
+        rounds: Messages of a step that wait for each other.
+        seconds_at: `step_seconds` by the link's round trip in ms, at the rate that was probed. Empty if it
+            is not known how many round trips a message takes: other backends than Gloo.
+    """
+
+    name: str
+    code: str
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    sent_bytes: float
+    memory_bytes: int
+    is_lossy: bool
+    residual_bytes: int = 0
+    loss: ExpectedLoss = UNKNOWN_LOSS
+    rounds: int = 0
+    seconds_at: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is exact averaging, which DDP does by itself."""
+        return self.loss.kind == "exact"
+
+    def is_within(self, budget_loss: float) -> bool:
+        """Return whether it may be advised: without a bound, also what has no known gap."""
+        return not self.is_lossy or self.loss.order <= 100 * budget_loss
+
+
+def checked_budget(budget_loss: object) -> float:
+    """Return a loss budget as a share; `math.inf` for any."""
+    budget = number("budget_loss", budget_loss, minimum=0)
+    if MAX_BUDGET_LOSS < budget < math.inf:
+        most = f"a share of at most {MAX_BUDGET_LOSS}, or math.inf for any"
+        meant = "if that is meant as percent, write 0.01 for one percent"
+        raise ConfigError(f"budget_loss must be {most}, got {budget_loss}; {meant}")
+    return budget
+
+
+def checked_gain(least_gain: object) -> float:
+    """Return the least that an approximation must win, as a share of a step."""
+    gain = number("least_gain", least_gain, minimum=0)
+    if gain >= 1:
+        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
+    return gain
+
+
+def choose(
+    predictions: Sequence[Prediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
+) -> Prediction:
+    """Choose an algorithm by the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
+
+    Of the contenders, take the one that loses least; of equal losses the one that sends the most bits.
+    """
+    return min(
+        contenders(predictions, least_gain, budget_loss, compute_seconds),
+        key=lambda prediction: (
+            prediction.is_lossy and prediction.loss.order,
+            not prediction.is_exact,
+            -prediction.sent_bytes,
+        ),
+    )
+
+
+def contenders(
+    predictions: Sequence[Prediction],
+    least_gain: float,
+    budget_loss: float = math.inf,
+    compute_seconds: float = 0.0,
+) -> list[Prediction]:
+    """Return the fastest within the budget (the first), and what is as fast as it, as far as can be told.
+
+    Exact and 16-bit averaging lose nothing. A rougher algorithm must win more than `least_gain` over both,
+    and for sure: quartiles do not overlap. Where no averaging at all would win no more than that over exact
+    averaging, what seems faster is chance.
+    """
+    exact = [prediction for prediction in predictions if prediction.is_exact]
+    if exact and compute_seconds > (1 - least_gain) * exact[0].step_seconds:
+        return exact
+    careful = tied([prediction for prediction in predictions if not prediction.is_lossy], least_gain)
+    max_seconds = (1 - least_gain) * careful[0].step_seconds
+    rough = [
+        prediction
+        for prediction in predictions
+        if prediction.is_lossy
+        and prediction.step_seconds < max_seconds
+        and prediction.high_seconds < careful[0].low_seconds
+        and prediction.is_within(budget_loss)
+    ]
+    return tied(rough, least_gain) if rough else careful
+
+
+def tied(predictions: Sequence[Prediction], least_gain: float) -> list[Prediction]:
+    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure.
+
+    None of them takes more than a tenth longer.
+    """
+    ranked = sorted(predictions, key=lambda prediction: prediction.step_seconds)
+    fastest = ranked[0]
+    return [
+        prediction
+        for prediction in ranked
+        if fastest.step_seconds >= (1 - least_gain) * prediction.step_seconds
+        # If steps are noisy, quartiles overlap with those of half the speed: no gap is worth so much time.
+        or (
+            prediction.low_seconds <= fastest.high_seconds
+            and prediction.step_seconds <= MAX_SLOWDOWN * fastest.step_seconds
+        )
+    ]
