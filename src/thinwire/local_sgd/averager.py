@@ -226,9 +226,9 @@ class ModelAverager(Averager):
         if membership.is_open and changes.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
-        elif membership.is_behind(changes.rounds_due):
+        elif membership.is_behind:
             with self._collective("a step"):
-                membership.advance(changes.rounds_due)
+                membership.advance()
         if not membership.is_open and changes.is_due():
             with self._collective("a step"):
                 membership.start(is_delayed=is_delayed)

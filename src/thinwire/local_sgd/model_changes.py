@@ -48,7 +48,8 @@ class ModelChanges(Contributor):
         self.chosen: Sequence[Fragment] | None = None
         self.turn_began = 0  # steps at the last turn
         self._averaged_at = monotonic()
-        self.sent_at = 0  # steps when the averaging under way was sent
+        self._sent: Sequence[Fragment] = ()  # in the averaging under way
+        self.sent_at = 0  # steps when that was sent
 
     @property
     def fragments(self) -> Fragments:
@@ -133,16 +134,17 @@ class ModelChanges(Contributor):
         # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()) if scale != 1 else ():
             flat.mul_(scale)
+        self._sent = tuple(changes)
         for fragment in changes:
             fragment.sent_work = fragment.work
         self.sent_at = self.steps
         engine = self._warm_engine if is_exact else self.engines[0]
         return PendingAverage(changes, engine, is_delayed=is_delayed and not is_exact)
 
-    def rounds_due(self, pending: PendingAverage[Fragment]) -> int:
-        """Return how many rounds of an average under way are to be sent by now."""
+    @property
+    def rounds_due(self) -> int:
         # What is delayed is sent one fragment at a time.
-        (fragment,) = pending.changes
+        (fragment,) = self._sent
         return self.schedule.rounds_sent(self.age, fragment.num_rounds)
 
     def abandon(self) -> None:
