@@ -102,8 +102,7 @@ class LocalSGD(ModelAverager, Member):
         changes = ModelChanges(held, schedule, engines, optimizers, group)
         membership = ElasticMembership(group, changes, type(self).__name__)
         sync = held.replica.sync_of(engines.main)
-        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
-        self._group = group
+        super().__init__(changes, membership, sync, grad_scaler)
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"
@@ -118,7 +117,7 @@ class LocalSGD(ModelAverager, Member):
             ConfigError: It is not a number, or negative, or steps are what counts.
             StepError: Outside the context.
         """
-        if self._group.weigh_by != "work":
+        if self._membership.group.weigh_by != "work":
             raise ConfigError(
                 'count_work() is for a group with weigh_by="work"; here all steps count the same'
             )

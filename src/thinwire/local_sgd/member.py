@@ -80,7 +80,6 @@ class Member(Averager):
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
 
     _membership: ElasticMembership
-    _group: Group
 
     @property
     def is_leaving(self) -> bool:
@@ -127,7 +126,10 @@ class Member(Averager):
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
-            if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
+            if (
+                self._membership.group.leaves_on_sigterm
+                and threading.current_thread() is threading.main_thread()
+            ):
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError), full_precision(self._contributor.device):

@@ -83,8 +83,7 @@ class Steps(Member):
         engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
         gradients = Gradients(held, engine, optimizers, group)
         membership = ElasticMembership(group, gradients, type(self).__name__)
-        super().__init__(held, optimizers, gradients, membership, held.replica.sync_of(engine))
-        self._group = group
+        super().__init__(gradients, membership, held.replica.sync_of(engine))
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
