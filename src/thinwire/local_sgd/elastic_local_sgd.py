@@ -17,7 +17,7 @@ from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.member import Joining, Member
+from thinwire.local_sgd.member import Member, joining
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
@@ -95,8 +95,8 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         check_gradient_settings(schedule, grad_scaler)
-        held, optimizers, group, health_group = Joining.of(
-            model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer
+        held, optimizers, group, health_group = joining(
+            model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
         engines = engines_of(held, schedule, algorithm, group.transport, health_group)
         changes = ModelChanges(held, schedule, engines, optimizers, group)

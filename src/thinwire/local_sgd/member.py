@@ -49,31 +49,25 @@ class Joining(NamedTuple):
     group: Group
     health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: Optimizers,
-        group: Group | None,
-        *,
-        average_buffers: bool,
-        outer: Outer | None = None,
-    ) -> Joining:
-        """Check a user's model and optimizers, and find the group."""
-        module, ddp = unwrapped(model)
-        in_job = dist.get_world_size() if dist.is_initialized() else 1
-        _check_model(module, ddp, in_job if group is None else group.inside.size)
-        group, replica = _group_of_environment() if group is None else group, Replica()
-        if group.inside.size > 1:
-            group = MachineGroup(group, has_parts=ddp is None)
-            if ddp is None:
-                replica = replica_of(module, group.transport, has_subgroup=False)
-        held = AveragedModel(module, replica, ddp, buffers=average_buffers, make_outer=outer)
-        averaged = held.tensors()
-        optimizers = checked_optimizers(optimizer, averaged, module, replica)
-        if group.send_optimizer:
-            _check_hold_all(optimizers, averaged)
-        return cls(held, optimizers, group, group.inside if group.has_parts else None)
+
+def joining(
+    model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
+) -> Joining:
+    """Check a user's model and optimizers, and find the group."""
+    module, ddp = unwrapped(model)
+    in_job = dist.get_world_size() if dist.is_initialized() else 1
+    _check_model(module, ddp, in_job if group is None else group.inside.size)
+    group, replica = _group_of_environment() if group is None else group, Replica()
+    if group.inside.size > 1:
+        group = MachineGroup(group, has_parts=ddp is None)
+        if ddp is None:
+            replica = replica_of(module, group.transport, has_subgroup=False)
+    held = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+    averaged = held.tensors()
+    optimizers = checked_optimizers(optimizer, averaged, module, replica)
+    if group.send_optimizer:
+        _check_hold_all(optimizers, averaged)
+    return Joining(held, optimizers, group, group.inside if group.has_parts else None)
 
 
 class Member(Averager):
