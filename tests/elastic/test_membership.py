@@ -665,7 +665,7 @@ def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
 def test_work_weighs_changes() -> None:
     class Weighed(LocalSGD):
         def _after_own_step(self) -> None:
-            self.count_work(1 + 3 * self._group.transport.rank)
+            self.count_work(1 + 3 * self._membership.group.transport.rank)
             super()._after_own_step()
 
     run = Run([0, 0], steps=2, kind=Weighed, algorithm=AllReduce(), weigh_by="work")

@@ -363,15 +363,15 @@ class ElasticMembership(Membership):
         names = sorted(errors)
         if not stayers or not names:
             return
-        for place, rank in enumerate(leavers):
+        for number, rank in enumerate(leavers):
             try:
                 arrived = broadcast_residual([errors[name] for name in names], transport, rank)
             except CommunicationError as error:
                 # No message comes behind one that has failed, so those of the other leavers are lost, too.
                 logger.warning(
-                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                    "the residuals of %d members that leave are lost: %s", len(leavers[number:]), error
                 )
-                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[place:])
+                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[number:])
                 return
             if transport.rank in stayers:
                 for name, part in zip(names, arrived, strict=True):

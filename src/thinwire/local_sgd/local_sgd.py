@@ -149,7 +149,7 @@ class LocalSGD(ModelAverager, Joinable):
         changes = ModelChanges(held, schedule, engines, optimizers, static)
         membership = Membership(static, changes)
         sync = replica.sync_of(engines.main)
-        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
+        super().__init__(changes, membership, sync, grad_scaler)
         self._engines = engines
         self._averages = StaticAverages(engines, membership, changes)
 
