@@ -17,8 +17,8 @@ from thinwire.kernels.numba.vectors import (
     FLOAT,
     INDICES,
     INT32,
-    LANES,
     NUMBERS,
+    WIDTH,
     call,
     mask_of_lanes,
     operation,
@@ -28,10 +28,10 @@ from thinwire.kernels.numba.vectors import (
 )
 from thinwire.tensors.coded import CODEBOOKS
 
-WIDE = 4 * LANES
+WIDE = 4 * WIDTH
 """A tile's numbers: a block of the usual length, and four of the longest registers there are."""
 
-INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
+INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, WIDTH)
 WITHOUT_SIGN = 0x7FFFFFFF
 FITTED = [bits for bits, codebook in CODEBOOKS.items() if codebook.statistic == "least squares"]
 ROUNDING = 1.5 * 2.0**23
@@ -83,7 +83,7 @@ def magnitudes(builder: Any, numbers: Any) -> Any:
 
 @operation(vector(vector, vector))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane; NaN is larger than all."""
+    """Emit the larger of magnitudes, element by element; NaN is larger than all."""
     # Compare the bits as integers: without its sign a larger number has larger bits, and NaN the largest. A
     # comparison of floats would pass over NaN.
     bits = builder.bitcast(so_far, WORDS)
@@ -105,13 +105,13 @@ def _without_sign(builder: Any, numbers: Any) -> Any:
 
 def _quarters(builder: Any, address: Any) -> list[Any]:
     """Emit the load of sixty-four numbers, as four vectors."""
-    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // LANES)]
+    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // WIDTH)]
     return [builder.load(_at(builder, start, NUMBERS), align=4) for start in starts]
 
 
 @operation(vector(vector, types.int64))
 def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers."""
+    """Emit the larger of magnitudes, element by element, of those so far and of sixty-four numbers."""
     bits = builder.bitcast(so_far, WORDS)
     for quarter in _quarters(builder, address):
         bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
@@ -145,9 +145,9 @@ def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
 def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
     """Emit sums, and to each four products."""
     products = builder.fmul(one, other, flags=("contract",))
-    for start in range(0, WIDE, LANES):
+    for start in range(0, WIDE, WIDTH):
         part = builder.shuffle_vector(
-            products, products, ir.Constant(INDICES, list(range(start, start + LANES)))
+            products, products, ir.Constant(INDICES, list(range(start, start + WIDTH)))
         )
         sums = builder.fadd(sums, part, flags=("contract",))
     return sums
@@ -195,7 +195,7 @@ def fitting(builder: Any, bits: Any, units: Any) -> Any:
 @operation(vector(types.int64, types.int64))
 def read(builder: Any, bits: Any, address: Any) -> Any:
     """Emit the load of sixteen levels."""
-    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, LANES))
+    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, WIDTH))
 
 
 @operation(tile(types.int64, types.int64))
