@@ -131,7 +131,7 @@ def streamed(builder: Any) -> None:
 @operation(types.float32(vector))
 def total(builder: Any, numbers: Any) -> Any:
     """Emit the sum of a vector's numbers, in any order."""
-    # Without `reassoc` LLVM would add one element after the other. And −0 is what changes no sum, not even −0.
+    # Without `reassoc` LLVM would add one element after the other. −0 changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
     return call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
