@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ def test_the_command(
     for one, other in zip(stated["predictions"], probed["predictions"], strict=True):
         assert one["sent_bytes"] == other["sent_bytes"]
         assert one["step_seconds"] == pytest.approx(other["step_seconds"], rel=0.01)
+
+
+def test_the_page_has_the_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "will-it-pay.md").read_text()
+    command, printed = page.split("\n```\n")[1:4:2]
+    assert exit_code(monkeypatch, *command.split()[1:]) == 0
+    told = capsys.readouterr().out
+    assert printed.splitlines()[:3] == told.splitlines()[:3]
+    told = re.sub("– +", "– ", told)  # quartiles are one cell
+    table = {cells[0]: cells for cells in (re.split(" {2,}", line) for line in told.splitlines())}
+    for line in printed.splitlines()[6:12]:
+        name, *shown = re.split(" {2,}", line)
+        assert shown == [table[name][column] for column in (1, 3, 4, 6)]
 
 
 SIZED = ["--parameters=1M", "--compute=1s"]

@@ -117,10 +117,8 @@ class PlannedSteps(PricedSteps):
         super().__init__(training, InProcessTransport.group(1)[0])
         # Gradients are ready from the last layer to the first, and DDP's first bucket is a small one.
         backwards = list(model.named_parameters())[::-1]
-        tensors, limits = (
-            [tensor for _, tensor in backwards],
-            [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES],
-        )
+        tensors: list[torch.Tensor] = [tensor for _, tensor in backwards]
+        limits = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
         indices, _ = _compute_bucket_assignment_by_size(tensors, limits)
         self._buckets = [[ParameterSpec.of(*backwards[index]) for index in bucket] for bucket in indices]
         self.gradient_bytes = sum(spec.gradient_bytes for spec in chain(*self._buckets))
