@@ -122,9 +122,11 @@ test-wheel: wheel
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
 
-# How large the code is, and what makes it hard to read; with the places: add `--list`.
+# How large the code is, what makes it hard to read (with the places: add `--list`), and what a step runs (with the
+# functions: add `--show`).
 figures: .venv/.installed
 	$(BIN)/python tests/house_figures.py
+	$(BIN)/python tests/trace_step.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py

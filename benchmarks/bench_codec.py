@@ -89,10 +89,10 @@ class Thinwire:
         self.engine.average([(self.specs, self.flat)])
 
     def compression_ratio(self) -> float:
-        return self.engine.stats().compression_ratio
+        return self.engine.reporter.stats().compression_ratio
 
     def memory_bytes(self) -> int:
-        slots = self.engine.memory.slots.values()
+        slots = self.engine.state.memory.slots.values()
         return storage_bytes([tensor for tensors in slots for tensor in tensors.values()])
 
 

@@ -14,7 +14,7 @@ import torch
 
 from bench_triton import ASLEEP_CYCLES, copied_bytes_per_second, two_events
 from pages import markdown_table, page
-from thinwire.kernels.base import Averaging, CodeKernels
+from thinwire.kernels.base import CodeKernels, MeanArgs
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.triton import triton_codes
 from thinwire.tensors.blocks import Blocks
@@ -65,7 +65,7 @@ def timed(
     def average() -> list[Coded]:
         return [
             kernels.averaged(
-                Averaging(message, blocks, blocks.own(0), codebook, None, lost=None, dtype=torch.float32)
+                MeanArgs(message, blocks, blocks.shares[0], codebook, None, lost=None, dtype=torch.float32)
             )
             for message, blocks in zip(sent, cut, strict=True)
         ]

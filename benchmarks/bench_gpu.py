@@ -23,12 +23,11 @@ from pages import markdown_table, page, save
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
-from thinwire.sync import replay
 from thinwire.sync.settings import HostCheck
 
 # GPT-2 small, but that its head has weights of its own.
 CONFIG = GPTConfig(layers=12, heads=12, width=768, context_length=1024, vocabulary=50_257)
-UNTIMED_STEPS = 7  # the fourth or fifth is recorded
+UNTIMED_STEPS = 7
 PLAIN = "DDP without a hook"
 
 
@@ -37,7 +36,6 @@ class Way(NamedTuple):
 
     algorithm: Algorithm | None
     scales: bool = False  # with a `GradScaler`
-    is_recorded: bool = True
     host_check: HostCheck = "auto"
 
 
@@ -47,11 +45,9 @@ WAYS: dict[str, Way] = {
     "AllReduce()": Way(AllReduce()),
     'Cast("bf16")': Way(Cast("bf16")),
     **{f"Quantize(bits={bits})": Way(Quantize(bits=bits)) for bits in (8, 4, 2)},
-    "Quantize(bits=4), not recorded": Way(Quantize(bits=4), is_recorded=False),
     **{f"PowerSGD(matrix_rank={rank})": Way(PowerSGD(matrix_rank=rank)) for rank in (1, 4, 32)},
     "PowerSGD(matrix_rank=4), GradScaler": Way(PowerSGD(matrix_rank=4), scales=True),
     "PowerSGD(matrix_rank=4), host_check=True": Way(PowerSGD(matrix_rank=4), host_check=True),
-    "PowerSGD(matrix_rank=4), not recorded": Way(PowerSGD(matrix_rank=4), is_recorded=False),
 }
 
 
@@ -73,7 +69,6 @@ class Trainer:
 
     def steps(self, number: int) -> float:
         """Return the milliseconds of a step."""
-        replay.enabled = self.way.is_recorded
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(number):

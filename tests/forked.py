@@ -1,4 +1,17 @@
-"""Fresh processes at the price of a fork: the server that forks them has imported what takes seconds."""
+"""Fresh processes at the price of a fork: the server that forks them has imported what takes seconds.
+
+How tests start processes, from the most used on:
+
+    pool.in_each_process(n)   runs a test's body in n processes that stay, joined by Gloo
+    forked.process(body, …)   one process, which ends with the test
+    launcher.run_python(…)    `python script …` or `thinwire …`, and how it ended; `started_python`: while it
+                              still runs; `run_job`: the ranks of a job
+    stand_ins.stand_ins()     what a launcher of others starts (torchrun, xdist, the lab): a small stand-in
+                              asks a server to fork what is to run
+
+To debug a process that hangs, run its test alone with `-n 0 -s`, and put
+`faulthandler.dump_traceback_later(20)` into the body. A pool says itself where its processes hang.
+"""
 
 from __future__ import annotations
 

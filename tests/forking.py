@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import signal
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from thinwire import cli, exit_with_launcher, launch
+from thinwire import cli, launch
 
 
 class Forked:
@@ -53,7 +54,7 @@ def _be(command: Sequence[str], errors: int, environment: Mapping[str, str]) -> 
     os.dup2(errors, 2)
     os.environ.clear()
     os.environ.update(environment)
-    exit_with_launcher.exit_with_launcher()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as launch.END_WITH_PARENT
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     os._exit(0)

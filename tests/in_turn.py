@@ -32,7 +32,7 @@ class InTurn(Algorithm):
 class InTurnPlan(BucketPlan):
     period: int
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         scale = 1.0 if bucket.loss_scale is None else bucket.loss_scale
         turn, wanted = memory.step % self.period, []
         for spec, gradient in zip(self.specs, bucket.gradients, strict=True):

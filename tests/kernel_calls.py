@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.kernels.matrices import Asked, MatrixGroup, Reconstruction, Terms
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Terms
 
 
 def asked(
@@ -15,8 +15,8 @@ def asked(
     loss_scale: torch.Tensor | None,
     *,
     add_error: bool,
-) -> list[Asked]:
-    return [Asked(*each, loss_scale, add_error) for each in zip(groups, factors, strict=True)]
+) -> list[MatmulBatch]:
+    return [MatmulBatch(*each, loss_scale, add_error) for each in zip(groups, factors, strict=True)]
 
 
 def wanted(

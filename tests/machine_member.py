@@ -24,7 +24,7 @@ from experts import Mixture, divide
 from thinwire import checkpoint
 from thinwire.algorithms import Quantize
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 EVERY_STEPS = 4
 
@@ -73,7 +73,7 @@ def main(path: str, settings: dict[str, Any]) -> None:
 
 def held_checksum(model: nn.Module) -> str:
     """Of what this process holds and what is averaged: a BatchNorm's count of steps is not."""
-    held = [held_of(each) for each in model.state_dict().values() if each.is_floating_point()]
+    held = [local_tensor(each) for each in model.state_dict().values() if each.is_floating_point()]
     flat = torch.cat([each.float().view(-1) for each in held])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
 

@@ -15,7 +15,7 @@ import sys
 if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
-        told = json.dumps([os.getpid(), sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
+        told = json.dumps([sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
         socket.send_fds(connection, [len(told).to_bytes(4, "little")], [0, 1, 2])
         connection.sendall(told)
         code = connection.recv(1)

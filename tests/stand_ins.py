@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -55,7 +56,9 @@ def _stand_for(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, ends, _, _ = socket.recv_fds(connection, 4, 3)
     told = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
-    pid, command, environment, cwd = json.loads(told)
+    command, environment, cwd = json.loads(told)
+    # Its number here: it may be in a PID namespace.
+    pid, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     for kind in ("user", "net"):
         own, its = f"/proc/self/ns/{kind}", f"/proc/{pid}/ns/{kind}"
         if os.path.exists(its) and os.readlink(its) != os.readlink(own):

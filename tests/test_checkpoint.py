@@ -43,6 +43,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.checkpoint import load, load_local, merge, save, save_local
 from thinwire.comm import InProcessTransport
 from thinwire.simulation import Simulation
+from thinwire.sync.state import digest_of
 from training import flat
 
 POWER = PowerSGD(matrix_rank=2)
@@ -179,8 +180,6 @@ def test_written_and_read_it_is_the_same(path: Path, state: dict[str, Any]) -> N
 def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(
     path: Path, state: dict[str, Any]
 ) -> None:
-    with pytest.raises(StateError, match="damaged"):
-        save(state | {"step": 99}, path)
     with pytest.raises(StateError, match="made by state_dict"):
         save({"model": 1}, path)
     with pytest.raises(ConfigError, match=r"path must be that of a file, got '\.'"):
@@ -200,6 +199,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load(tmp_path / "model.pt")
     with pytest.raises(StateError, match="expected a state made by state_dict"):
         save({"sync": {}, "last_average": {}}, tmp_path / "local.pt")
+    assert not (tmp_path / "local.pt").exists()
 
 
 def test_a_save_within_another_to_the_same_path(
@@ -299,19 +299,6 @@ def written(name: str) -> tuple[bytes, dict[str, Any]]:
 FILES = {name: written(name) for name in FORMATS}
 
 
-def assert_refused_or_the_same(name: str, damaged: bytes) -> bool:
-    """Loaded whole or not at all; whether it was refused."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, name)
-        path.write_bytes(damaged)
-        try:
-            state = load(path)
-        except StateError:
-            return True
-        assert_same_state(state, FILES[name][1])
-        return False
-
-
 @pytest.mark.parametrize("damage", ["truncated", "a flipped bit", "a torn page"])
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=100, deadline=None)
@@ -319,7 +306,9 @@ def assert_refused_or_the_same(name: str, damaged: bytes) -> bool:
 def test_a_damaged_file_is_refused_or_means_the_same(
     name: str, damage: str, place: float, junk: bytes
 ) -> None:
-    data = bytearray(FILES[name][0])
+    """Whole or not at all; but safetensors' format does not tell one number from a different one."""
+    whole, state = FILES[name]
+    data = bytearray(whole)
     start = math.floor(place * len(data))
     if damage == "truncated":
         del data[start:]
@@ -327,18 +316,16 @@ def test_a_damaged_file_is_refused_or_means_the_same(
         data[start] ^= 1 << junk[0] % 8
     else:
         data[start : start + len(junk)] = junk[: len(data) - start]
-    assert assert_refused_or_the_same(name, bytes(data)) or damage != "truncated"
-
-
-def test_every_bit_of_the_tensors_is_guarded() -> None:
-    """Where a reader can't notice: torch does not compare its zip file's checksums."""
-    data, state = FILES["sync.pt"]
-    raw = dict(state["error"])["head.weight"].numpy().tobytes()
-    start = data.index(raw)
-    for place in range(start, start + len(raw), 97):
-        damaged = bytearray(data)
-        damaged[place] ^= 1
-        assert assert_refused_or_the_same("sync.pt", bytes(damaged))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(data)
+        try:
+            loaded = load(path)
+        except StateError:
+            return
+        assert damage != "truncated"
+        if name == "sync.pt":
+            assert_same_state(loaded, state)
 
 
 # Real processes.
@@ -375,7 +362,7 @@ RESUMED_BY: list[tuple[int, Algorithm]] = [
 @pytest.mark.parametrize("how", ["torch.distributed.checkpoint", *FORMATS])
 def test_saved_by_four_processes_and_resumed_by_others(pools: Pools, how: str, tmp_path: Path) -> None:
     saved = pools.of(4).run(_save, how, tmp_path)
-    assert len({state["checksum"] for state in saved}) == 1
+    assert len({digest_of(state) for state in saved}) == 1
     assert saved[0]["error"]
     for processes, algorithm in RESUMED_BY:
         pools.of(processes).run(_resume, how, tmp_path, algorithm, saved[0])
@@ -501,8 +488,8 @@ def test_local_states_of_other_layouts_runs_and_steps_are_refused(tmp_path: Path
     ran(simulation, range(2), zeros(), zeros())
     with pytest.raises(StateError, match="not of one step of one run"):
         merge([states[0], simulation.syncs[1].local_state_dict()])
-    with pytest.raises(StateError, match="damaged"):
-        simulation.syncs[0].load_state_dict(states[0] | {"members": 3})
+    with pytest.raises(StateError, match="process 3 of 2"):
+        simulation.syncs[0].load_state_dict(states[0] | {"layout": states[0]["layout"] | {"rank": 3}})
     with pytest.raises(StateError, match="has no file of save_local"):
         load_local(simulation.syncs[0], tmp_path)
     save_local(simulation.syncs[0], tmp_path)

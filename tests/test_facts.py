@@ -170,7 +170,7 @@ def test_facts_11_the_error_memory_stays_bounded() -> None:
     norms = []
     for step in range(150):
         simulation.step([[_noise(step, worker)[0].reshape(-1)] for worker in range(2)])
-        norms.append(simulation.engines[0].memory[ERROR]["0"].norm().item())
+        norms.append(simulation.engines[0].state.memory[ERROR]["0"].norm().item())
     assert simulation.syncs[0].stats().compression_ratio > 5
     assert norms[-1] < 1.15 * norms[49]
 

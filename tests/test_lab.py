@@ -160,13 +160,16 @@ def wait_for_commands(mark: str, wanted: dict[bytes, int]) -> None:
     found, deadline = dict[bytes, int](), time.monotonic() + WITHIN_SECONDS
     while found != wanted and time.monotonic() < deadline:
         time.sleep(0.02)
-        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
+        commands = []
+        for process_id in alive(mark):
+            with suppress(OSError):  # it has ended
+                commands.append(Path(f"/proc/{process_id}/cmdline").read_bytes())
         found = {start: sum(each.startswith(start) for each in commands) for start in wanted}
     assert found == wanted
 
 
 HOLDER, PYTHON = b"sleep\0infinity\0", sys.executable.encode() + b"\0"
-OF_TWO_MACHINES = {HOLDER: 3, PYTHON: 4}  # one namespace more than machines; keepers and commands
+OF_TWO_MACHINES = {HOLDER: 3, PYTHON: 2}  # one namespace more than machines
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -350,7 +353,7 @@ def test_killed_outright_it_leaves_nothing(options: list[str]) -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
     with started_lab("--machines=2", *options, code=code) as (lab, mark):
-        commands = {HOLDER: 3, PYTHON: 4 + bool(options)}  # the relay is one
+        commands = {HOLDER: 3, PYTHON: 2 + bool(options)}  # the relay is one
         wait_for_commands(mark, {**commands, b"sleep\x0060\0": 2})
         lab.kill()
         lab.wait()
@@ -381,7 +384,7 @@ def test_nobody_reads_the_output() -> None:
 def test_a_command_that_is_none() -> None:
     done = run_python("thinwire", "lab", "--machines=1", "--", "no-such-command")
     assert done.returncode == 127
-    assert done.stdout == "[machine 0] no-such-command can't be started: No such file or directory\n"
+    assert re.fullmatch(r"\[machine 0\] .*no-such-command.*not found\n", done.stdout)
 
 
 @real

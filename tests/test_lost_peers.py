@@ -22,6 +22,7 @@ from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.comm import agreement
 from thinwire.sync import engine_of
+from thinwire.sync.state import digest_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
 
 TIMEOUT_SECONDS = 2.0
@@ -71,7 +72,7 @@ def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """All that is saved of its memory, as copies."""
     return {
         f"{slot.name} {label}": tensor.clone()
-        for slot, tensors in engine_of(sync).memory.slots.items()
+        for slot, tensors in engine_of(sync).state.memory.slots.items()
         for label, tensor in tensors.items()
         if slot.is_saved
     }
@@ -102,7 +103,7 @@ def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm,
         assert type(raised.value.__cause__) is RuntimeError
     assert sync.steps == AT
     assert are_same(before, remembered(sync))
-    assert (engine_of(sync).error_norm() > 0) == isinstance(algorithm, PowerSGD)
+    assert (engine_of(sync).state.error_norm() > 0) == isinstance(algorithm, PowerSGD)
     dist.destroy_process_group()
     assert crash.threads() <= threads_before
     assert not crash.children()
@@ -158,7 +159,7 @@ def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
     assert "2 machines of 2 processes" in str(sync)
     assert sync.steps == AT
     assert are_same(before, remembered(sync))
-    assert (engine_of(sync).error_norm() > 0) == algorithm.remembers
+    assert (engine_of(sync).state.error_norm() > 0) == algorithm.remembers
 
 
 def test_a_peer_that_is_only_slow_changes_nothing() -> None:
@@ -168,7 +169,7 @@ def test_a_peer_that_is_only_slow_changes_nothing() -> None:
     assert [state for _, state in disturbed] == [state for _, state in undisturbed]
 
 
-def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, str]:
+def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, int]:
     setting.join_group()
     sync, step_with = by_hook(POWER)
     with faults(sync, schedule) as struck:
@@ -177,7 +178,7 @@ def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, st
     state = sync.state_dict()
     assert any(residual.norm() > 0 for _, residual in state["error"])
     dist.destroy_process_group()
-    return len(struck), state["checksum"]
+    return len(struck), digest_of(state)
 
 
 # Saving is collective.

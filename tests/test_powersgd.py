@@ -156,8 +156,8 @@ def test_all_reduce_is_plain_data_parallel() -> None:
             torch.autograd.backward(loss_of(single, step, process_rank) / 2)
         alone.step()
     assert (flat(model) - flat(single)).abs().max() < 1e-6
-    assert aggregator._adapter is not None
-    assert aggregator._adapter.sync.stats().message_bytes >= 3 * 4 * flat(model).numel()
+    assert aggregator._aggregator is not None
+    assert aggregator._aggregator.stats().message_bytes >= 3 * 4 * flat(model).numel()
 
 
 @in_each_process(2)
@@ -321,7 +321,7 @@ def _fed_back(dtype: torch.dtype, scale: float) -> None:
             total.add_(mean.double() / scale)
     kept = dict(powersgd.state_dict()["error"]).get("parameter[0]", torch.zeros(()))
     residual = held[0].double() / scale
-    remembered = powersgd.engine.memory[ERROR].get("parameter[0]", torch.zeros(0))
+    remembered = powersgd.engine.state.memory[ERROR].get("parameter[0]", torch.zeros(0))
     if len(remembered):  # whole: one process of a machine averages the matrix
         residual += remembered.view(40, 30) * (processes // 2)
     assert (kept.norm() > 0) == (dtype == torch.bfloat16)

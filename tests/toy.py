@@ -76,7 +76,7 @@ class AroundTrendPlan(BucketPlan):
     share: int
     decay: float
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Two rounds, each of two messages of unlike types."""
         scale, numel = bucket.loss_scale, len(bucket.flat)
         like = bucket.flat.new_zeros(1, dtype=self.specs[0].memory_dtype)

@@ -22,18 +22,19 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import zipfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync import GradientSync
-from thinwire.sync.checksum import check_readable, check_undamaged
-from thinwire.sync.local_state import checked_local, is_local, merge, position_of
-from thinwire.sync.state import checked_state
+from thinwire.sync.local_state import merge
+from thinwire.sync.state import check_kind, position_of
+from thinwire.sync.state_0_2 import updated
 
 __all__ = ["load", "load_local", "merge", "save", "save_local"]
 
@@ -78,7 +79,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
                     torch.save(dict(state), file)
                 else:
                     tensors: dict[str, torch.Tensor] = {}
-                    plain = _plain(state, "", tensors)
+                    plain = _plain(state, tensors)
                     file.write(safetensors.save(tensors, {"thinwire": json.dumps(plain)}))
                 # On the disk before it has the name: else a crash could leave the name with an empty file.
                 file.flush()
@@ -101,29 +102,41 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     beside the state.
 
     Raises:
-        StateError: The file is damaged, empty, or not a Thinwire state.
+        StateError: The file is damaged, empty, or not a Thinwire state. (safetensors' format has no
+            checksums: there only a file that was cut off shows.)
         MissingExtraError: safetensors is not installed.
         OSError: The file can't be opened.
     """
     path = Path(path)
-    safetensors = _safetensors() if path.suffix == SAFETENSORS else None
     # Opened once: who saves meanwhile puts a different file in its place.
     with path.open("rb") as file:
         if not file.peek(1):
             raise StateError(f"{path} can't be read: it is empty; load an earlier one")
         try:
-            if safetensors is None:
-                # Weights only: any other pickle may run what its writer likes.
-                state = torch.load(file, weights_only=True, map_location="cpu")
-            else:
-                data = file.read()
-                # A header of JSON, and before it its length in 8 bytes.
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                state = _nested(json.loads(header["__metadata__"]["thinwire"]), safetensors.load(data))
+            state = _read_safetensors(file) if path.suffix == SAFETENSORS else _read_torch(file)
             _check(state)
+        except MissingExtraError:
+            raise
         except Exception as error:  # readers raise what they like for what they can't read
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
+
+
+def _read_torch(file: IO[bytes]) -> Any:
+    # torch.load does not compare the CRCs of its zip file.
+    with zipfile.ZipFile(file) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise StateError(f"{damaged} in it is damaged")
+    file.seek(0)
+    # Weights only: any other pickle may run what its writer likes.
+    return torch.load(file, weights_only=True, map_location="cpu")
+
+
+def _read_safetensors(file: IO[bytes]) -> Any:
+    data = file.read()
+    # A header of JSON, and before it its length in 8 bytes.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return _nested(json.loads(header["__metadata__"]["thinwire"]), _safetensors().load(data))
 
 
 def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
@@ -143,12 +156,12 @@ def save_local(sync: GradientSync, folder: str | os.PathLike[str]) -> None:
     """
     folder, position = Path(folder), sync.position
     folder.mkdir(parents=True, exist_ok=True)
-    if position.member == 0:
-        kept = {LOCAL_NAME.format(member) for member in range(position.members)}
+    if position.rank == 0:
+        current = {LOCAL_NAME.format(rank) for rank in range(position.world_size)}
         for file in folder.glob(LOCAL_NAME.format("*")):
-            if file.name not in kept:
+            if file.name not in current:
                 file.unlink(missing_ok=True)
-    save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.member))
+    save(sync.local_state_dict(), folder / LOCAL_NAME.format(position.rank))
 
 
 def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -168,9 +181,9 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
         StepError: A step is under way.
     """
     folder = Path(folder)
-    own = folder / LOCAL_NAME.format(sync.position.member)
+    own = folder / LOCAL_NAME.format(sync.position.rank)
     state = load(own) if own.exists() else None
-    if state is None or not is_local(state) or position_of(state) != sync.position:
+    if state is None or position_of(state) != sync.position:
         files = sorted(folder.glob(LOCAL_NAME.format("*")))
         if not files:
             raise StateError(f"{folder} has no file of save_local(); load an earlier one")
@@ -179,32 +192,26 @@ def load_local(sync: GradientSync, folder: str | os.PathLike[str], *, strict: bo
 
 
 def _check(state: object) -> None:
-    """Refuse what is no state, or damaged."""
-    if isinstance(state, Mapping) and is_local(state):
-        state = checked_local(state)
-    elif isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
-        # A LocalSGD's shapes are checked against its model when it is loaded.
-        check_readable(state)
-        check_undamaged(state)
-        state = state["sync"]
-    checked_state(state, specs=None)
+    """Refuse what is no state of a `GradientSync`, nor of a `LocalSGD`; who loads it checks the rest."""
+    check_kind(updated(state), {"version", "step"}, "state_dict()")
 
 
-def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return a value as JSON holds it; each tensor stands there by its path, and is put into `tensors`."""
+def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value as JSON holds it; each tensor stands there by its number, and is put into `tensors`."""
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.contiguous()
-        return {"tensor": path}
+        number = str(len(tensors))
+        tensors[number] = value.contiguous()
+        return {"tensor": number}
     if isinstance(value, Mapping):
-        return {"mapping": [[key, _plain(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
+        return {"mapping": [[key, _plain(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        listed = [_plain(item, f"{path}/{number}", tensors) for number, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": listed}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_plain(item, tensors) for item in value]}
     return value
 
 
 def _nested(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `_plain` was given."""
+    """Invert `_plain`."""
     if not isinstance(plain, dict):
         return plain
     ((kind, held),) = plain.items()

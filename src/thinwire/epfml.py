@@ -1,4 +1,4 @@
-"""The code behind `thinwire.powersgd`: epfml's names, apart from `thinwire.algorithms.PowerSGD`."""
+"""epfml-compatible PowerSGD (`from thinwire.powersgd import PowerSGD, Config, optimizer_step`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire import algorithms
 from thinwire.adapters.tensors import GradientListAdapter, Gradients
@@ -19,6 +19,7 @@ from thinwire.errors import ConfigError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.settings import HostCheck, OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
+from thinwire.torch_private import was_unscaled
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,110 +65,7 @@ class Options(TypedDict, total=False):
     machines: Layout
 
 
-class _Synchronised(Aggregator):
-    """An aggregator over a `GradientListAdapter`."""
-
-    grad_scaler: GradScaler | None
-
-    @abstractmethod
-    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
-        """Return the adapter for these parameters or gradients."""
-
-    @torch.no_grad()
-    def aggregate(self, gradients: Gradients) -> list[Any]:
-        """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
-
-        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. The
-        part of the error that 16-bit gradients can't hold is kept here. State that is saved does not hold
-        what is in your tensors: to save and resume, use `optimizer_step`.
-
-        Args:
-            gradients: One for each parameter, None if it has none on this process; written.
-
-        Returns:
-            New tensors; None if no process has a gradient. If a mean is not finite, they are NaN (zeros,
-            with `on_nonfinite="zero"`), and the input is as it was.
-
-        Raises:
-            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; the input is as it was.
-            ConfigError: Their number or a shape is not that of the parameters.
-            GradientError: One is sparse.
-            CommunicationError: A collective failed; memory is as it was.
-        """
-        adapter = self._adapter_for(gradients)
-        means, committed = adapter.average(gradients)
-        if not committed:
-            adapter.engine.warn_of_nonfinite()
-        # A step that was not committed has sent nothing, so the input stays.
-        for index, gradient in enumerate(gradients if committed else ()):
-            if gradient is not None:
-                self._leave_error(adapter, index, gradient)
-        return means
-
-    def _leave_error(self, adapter: GradientListAdapter, index: int, gradient: torch.Tensor) -> None:
-        error = adapter.engine.take_error(adapter.name_of(index))
-        if error is None:
-            gradient.zero_()
-            return
-        # In the units and the type of the gradient, to which the next one is added by the loop.
-        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
-        gradient.copy_(adapter.in_layout(index, error * scale))
-        held = torch.empty_like(error)
-        adapter.in_layout(index, held).copy_(gradient)
-        residual = error - held / scale
-        # The part that the gradient's type can't hold stays here.
-        if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
-            adapter.engine.put_error(adapter.name_of(index), residual)
-
-
-class AllReduce(_Synchronised):
-    """Averages uncompressed gradients.
-
-    Args:
-        process_group: As of `AlgorithmAggregator`, as are the others.
-        grad_scaler: `optimizer_step` steps through it.
-        host_check: As of `AlgorithmAggregator`.
-        on_nonfinite: With "nan" the means are not checked.
-        machines: As of `AlgorithmAggregator`.
-
-    Raises:
-        ConfigError: `grad_scaler` is none, or `on_nonfinite` is no choice, or does not go with the scaler.
-    """
-
-    def __init__(
-        self,
-        *,
-        process_group: dist.ProcessGroup | None = None,
-        grad_scaler: GradScaler | None = None,
-        host_check: HostCheck = True,
-        on_nonfinite: OnNonfinite = "nan",
-        machines: Layout = False,
-    ) -> None:
-        self.grad_scaler = checked_scaler(grad_scaler)
-        checked_on_nonfinite(on_nonfinite, grad_scaler)
-        self._options: dict[str, Any] = {
-            "process_group": process_group,
-            "host_check": host_check,
-            "on_nonfinite": on_nonfinite,
-            "machines": machines,
-        }
-        self._adapter: GradientListAdapter | None = None
-
-    def aggregate(self, gradients: Gradients) -> list[Any]:
-        """As `Aggregator.aggregate`; of no gradients no means, and no message."""
-        return super().aggregate(gradients) if gradients else []
-
-    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
-        """Return an adapter; a new one for other tensors than before, since nothing is remembered."""
-        present = [tensor for tensor in tensors if tensor is not None]
-        if len(present) < len(tensors):
-            raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
-        if self._adapter is None or _kinds(self._adapter.parameters) != _kinds(present):
-            self._adapter = GradientListAdapter(present, algorithms.AllReduce(), **self._options)
-        return self._adapter
-
-
-class AlgorithmAggregator(GradientListAdapter, _Synchronised):
+class AlgorithmAggregator(GradientListAdapter, Aggregator):
     """Averages gradients by any of Thinwire's algorithms, such as `thinwire.Quantize(bits=4)`.
 
     Args:
@@ -214,9 +112,51 @@ class AlgorithmAggregator(GradientListAdapter, _Synchronised):
         self.grad_scaler = checked_scaler(options.get("grad_scaler"))
         super().__init__(params, algorithm, **options)
 
-    def _adapter_for(self, tensors: Gradients) -> GradientListAdapter:
-        """Return itself."""
-        return self
+    @torch.no_grad()
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
+
+        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. The
+        part of the error that 16-bit gradients can't hold is kept here. State that is saved does not hold
+        what is in your tensors: to save and resume, use `optimizer_step`.
+
+        Args:
+            gradients: One for each parameter, None if it has none on this process; written.
+
+        Returns:
+            New tensors; None if no process has a gradient. If a mean is not finite, they are NaN (zeros,
+            with `on_nonfinite="zero"`), and the input is as it was.
+
+        Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; the input is as it was.
+            ConfigError: Their number or a shape is not that of the parameters.
+            GradientError: One is sparse.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        means, committed = self.average(gradients)
+        if not committed:
+            self.engine.reporter.warn_of_nonfinite()
+        # A step that was not committed has sent nothing, so the input stays.
+        for index, gradient in enumerate(gradients if committed else ()):
+            if gradient is not None:
+                self._leave_error(index, gradient)
+        return means
+
+    def _leave_error(self, index: int, gradient: torch.Tensor) -> None:
+        state, name = self.engine.state, self.name_of(index)
+        error = state.take_error(name)
+        if error is None:
+            gradient.zero_()
+            return
+        # In the units and the type of the gradient, to which the next one is added by the loop.
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
+        gradient.copy_(self.in_layout(index, error * scale))
+        held = torch.empty_like(error)
+        self.in_layout(index, held).copy_(gradient)
+        residual = error - held / scale
+        # The part that the gradient's type can't hold stays here.
+        if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
+            state.put_error(name, residual)
 
     @property
     def step_counter(self) -> int:
@@ -239,6 +179,35 @@ class AlgorithmAggregator(GradientListAdapter, _Synchronised):
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """See `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
         self.sync.load_state_dict(state, strict=strict)
+
+
+class AllReduce(Aggregator):
+    """Averages uncompressed gradients.
+
+    Args:
+        options: As of `AlgorithmAggregator`; with `on_nonfinite="nan"` the means are not checked.
+
+    Raises:
+        ConfigError: `grad_scaler` is none, or `on_nonfinite` is no choice, or does not go with the scaler.
+    """
+
+    def __init__(self, **options: Unpack[Options]) -> None:
+        checked_on_nonfinite(options.get("on_nonfinite", "nan"), checked_scaler(options.get("grad_scaler")))
+        self._options = options
+        self._aggregator: AlgorithmAggregator | None = None
+
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """As `AlgorithmAggregator.aggregate`; of no gradients no means, and no message."""
+        return self.over(gradients).aggregate(gradients) if gradients else []
+
+    def over(self, tensors: Gradients) -> AlgorithmAggregator:
+        """Return an aggregator over tensors like these; it remembers nothing, so others get a new one."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) < len(tensors):
+            raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
+        if self._aggregator is None or _kinds(self._aggregator.parameters) != _kinds(present):
+            self._aggregator = AlgorithmAggregator(present, algorithms.AllReduce(), **self._options)
+        return self._aggregator
 
 
 class PowerSGD(AlgorithmAggregator):
@@ -306,22 +275,14 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     if not isinstance(aggregator, Aggregator):
         raise ConfigError(f"expected an Aggregator such as PowerSGD(params, config), got {shown(aggregator)}")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not isinstance(aggregator, _Synchronised):
+    if isinstance(aggregator, AllReduce):
+        aggregator = aggregator.over(parameters)
+    elif isinstance(aggregator, AlgorithmAggregator):
+        parameters = _in_order_of(aggregator, parameters)
+    else:
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
-    adapter = aggregator._adapter_for(parameters)
-    if not isinstance(aggregator, AllReduce):
-        here = set(map(id, parameters))
-        # In the aggregator's order, by which its state knows them.
-        parameters = adapter.parameters
-        there = {id(parameter) for parameter in parameters if parameter.requires_grad}
-        if here != there:
-            raise ConfigError(
-                f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the "
-                f"aggregator {len(there - here)} that are not the optimizer's; make an aggregator for each "
-                "optimizer, of all its parameters"
-            )
     scaler = _enabled_scaler(optimizer, aggregator)
-    means, committed = adapter.average([parameter.grad for parameter in parameters])
+    means, committed = aggregator.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
     # A scaler is asked whatever has become of the step: it lowers its scale by the means that are not finite.
@@ -333,6 +294,19 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     for parameter in parameters:
         parameter.grad = None
     return committed
+
+
+def _in_order_of(aggregator: AlgorithmAggregator, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an optimizer's parameters in the aggregator's order, by which its state knows them."""
+    here = set(map(id, parameters))
+    there = {id(parameter) for parameter in aggregator.parameters if parameter.requires_grad}
+    if here != there:
+        raise ConfigError(
+            f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the "
+            f"aggregator {len(there - here)} that are not the optimizer's; make an aggregator for each "
+            "optimizer, of all its parameters"
+        )
+    return aggregator.parameters
 
 
 def _step_keeping_error(
@@ -350,12 +324,11 @@ def _step_keeping_error(
     return True
 
 
-def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: _Synchronised) -> GradScaler | None:
+def _enabled_scaler(optimizer: torch.optim.Optimizer, aggregator: AlgorithmAggregator) -> GradScaler | None:
     scaler = aggregator.grad_scaler
     if scaler is None or not scaler.is_enabled():
         return None
-    # The scaler has no public word for it.
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+    if was_unscaled(scaler, optimizer):
         words = "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not"
         raise StepError(f"{words} averaged yet; leave it out")
     return scaler

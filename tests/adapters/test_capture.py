@@ -15,12 +15,12 @@ from pool import in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, StepError
 from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.comm import InProcessTransport
-from thinwire.sync import step
+from thinwire.sync.step import Step
 
 
 def refused(action: Callable[[], object]) -> str:
     """What an adapter says where the stream is being captured; there is no such stream on the CPU."""
-    refusal = patch.object(step, "refuse_capture", side_effect=StepError("a graph is captured"))
+    refusal = patch.object(Step, "_check_open", side_effect=StepError("a graph is captured"))
     with refusal, pytest.raises(Exception, match="a graph is captured") as caught:
         action()
     return type(caught.value).__name__

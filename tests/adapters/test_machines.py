@@ -137,9 +137,9 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         streaming = thinwire.Streaming(fragments=fragments, delay_steps=fragments - 1)
         with thinwire.DiLoCo(
-            model, optimizer, every_steps=2, algorithm=algorithm, streaming=streaming, **groups
+            model, optimizer, every_steps=3, algorithm=algorithm, streaming=streaming, **groups
         ) as local:
-            for step in range(5):
+            for step in range(7):
                 gradients(model, step)
                 optimizer.step()
         parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -148,7 +148,6 @@ def test_a_subgroup_sends_the_change_of_its_models_once(algorithm: Algorithm, fr
     several, alone = found
     assert 0 < alone.message_bytes <= several.message_bytes <= 1.1 * alone.message_bytes
     assert several.inside_bytes > 0
-    assert several.shortfalls == ()
 
 
 @in_each_process(4)
@@ -200,7 +199,6 @@ def test_the_launcher_tells_who_shares_a_machine() -> None:
         assert isinstance(each, ProcessGroupTransport)
         assert each.group._get_backend(device).options._timeout == timeout
     assert "over 2 machines of 2 processes" in str(sync)
-    assert not sync.stats().shortfalls
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (1, 1, 2)], ids=str)
@@ -324,11 +322,13 @@ def test_nothing_is_sent_where_there_is_nothing_to_find(variables: dict[str, str
 
 @in_each_process(4)
 def test_unequal_machines_are_said_and_each_process_sends_by_itself() -> None:
-    sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
-    assert sync.stats().shortfalls == (
+    with patch("thinwire.comm.machines.logger.warning") as warning:
+        sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
+    told = (
         "machines have 3, 1 processes of the group, so each process sends by itself; with as "
-        "many on each, what a machine has in common would be sent once",
+        "many on each, what a machine has in common would be sent once"
     )
+    assert [call.args[1] for call in warning.call_args_list] == ([] if dist.get_rank() else [told])
     assert "over 4 processes" in str(sync)
 
 

@@ -26,7 +26,7 @@ LOST, AT = 3, 2  # the second shard of the second replica, in the third step
 
 
 def remembered(sync: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine_of(sync).memory[ERROR].items()}
+    return {name: tensor.clone() for name, tensor in engine_of(sync).state.memory[ERROR].items()}
 
 
 def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:

@@ -190,8 +190,7 @@ def test_a_state_is_of_the_whole_model(tmp_path: Path) -> None:
                 step_of(again, its, step)
             difference = distance(flat(again), flat(model))
             states = distance(local.state_dict(), other.state_dict())
-    same = {key: value for key, value in saved.items() if key != "checksum"}
-    moved = distance(same, {key: loaded[key] for key in same})
+    moved = distance(saved, loaded)
     wide_mesh = mesh_of(1, 4)
     elsewhere: Any = sharded(language(), wide_mesh["shard"])
     on_four = DiLoCo(elsewhere, adamw(elsewhere), replicas=wide_mesh, **settings)
@@ -262,7 +261,7 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     for words, said in (
-        ("averages the model itself over the same processes", inside),
+        ("the model itself by LocalSGD, over the same processes", inside),
         (
             "the model is attached already; its gradients are averaged",
             error(attached, replicas=mesh["replicate"]),

@@ -13,7 +13,7 @@ from thinwire import PowerSGD
 from thinwire.adapters.sharded.fsdp import FSDPAdapter, specs_of
 from thinwire.adapters.sharded.model import Piece, ShardedModel
 from thinwire.comm import InProcessTransport, Transport, run_members
-from thinwire.sync import Engine, Settings
+from thinwire.sync import Engine, GradientSync, Settings
 
 WIDTH, NAMES = 16, ("first", "second", "third")
 
@@ -43,9 +43,9 @@ class Process:
     def backward(self, seed: int) -> int:
         """Return how many messages had left when the last gradient came."""
         x = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
-        before, early = self.adapter.engine.counts().messages, list[int]()
+        before, early = self.adapter.engine.reporter.counts().messages, list[int]()
         watched: Any = x
-        watched.register_hook(lambda _: early.append(self.adapter.engine.counts().messages - before))
+        watched.register_hook(lambda _: early.append(self.adapter.engine.reporter.counts().messages - before))
         out = x
         for name in self.order:
             self.matrices[name].grad = None
@@ -82,18 +82,18 @@ def test_members_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
     def body(rank: int, between: Transport, inside: Transport) -> tuple[list[int], Tensor, float, list[Any]]:
         pieces = pieces_of(rank % 2)
         matrices = {piece.name: piece.parameter for piece in pieces}
-        engine = Engine(PowerSGD(matrix_rank=1), between, specs_of(pieces), Settings(together=inside))
+        engine = Engine(PowerSGD(matrix_rank=1), between, specs_of(pieces), Settings(health_group=inside))
         known = cast(ShardedModel, NoFSDP(list(matrices.values())))
         adapter = FSDPAdapter(engine, inside, known, pieces)
         adapter.register(nn.ParameterDict(matrices))
         process = Process(matrices, adapter, orders[rank])
         early = [process.backward(10 * step + rank) for step in range(3)]
         gradients = [cast(Tensor, each.grad) for each in matrices.values()]
-        ratio = engine.counts().compression_ratio
+        ratio = engine.reporter.counts().compression_ratio
         # Lanes are opened again, in the order that was seen.
-        engine.use(PowerSGD(matrix_rank=2))
+        GradientSync(engine).use(PowerSGD(matrix_rank=2))
         process.backward(30 + rank)
-        return early, torch.cat(gradients), ratio, [plan.labels for plan in engine.plans]
+        return early, torch.cat(gradients), ratio, [plan.labels for plan in engine.buckets.plans]
 
     found = run(body)
     assert all(sorted(order) == [(name,) for name in sorted(NAMES)] for *_, order in found)

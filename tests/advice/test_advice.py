@@ -361,7 +361,7 @@ def _alive() -> tuple[int, int, list[list[str]]]:
         made.add(engine)
 
     def step(model: nn.Module) -> None:
-        alive.append([str(engine.algorithm) for engine in made if engine.memory_bytes()])
+        alive.append([str(engine.algorithm) for engine in made if engine.state.memory_bytes()])
         one_step(model)
 
     gc.disable()

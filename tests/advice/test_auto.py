@@ -340,5 +340,5 @@ def _sharded() -> dict[str, Any]:
     model = layers()
     fully_shard(model, mesh=mesh["shard"])
     chooser = _trained(model, replicas=mesh)
-    assert engine_of(chooser.sync).settings.together is not None
+    assert engine_of(chooser.sync).settings.health_group is not None
     return _choice_of(chooser)

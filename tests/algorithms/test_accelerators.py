@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 
 class Pinnable:
@@ -27,8 +27,8 @@ class Pinnable:
 def test_what_the_host_makes_goes_to_a_gpu_without_a_wait() -> None:
     found = {}
     for kind in ("cuda", "mps", "cpu"):
-        sent_to(torch.device(kind), made := Pinnable())  # type: ignore[arg-type]
+        to_device_async(torch.device(kind), made := Pinnable())  # type: ignore[arg-type]
         found[kind] = made.calls
     assert found == {"cuda": ["pinned", ("cuda", True)], "mps": [("mps", False)], "cpu": [("cpu", False)]}
     tensor = torch.ones(3)
-    assert sent_to(torch.device("cpu"), tensor) is tensor
+    assert to_device_async(torch.device("cpu"), tensor) is tensor

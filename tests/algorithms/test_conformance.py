@@ -253,7 +253,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
             gradients = [[matrix.reshape(-1).clone()] for _ in range(2)]
             assert sim.step(gradients)
             assert gradients[0][0].isfinite().all()
-    factor = sim.engines[0].memory[FACTOR]
+    factor = sim.engines[0].state.memory[FACTOR]
     for rows in factor.values():
         assert (rows.norm(dim=1) > 0).all()
     if getattr(entry.algorithm, "wire_dtype", None) is None:

@@ -15,7 +15,7 @@ from reference_topk import Reference
 from thinwire import TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.topk import TopKPlan, end_levels
-from thinwire.algorithms.topk_message import Message
+from thinwire.algorithms.topk_message import TopKMessage
 from thinwire.kernels.torch_entries import largest
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
@@ -39,7 +39,7 @@ def test_against_numpy(bits: int, merge: Any) -> None:
         assert simulation.step(gradients)
         np.testing.assert_allclose(gradients[0][0].numpy(), expected, rtol=1e-12, atol=1e-12)
     for engine, residual in zip(simulation.engines, reference.residuals, strict=True):
-        kept = torch.cat([engine.memory[ERROR][each.name] for each in LAYOUT[0]])
+        kept = torch.cat([engine.state.memory[ERROR][each.name] for each in LAYOUT[0]])
         np.testing.assert_allclose(kept.numpy(), residual, rtol=1e-12, atol=1e-12)
 
 
@@ -47,12 +47,14 @@ def test_what_fp16_can_not_hold_stays_in_the_residual() -> None:
     layout = [(spec("weight", 8, dtype=torch.float16),)]
     simulation = Simulation(TopK(density=1 / 8, error_decay=1, bits=16), layout, num_workers=2)
     for engine in simulation.engines:
-        engine.put_error("weight", torch.tensor([1e5, 0, 0, 0, 0, 0, 0, 0]))
+        engine.state.put_error("weight", torch.tensor([1e5, 0, 0, 0, 0, 0, 0, 0]))
     for expected, remaining in ((65_504, 1e5 - 65_504), (1e5 - 65_504, 0)):
         gradients = [[torch.zeros(8, dtype=torch.float16)] for _ in range(2)]
         assert simulation.step(gradients)
         assert gradients[0][0][0].item() == pytest.approx(expected, rel=1e-2)
-        assert simulation.engines[0].memory[ERROR]["weight"][0].item() == pytest.approx(remaining, abs=300)
+        assert simulation.engines[0].state.memory[ERROR]["weight"][0].item() == pytest.approx(
+            remaining, abs=300
+        )
 
 
 def test_an_entry_that_is_zero_was_not_sent() -> None:
@@ -67,7 +69,7 @@ def test_an_entry_that_is_zero_was_not_sent() -> None:
 @pytest.fixture(params=[False, True], ids=["on the CPU", "as on an accelerator"])
 def on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+        monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
 
 
 @pytest.mark.usefixtures("on_each_device")
@@ -76,12 +78,12 @@ def on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def test_one_number_that_is_not_finite_skips_the_step_on_all(bits: int, value: float) -> None:
     simulation = Simulation(TopK(bits=bits), LAYOUT, num_workers=2)
     assert simulation.step(random_gradients(LAYOUT, num_workers=2, seed=0))
-    before = [copy.deepcopy(engine.memory[ERROR]) for engine in simulation.engines]
+    before = [copy.deepcopy(engine.state.memory[ERROR]) for engine in simulation.engines]
     gradients = random_gradients(LAYOUT, num_workers=2, seed=1)
     gradients[1][0][700] = value
     assert not simulation.step(gradients)
     for engine, errors in zip(simulation.engines, before, strict=True):
-        assert all(torch.equal(engine.memory[ERROR][name], errors[name]) for name in errors)
+        assert all(torch.equal(engine.state.memory[ERROR][name], errors[name]) for name in errors)
 
 
 def test_numbers_at_the_end_of_the_range_are_sent() -> None:
@@ -127,7 +129,7 @@ def test_levels_by_whole_numbers_are_those_by_floats(
     rows *= torch.logspace(-38, 36, 40, dtype=dtype).view(40, 1)
     rows[3], rows[4], rows[5] = 0, 1, -7e-44
     by_floats = end_levels(rows, bits=2)
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     by_whole_numbers = end_levels(rows, bits=2)
     torch.testing.assert_close(by_whole_numbers, by_floats, rtol=1e-5, atol=1e-44)
 
@@ -146,7 +148,7 @@ def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -
     assert (positions.diff() > 0).all()
     expected = equal.abs().topk(kept).values
     assert torch.equal(values.abs().sort(1, descending=True).values.nan_to_num(9), expected.nan_to_num(9))
-    message = Message((chunks,), kept / length, bits=16)
+    message = TopKMessage((chunks,), kept / length, bits=16)
     plan, chunk = TopKPlan((), (), TopK(bits=16), message), message.chunk_of_entries(rows.device)
     last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
     for flat, positions in ((rows, found), (last, largest(last.view(-1), chunks)[0])):

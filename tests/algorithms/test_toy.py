@@ -37,7 +37,7 @@ def test_it_goes_to_a_low_rank_algorithm_and_back() -> None:
             sync.use(algorithm)
         for _ in range(2):
             assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
-    memory = simulation.engines[0].memory
+    memory = simulation.engines[0].state.memory
     assert memory[TREND].keys() == memory[ERROR].keys()
 
 
@@ -100,7 +100,7 @@ def test_under_ddp_with_uneven_batches_it_is_advised_too() -> None:
             draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
             torch.autograd.backward(model(torch.randn(16, 64, generator=draws)).square().mean())
             optimizer.step()
-    assert len(engine_of(sync).plans) > 1
+    assert len(engine_of(sync).buckets.plans) > 1
     assert are_alike(module.parameters())
     variant = registry.Variant("AroundTrend()", AroundTrend(), is_priced=True)
     entry = registry.Registered("toy", AroundTrend, (variant,))

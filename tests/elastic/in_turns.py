@@ -156,13 +156,13 @@ class InTurns(ABC, Generic[Averageable]):
     def owed(self, member: int) -> torch.Tensor:
         """Return a member's residual, in the order of its parameters."""
         adapter = self.adapters[member]
-        errors, named = adapter._engine.memory[ERROR], adapter.module.named_parameters()
+        errors, named = adapter._engine.state.memory[ERROR], adapter.module.named_parameters()
         return torch.cat([errors.get(name, torch.zeros_like(each)).flatten() for name, each in named])
 
     def lasts(self, member: int) -> torch.Tensor:
         """Return a member's last averages, in the order of its parameters."""
         adapter: Any = self.adapters[member]
-        lasts = {each.name: last for each, last in adapter._fragments.lasts}
+        lasts = {each.name: last for each, last in adapter._model.fragments.lasts}
         return torch.cat([lasts[name].flatten() for name, _ in adapter.module.named_parameters()])
 
 

@@ -29,8 +29,8 @@ from thinwire.comm import Message, Work
 from thinwire.comm.metered import Wrapped
 from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, Steps, TorchftGroup
-from thinwire.local_sgd.groups import torchft_group
-from thinwire.tensors.layout import held_of
+from thinwire.local_sgd.groups import torchft_client
+from thinwire.tensors.layout import local_tensor
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3
 USUAL = 4  # members: torchft's outer learning rate is chosen for so many
@@ -59,7 +59,7 @@ def wrapped(model: nn.Module, inside: str) -> nn.Module:
 
 def checksum(model: nn.Module) -> str:
     """Of what this process holds."""
-    held = [held_of(each.detach()).float().reshape(-1) for each in model.state_dict().values()]
+    held = [local_tensor(each.detach()).float().reshape(-1) for each in model.state_dict().values()]
     return hashlib.sha256(torch.cat(held).numpy().tobytes()).hexdigest()[:16]
 
 
@@ -213,14 +213,14 @@ def made_deadly(learner: Learner, group: TorchftGroup) -> None:
 
     learner.die_in_all_to_all = die_in_all_to_all
     if moment == "receiving":
-        torchft_group.receive_state = lambda *_: die()  # type: ignore[attr-defined]
-    send_state = torchft_group.send_state  # type: ignore[attr-defined]
+        torchft_client.receive_state = lambda *_: die()  # type: ignore[attr-defined]
+    send_state = torchft_client.send_state  # type: ignore[attr-defined]
 
     def serve(*args: Any) -> None:
         learner.serve()
         send_state(*args)
 
-    torchft_group.send_state = serve  # type: ignore[assignment, attr-defined]
+    torchft_client.send_state = serve  # type: ignore[assignment, attr-defined]
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def test_a_member_whose_tensors_do_not_say_that_they_are_parts_is_refused(tmp_pa
     with running(tmp_path, "--min=2", "--max-restarts=0", inside="local experts") as told:
         refused = told.wait_for(1, event="raised")[0]
     assert refused["error"] == "AttachError"
-    assert "DTensors over them (fully_shard, tensor or expert parallelism)" in refused["message"]
+    assert "but the model spans 1" in refused["message"]
 
 
 @pytest.mark.parametrize(

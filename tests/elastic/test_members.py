@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from elastic.in_turns import alone
-from thinwire import Warmup, elastic
-from thinwire.algorithms import AllReduce, Quantize
+from thinwire import elastic
 from thinwire.comm import InProcessTransport, run_members
-from thinwire.elastic import InProcessGroup, InProcessLighthouse, LocalSGD
+from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.errors import CommunicationError, StateError
+from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.groups import state_transfer
-from thinwire.local_sgd.groups.elastic import Elastic
-from thinwire.local_sgd.groups.machine import BrokenMemberError, MachineGroup
-from thinwire.local_sgd.groups.state_transfer import packed
-from thinwire.local_sgd.model import AveragedModel
-from thinwire.sync import Engine
+from thinwire.local_sgd.groups.machine_group import BrokenMemberError, MachineGroup, in_all_processes
+from thinwire.local_sgd.groups.state_transfer import serialize
 from training import new_model, new_optimizer, train
 
 
@@ -30,7 +27,7 @@ class FirstOnly(InProcessGroup):
         super().__init__(InProcessLighthouse())
         self.inside, self.error = inside, error
 
-    def meet(self) -> None:
+    def start_quorum(self) -> None:
         raise self.error
 
 
@@ -50,7 +47,7 @@ def test_whatever_ends_the_first_process_of_a_member_reaches_the_others(
 
     def met(rank: int) -> BaseException:
         with pytest.raises(BaseException) as raised:  # noqa: PT011
-            MachineGroup(FirstOnly(inside[rank], error), has_parts=False).meet()
+            MachineGroup(FirstOnly(inside[rank], error), has_parts=False).start_quorum()
         return raised.value
 
     first, *others = run_members(3, met)
@@ -64,14 +61,10 @@ def test_an_unforeseen_error_of_one_process_ends_its_member(rank: int) -> None:
     inside = InProcessTransport.group(2)
 
     def averaged(own: int) -> BaseException:
-        group = FirstOnly(inside[own], ValueError())
-        machine = MachineGroup(group, has_parts=False)
-        engine = Engine(AllReduce(), machine.transport, [])
-        adapter = Mock(spec=LocalSGD)
-        membership = Elastic(machine, engine, adapter, torch.device("cpu"))
+        machine = MachineGroup(FirstOnly(inside[own], ValueError()), has_parts=False)
         failing = ValueError("a bug") if own == rank else None
         with pytest.raises(BaseException) as raised:  # noqa: PT011
-            membership._all_can(Mock(side_effect=failing))
+            in_all_processes(Mock(side_effect=failing), machine, (CommunicationError,))
         return raised.value
 
     errors = run_members(2, averaged)
@@ -84,7 +77,7 @@ class Slow:
     """Sends a state at 1 MB a second, by a clock of its own."""
 
     def __init__(self, state: Any) -> None:
-        self.parts, self.now = [packed(state)], 0.0
+        self.parts, self.now = [serialize(state)], 0.0
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> Mock:
         if tensor.dtype == torch.int64:
@@ -123,21 +116,3 @@ def test_between_averagings_a_step_does_not_look_at_the_whole_model() -> None:
             patch.object(AveragedModel, "tensors", side_effect=AssertionError("looked at")),
         ):
             train(model, optimizer, range(3, 4), 0)
-
-
-def test_to_describe_a_member_changes_nothing() -> None:
-    model = new_model()
-    local = LocalSGD(
-        model,
-        new_optimizer(model),
-        every_steps=4,
-        group=alone(),
-        algorithm=Quantize(bits=4),
-        warmup=Warmup(steps=3),
-    )
-    local._group.received = {"step": 100}
-    assert local.sync.algorithm == AllReduce()
-    assert local._described() == local._described()
-    assert local.sync.algorithm == AllReduce()
-    local._follow(100)
-    assert str(local.sync.algorithm) == str(Quantize(bits=4))

@@ -36,8 +36,10 @@ from thinwire.errors import CommunicationError, ConfigError, LeftError, StateErr
 from thinwire.local_sgd import member
 from thinwire.local_sgd.fragment import Fragment
 from thinwire.local_sgd.groups import state_transfer
-from thinwire.local_sgd.groups.presence import MembershipStats, Presence, count_changes
-from thinwire.local_sgd.groups.state_transfer import packed, unpacked
+from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
+from thinwire.local_sgd.member_status import MembershipStats, MemberStatus, count_changes
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.sync.state import digest_of
 from thinwire.watch import read_run
 
 EVERY = 2
@@ -53,6 +55,16 @@ def linear_and_two() -> tuple[nn.Linear, list[torch.optim.Optimizer]]:
     """A model with two optimizers, as Muon and AdamW are used together."""
     model = nn.Linear(32, 16)
     return model, [torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])]
+
+
+def pending(local: LocalSGD) -> int:
+    """Return a member's steps since the last averaging."""
+    return local.steps - local._contributor.averaged_steps
+
+
+def adopt(local: Any, state: dict[str, Any]) -> None:
+    """Let a member start from a state, as if others had sent it."""
+    local._contributor.start_from(local._contributor.check_state(state))
 
 
 def parameters_of(model: nn.Module) -> torch.Tensor:
@@ -107,29 +119,29 @@ class Run(InTurns[LocalSGD]):
                 for parameter in model.parameters():
                     parameter.grad = torch.randn(parameter.shape, generator=generator)
                 if self.rate is not None:
-                    optimizer.param_groups[0]["lr"] = self.rate(local.steps, local._steps_here)
-                if (local._pending_steps + 1) * shared.get("streaming", Streaming()).fragments >= EVERY:
+                    optimizer.param_groups[0]["lr"] = self.rate(local.steps, local._contributor.steps_here)
+                if (pending(local) + 1) * shared.get("streaming", Streaming()).fragments >= EVERY:
                     self.note_before(member, local, model, optimizer)
                 optimizer.step()
                 wait_for(Turn())
-                if not local._pending_steps:
+                if not pending(local):
                     self.models[local.steps, member] = self.lasts(member)
         return "left" if local.is_leaving else "done"
 
     def end(self, how: str, member: int) -> None:
         local, group = self.adapters[member], self.groups[member]
         if how == "leave late":
-            conclude = group.conclude
+            commit = group.commit
 
             def told_meanwhile(committed: bool) -> None:
-                conclude(committed)
+                commit(committed)
                 local.leave()
 
-            group.conclude = told_meanwhile  # type: ignore[method-assign]
+            group.commit = told_meanwhile  # type: ignore[method-assign]
         elif how == "stray":
             local._membership.lineage += 2
-            local._steps += 3
-            for fragment in local._fragments:
+            local._contributor.steps += 3
+            for fragment in local._model.fragments:
                 for _, last in fragment.lasts:
                     last.add_(1.0)
         elif how == "away":
@@ -143,7 +155,9 @@ class Run(InTurns[LocalSGD]):
         self, member: int, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
-        due = {each.name: last for each, last in local._fragments[local._place(0)].lasts}
+        changes = local._contributor
+        (place,) = changes.places(local._schedule.warmup.steps + 1)
+        due = {each.name: last for each, last in changes.fragments[place].lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -151,8 +165,8 @@ class Run(InTurns[LocalSGD]):
             moved = (parameter - due.get(name, parameter)).detach().double()
             moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
             change = torch.cat([change, moved.flatten()])
-        weight = round(local._work[local._place(0)]) + 1
-        self.put_in.setdefault(local._turns, {})[member] = (weight, change)
+        weight = round(changes.work[place]) + 1
+        self.put_in.setdefault(changes.turns, {})[member] = (weight, change)
 
     def lost(self, *, least_owed: float = 0.05) -> float:
         """Return by how much movement and mean residual differ from the mean changes, relative to these.
@@ -243,20 +257,20 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scales: dict[tuple[int, int], float] = {}
-    start = LocalSGD._start
+    start = ModelChanges.start
 
-    def noted(local: Any, tensors: Any, scale: float, step: int) -> Any:
-        scales[local._turns, local._group.transport.rank] = scale
-        return start(local, tensors, scale, step)
+    def noted(changes: Any, tensors: Any, scale: float, step: int, **options: Any) -> Any:
+        scales[changes.turns, changes.engine.transport.rank] = scale
+        return start(changes, tensors, scale, step, **options)
 
-    conclude = InProcessGroup.conclude
+    commit = InProcessGroup.commit
 
     def uncounted(group: InProcessGroup, committed: bool) -> None:
-        conclude(group, committed)
+        commit(group, committed)
         group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
 
-    monkeypatch.setattr(LocalSGD, "_start", noted)
-    monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
+    monkeypatch.setattr(ModelChanges, "start", noted)
+    monkeypatch.setattr(InProcessGroup, "commit", uncounted)
     run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
     # Of the second fragment the others have made two steps, and it one.
@@ -288,7 +302,8 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
 
 def test_a_residual_that_is_none_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
     members = [
-        Presence(n, 0, 0, 5, 1, 1.0, 1.0, norm, True, False, False) for n, norm in enumerate([0.0, 0.5, 1.0])
+        MemberStatus(step=5, weight=1.0, is_finite=True, member=n, error_norm=norm)
+        for n, norm in enumerate([0.0, 0.5, 1.0])
     ]
     count_changes(MembershipStats(), members, members[2:])
     assert caplog.messages == [
@@ -404,7 +419,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     group.min_members = 2
     local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
-        patch("thinwire.local_sgd.groups.elastic.PAUSE_SECONDS", 0.0),
+        patch("thinwire.local_sgd.admission.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
         local,
     ):
@@ -426,7 +441,7 @@ def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytes
 
     monkeypatch.setattr(InProcessTransport, "start", noted)
     in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
-    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.memory[ERROR].values())
+    residual_bytes = sum(error.nbytes for error in in_one.adapters[0]._engine.state.memory[ERROR].values())
     assert sent == [residual_bytes]
     sent.clear()
     monkeypatch.setattr(state_transfer, "PART_BYTES", 500)
@@ -447,7 +462,7 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
         Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (HANDED_OVER, place)})
         for place in (1, part)
     ]
-    lost = [each.error_norm for each in cut[1].adapters[0]._membership._present if each.is_leaving]
+    lost = [each.error_norm for each in cut[1].adapters[0]._membership.statuses if each.is_leaving]
     assert calm.adapters[0].membership().lost_error == 0
     assert len(lost) == 2
     assert cut[1].adapters[0].membership().lost_error == pytest.approx(sum(lost))
@@ -515,13 +530,15 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert adapters[0].steps == 3
-        adapters[1]._adopt(unpacked(packed(groups[0].provide())))
+        adopt(adapters[1], deserialize(serialize(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
             assert held.keys() == (sent.keys() if is_sent else set())
             assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
-        assert adapters[0]._described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
+        assert adapters[0]._contributor.description()["optimizer"] == (
+            "SGD, AdamW" if is_sent else "each its own"
+        )
 
 
 def entered(adapter: Callable[..., Any], opened: ExitStack) -> Any:
@@ -547,19 +564,18 @@ def of_second(change: Callable[[Any], Any] | None = None) -> Callable[[dict[str,
 
 DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
 UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 4"),
-    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "version must be"),
+    "a later version": (lambda state: {"version": 9}, "of version 9, this Thinwire reads version 5"),
+    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "reads version 5"),
     "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
-    "a long step": (lambda state: {"step": 10**5000}, "16610 bits"),
-    "residuals of a number": (lambda state: {"residual_of": 3}, "a list of str, got a int"),
-    "parameters that are no mapping": (lambda state: {"not_averaged": 3}, "not_averaged is of other tensors"),
+    "residuals of a number": (lambda state: {"residual_of": 3}, "can't be read"),
+    "parameters that are no mapping": (lambda state: {"not_averaged": 3}, "can't be read"),
     "too few optimizers": (of_second(), "of . optimizers, expected ."),
     "too many optimizers": (
         lambda state: {"optimizers": [*state["optimizers"], {}]},
         "of . optimizers, expected .",
     ),
-    "a tensor for optimizers": (lambda state: {"optimizers": torch.ones(2)}, "got a Tensor"),
-    "a tensor as a state": (of_second(lambda its: torch.ones(2)), "optimizers must be a list of Mapping"),
+    "a tensor for optimizers": (lambda state: {"optimizers": torch.ones(2)}, "can't be read"),
+    "a tensor as a state": (of_second(lambda its: torch.ones(2)), "can't be read"),
     "a tensor as a parameter's state": (
         of_second(lambda its: {**its, "state": {0: torch.ones(2)}}),
         "of a different AdamW than this member's",
@@ -577,7 +593,7 @@ def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> d
     members = state["members"]
     others = change(state | members)
     inside = {key: others.pop(key) for key in members.keys() & others.keys()}
-    return {**state, **others, "members": members | inside, "checksum": None}
+    return {**state, **others, "members": members | inside}
 
 
 @pytest.mark.parametrize("adapter", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
@@ -588,14 +604,14 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
     change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(adapter, opened), entered(adapter, opened)
-        sent = unpacked(packed(first._state()))
-        held = unpacked(packed(second._state()))
-        assert held["checksum"] != sent["checksum"]
+        sent = deserialize(serialize(first._membership.state()))
+        held = deserialize(serialize(second._membership.state()))
+        assert digest_of(held) != digest_of(sent)
         with pytest.raises(StateError, match=told):
-            second._adopt(changed(sent, change))
-        assert second._state()["checksum"] == held["checksum"]
-        second._adopt(sent)  # nothing stands in its way
-        assert second._state()["members"]["optimizers"][1]["state"]
+            adopt(second, changed(sent, change))
+        assert digest_of(second._membership.state()) == digest_of(held)
+        adopt(second, sent)  # nothing stands in its way
+        assert second._membership.state()["members"]["optimizers"][1]["state"]
 
 
 class Harmful:
@@ -606,13 +622,13 @@ class Harmful:
 def test_bytes_that_are_damaged_or_would_run_something_are_not_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole, harmful = packed({"step": 3, "weight": torch.ones(9)}), io.BytesIO()
+    whole, harmful = serialize({"step": 3, "weight": torch.ones(9)}), io.BytesIO()
     torch.save({"step": Harmful()}, harmful)
     for data in (whole[:-30], whole[30:], torch.zeros(5, dtype=torch.uint8), harmful.getvalue()):
         with pytest.raises(StateError, match="can't be read"):
-            unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            deserialize(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     assert capsys.readouterr().out == ""
-    assert unpacked(packed({"rate": np.float64(0.5)})) == {"rate": 0.5}
+    assert deserialize(serialize({"rate": np.float64(0.5)})) == {"rate": 0.5}
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
@@ -631,8 +647,8 @@ def test_too_few_members_wait_and_then_say_so() -> None:
 
 def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
     class Told(InProcessGroup):
-        def meet(self) -> None:
-            super().meet()
+        def start_quorum(self) -> None:
+            super().start_quorum()
             local.leave()
 
     model, optimizer = linear_and_sgd()
@@ -687,11 +703,13 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             reference.step()
             assert torch.equal(weight, last.bfloat16().expand(4, 4))
         assert last.bfloat16() != 1
-        members[1]._adopt(unpacked(packed(members[0]._state())))
+        adopt(members[1], deserialize(serialize(members[0]._membership.state())))
         assert torch.equal(others, weight)
         for adapter in members:
-            assert all((flat == last).all() for fragment in adapter._fragments for flat in fragment.last)
-            assert adapter._state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+            assert all(
+                (flat == last).all() for fragment in adapter._model.fragments for flat in fragment.last
+            )
+            assert adapter._membership.state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
@@ -723,7 +741,7 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         InProcessGroup(InProcessLighthouse(weigh_by="tokens"))
     one = torch.optim.SGD([model.weight], lr=0.1)
-    with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):
+    with pytest.raises(ConfigError, match=r"1 trainable parameters \(e.g. 'bias'\) are in no optim"):
         LocalSGD(model, one, every_steps=2, group=group)
     unsent = InProcessGroup(InProcessLighthouse(send_optimizer=False))
     LocalSGD(model, one, every_steps=2, group=unsent)

@@ -22,7 +22,8 @@ from thinwire.comm import InProcessTransport, run_members
 from thinwire.comm.in_process import wait_for
 from thinwire.elastic import DiLoCo, LocalSGD, Steps
 from thinwire.errors import ConfigError, StateError, StepError
-from thinwire.local_sgd import elastic
+from thinwire.local_sgd import model_changes
+from thinwire.sync.state import digest_of
 from training import flat
 
 
@@ -124,7 +125,7 @@ def test_any_number_of_members_resume_from_one_file_and_nothing_that_was_owed_is
 ) -> None:
     whole = Run(3, KINDS[kind], saves_at=7)
     # The optimizers inside apart, it does not matter whose it is.
-    assert len({str(state["sync"]["checksum"]) for state in whole.saved.values()}) == 1
+    assert len({digest_of(state["sync"]) for state in whole.saved.values()}) == 1
     for name in ("run.pt", "run.safetensors"):
         checkpoint.save(whole.saved[1], tmp_path / name)
     states = [checkpoint.load(tmp_path / name) for name in ("run.pt", "run.safetensors")]
@@ -205,9 +206,8 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     adapter = LocalSGD(model, optimizer, every_steps=2, group=alone())
     for broken, told in (
-        ({**state, "step": -1, "checksum": None}, "step must be"),
-        ({**state, "step": 7}, "damaged"),
-        ({"version": 5}, "reads version 4"),
+        ({**state, "step": -1}, "step must be"),
+        ({**state, "version": 6}, "reads version 5"),
         (3, "made by LocalSGD.state_dict.., got int"),
     ):
         with pytest.raises(StateError, match=told):
@@ -219,7 +219,7 @@ def test_what_can_not_be_resumed_is_refused_and_others_are_unharmed() -> None:
     entered = LocalSGD(model, optimizer, every_steps=2, group=alone())
     with entered, pytest.raises(StepError, match="before the context"):
         entered.load_state_dict(state)
-    others = Run(3, KINDS["diloco"], states={0: {**state, "step": 7}}, steps=8)
+    others = Run(3, KINDS["diloco"], states={0: {**state, "step": -1}}, steps=8)
     assert others.results == ["StateError", "done", "done"]
 
 
@@ -333,17 +333,17 @@ class Unequal(InTurns[Any]):
         truth = torch.randn(16, 8)
         model, group = nn.Linear(16, 8, bias=False), self.groups[member]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-        meet = group.meet
+        start_quorum = group.start_quorum
 
         def met() -> None:
-            meet()
+            start_quorum()
             # All stand where the last one has come; who was earlier has waited.
             self.waited[member] += max(self.clocks) - self.clocks[member]
             wait_for(Turn())
             self.clocks[member] = max(self.clocks)
 
-        group.meet = met  # type: ignore[method-assign]
-        with patch.object(elastic, "monotonic", lambda: self.clocks[self.running]):
+        group.start_quorum = met  # type: ignore[method-assign]
+        with patch.object(model_changes, "monotonic", lambda: self.clocks[self.running]):
             draws = torch.Generator().manual_seed(member)
             self.running = member
             adapter = self.adapters[member] = self.kind(model, optimizer, group=group)
@@ -364,7 +364,7 @@ def test_by_the_clock_a_slow_member_holds_no_fast_one_back_and_each_weighs_its_s
     run = Unequal([0.5, 1.0], kind)
     assert run.results == ["done"] * 2, run.errors
     assert all(waited / run.until <= 0.05 for waited in run.waited)
-    fast, slow = (run.adapters[member]._steps_here for member in range(2))
+    fast, slow = (run.adapters[member]._contributor.steps_here for member in range(2))
     assert fast == pytest.approx(2 * slow, rel=0.05)
     assert run.adapters[0].steps == run.adapters[1].steps
     by_steps = Unequal([0.5, 1.0], partial(LocalSGD, every_steps=20, algorithm=AllReduce()))
@@ -376,7 +376,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"every_steps": 2, "warmup": 3}, r"warmup must be a thinwire\.Warmup"),
     (
         {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=2)},
-        r"less than every_steps / fragments .* got 2 with 4 / 2",
+        r"delay_steps=2 does not go with every_steps=4 / fragments=2: .*; take delay_steps=1 or less",
     ),
     ({}, "every_steps or every_seconds"),
     ({"every_steps": 2, "every_seconds": 3.0}, "every_steps or every_seconds"),

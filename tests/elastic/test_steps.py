@@ -185,7 +185,7 @@ def test_what_does_not_go_is_told() -> None:
     options: dict[str, Any] = {"group": alone()}
     with pytest.raises(ConfigError, match="holds none of the model's"):
         Steps(nn.Linear(4, 4), optimizer, AllReduce(), **options)
-    with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):
+    with pytest.raises(ConfigError, match=r"1 trainable parameters \(e.g. 'bias'\) are in no optim"):
         Steps(model, torch.optim.SGD([model.weight], lr=0.1), AllReduce(), **options)
     steps = Steps(model, optimizer, AllReduce(), **options)
     with pytest.raises(StepError, match="outside the context"):
@@ -195,7 +195,7 @@ def test_what_does_not_go_is_told() -> None:
         with pytest.raises(ConfigError, match="work"):
             steps.step(-1)
         before = model.weight.detach().clone()
-        with pytest.raises(StepError, match="no member's gradients weigh anything"):
+        with pytest.raises(StepError, match="all members passed work=0"):
             steps.step(work=0)
         assert steps.steps == 0
         model.weight.grad = torch.full((4, 4), torch.inf)

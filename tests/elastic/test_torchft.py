@@ -25,8 +25,7 @@ from stand_ins import stand_ins
 from thinwire.comm.process_group import GroupTransport
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
-from thinwire.local_sgd.groups import torchft_group
+from thinwire.local_sgd.groups import torchft_client, torchft_group
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.filterwarnings(
@@ -131,9 +130,9 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
 
 def test_a_torchft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("0.2.0", "2026.8.1", "0.1.9"):
-        monkeypatch.setattr(torchft_group, "version", lambda _, found=found: found)
+        monkeypatch.setattr(torchft_client, "version", lambda _, found=found: found)
         if found != "0.1.9":
-            assert torchft_group._checked_version() == found
+            assert torchft_client.checked_version() == found
     with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
         TorchftGroup("http://127.0.0.1:1")
 
@@ -162,7 +161,7 @@ def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(gone.pid))
+    monkeypatch.setenv(torchft_group.LAUNCHER, str(gone.pid))
     with pytest.raises(CommunicationError, match=f"process {gone.pid}, which has started this member"):
         TorchftGroup("http://127.0.0.1:1")
 
@@ -171,13 +170,13 @@ def test_newcomers_are_sent_no_state_while_there_are_too_few(job: Job) -> None:
     options: dict[str, Any] = {"min_members": 3, "wait_seconds": 20, "hostname": "127.0.0.1"}
     groups = [TorchftGroup(job.address, **options) for _ in range(2)]
     try:
-        send = patch.object(torchft_group, "send_state", wraps=torchft_group.send_state)  # type: ignore[attr-defined]
+        send = patch.object(torchft_client, "send_state", wraps=torchft_client.send_state)  # type: ignore[attr-defined]
         with send as sent, ThreadPoolExecutor() as threads:
             sizes: list[int] = []
             while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
                 for group in groups:
-                    group.conclude(False) if sizes else None
-                list(threads.map(TorchftGroup.meet, groups))
+                    group.commit(False) if sizes else None
+                list(threads.map(TorchftGroup.start_quorum, groups))
                 sizes = [group.transport.size for group in groups]
         assert {each.args[0] for each in sent.call_args_list} == {None}
         assert [group.received for group in groups] == [None, None]
@@ -191,25 +190,25 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
     group = TorchftGroup(job.address, timeout_seconds=5, wait_seconds=20, hostname="127.0.0.1")
     try:
         for answer in ({"return_value": False}, {"side_effect": TimeoutError("no answer")}):
-            group.meet()
+            group.start_quorum()
             with patch.object(group._manager, "should_commit", **answer):
-                group.conclude(True)
+                group.commit(True)
         assert group._manager.current_step() == 2
-        group.meet()
-        group.conclude(False)
+        group.start_quorum()
+        group.commit(False)
         assert group._manager.current_step() == 2
         cause = Mock(original_exception=StateError("it can't be sent"))
         with (
             patch.object(group._manager, "errored", return_value=cause),
             pytest.raises(StateError, match="can't be sent"),
         ):
-            group.meet()
+            group.start_quorum()
         asked: list[timedelta] = []
 
         def no_answer(timeout: timedelta) -> None:
             asked.append(timeout)
             if len(asked) == 1:
-                raise torchft_group._LighthouseGoneError
+                raise torchft_client.LighthouseGoneError
             if len(asked) < 4:
                 raise TimeoutError("no answer")
 
@@ -217,7 +216,7 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             patch.object(group._manager, "start_quorum", no_answer),
             patch("thinwire.local_sgd.groups.torchft_group.PAUSE_SECONDS", 0.0),
         ):
-            group.meet()
+            group.start_quorum()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
         assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
@@ -227,15 +226,15 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
             pytest.raises(LeftError, match=r"the lighthouse .* does not answer"),
         ):
-            group.meet()
+            group.start_quorum()
     finally:
         group.leave()
 
 
 def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchft_group, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(torchft_client, "LOOK_SECONDS", 0.01)
     server = socket.create_server(("127.0.0.1", 0))
-    line = torchft_group._Line(f"http://127.0.0.1:{server.getsockname()[1]}")
+    probe = torchft_client.LivenessProbe(f"http://127.0.0.1:{server.getsockname()[1]}")
     asked, ended = threading.Event(), threading.Event()
 
     def unanswered(**_: Any) -> None:
@@ -248,26 +247,26 @@ def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pyt
         server.close()
         connection.close()
 
-    client = torchft_group._Client(Mock(_quorum=unanswered), Mock(), Mock(), line)
+    client = torchft_client.QuorumClient(Mock(_quorum=unanswered), Mock(), Mock(), probe)
     threading.Thread(target=end).start()
-    with pytest.raises(torchft_group._LighthouseGoneError, match="ended before it answered"):
+    with pytest.raises(torchft_client.LighthouseGoneError, match="ended before it answered"):
         client._quorum(step=0)
     asked.clear()
-    with pytest.raises(torchft_group._LighthouseGoneError, match="nothing listens"):
+    with pytest.raises(torchft_client.LighthouseGoneError, match="nothing listens"):
         client._quorum(step=0)
     assert not asked.is_set()  # such a question would be lost, and nobody would hear of it
     ended.set()
-    line.close()
+    probe.close()
 
 
 def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
     """A lighthouse that comes back begins to count again, and stores still hold what the dead have said."""
-    group = torchft_group._Configured(Mock())
+    group = torchft_client.ConfiguredGroup(Mock())
     manager = Mock(_quorum_id=7)
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]
-    client = torchft_group._Client(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
+    client = torchft_client.QuorumClient(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
     known: list[bool] = []
     for _ in quorums:
         known.append(client._quorum(step=4).quorum_id == manager._quorum_id)

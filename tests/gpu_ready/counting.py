@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -29,7 +30,7 @@ from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher, triton_kernels
 from thinwire.kernels.triton.limits import FACTOR_ROWS, GRADIENT_TYPES
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {
@@ -126,10 +127,10 @@ class Counting(TorchDispatchMode):
 
 
 def _is_pinned() -> bool:
-    """Whether it is `sent_to` that copies: from other memory the host waits, asked not to or not."""
+    """Whether it is `to_device_async` that copies: from other memory the host waits, asked not to or not."""
     frame = sys._getframe()
     while (above := frame.f_back) is not None:
-        if above.f_code is sent_to.__code__:
+        if above.f_code is to_device_async.__code__:
             return True
         frame = above
     return False
@@ -204,16 +205,19 @@ def on_meta() -> Iterator[None]:
 
 
 def _addresses() -> Callable[[torch.Tensor], int]:
-    """Return what gives tensors addresses as a GPU's allocator does: steps that ask alike get the same."""
-    numbers = itertools.count(1)
-    # Held, so that none that comes later is taken for one that is gone.
-    known: dict[int, tuple[int, object]] = {}
+    """Return what gives tensors addresses as a GPU's allocator does: the first that is free."""
+    known: dict[int, tuple[int, StorageWeakRef]] = {}
 
     def address(tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            known[storage._cdata] = next(numbers), storage
-        return (known[storage._cdata][0] << 40) + int(tensor.storage_offset()) * tensor.element_size()
+        number, weak = known.get(storage._cdata, (0, None))
+        if weak is None or weak.expired():  # type: ignore[no-untyped-call]
+            for key in [key for key, (_, weak) in known.items() if weak.expired()]:  # type: ignore[no-untyped-call]
+                del known[key]
+            taken = {number for number, _ in known.values()}
+            number = next(number for number in itertools.count(1) if number not in taken)
+            known[storage._cdata] = number, StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return (number << 40) + int(tensor.storage_offset()) * tensor.element_size()
 
     return address
 
@@ -239,22 +243,22 @@ def by_triton() -> AbstractContextManager[object]:
     triton = Backend(
         "Triton",
         lambda: triton_kernels.TABLES,
-        serves=lambda like, matrix_rank: like.dtype in GRADIENT_TYPES and (matrix_rank or 1) <= FACTOR_ROWS,
-        is_recordable=True,
+        serves=lambda _, dtype, rank: dtype in GRADIENT_TYPES and (rank or 1) <= FACTOR_ROWS,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 
 
-def counted(run: Callable[[], object], *, untold: int = 1) -> tuple[Counted, Counting]:
+def counted(run: Callable[[], object], *, untold: int = 2) -> tuple[Counted, Counting]:
     """Return what the last of some runs cost, after `untold` that are not counted, and where.
 
     Args:
         run: One step.
         untold: Steps before.
     """
-    for _ in range(untold + 1):
-        with on_meta(), Counting() as counting:
-            run()
+    with on_meta():
+        for _ in range(untold + 1):
+            with Counting() as counting:
+                run()
     totals = (counting.launches, counting.bytes, counting.waits)
     return Counted(*(sum(each.values()) for each in totals)), counting
 

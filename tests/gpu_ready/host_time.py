@@ -1,4 +1,4 @@
-"""What the host takes for an accelerator's step, in units of a loop that does not change: so it is a ratchet.
+"""The time of the host for an accelerator's step, in milliseconds and in units of a loop that stays the same.
 
 The code for accelerators runs on the CPU, on tiny tensors, and Triton's kernels are not launched.
 """
@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from gpu_ready.counting import Alike, Done, buckets_of, by_triton, gpt2_small
+from thinwire import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.comm.transport import Message, Work
 from thinwire.kernels.triton import launcher
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, replay
+from thinwire.sync import Engine, Settings
 from thinwire.tensors import accelerators
 
-# The least of so many steps: what else the machine does only adds to it.
+# The shortest of so many steps: what else the machine does only adds to it.
 STEPS, UNTIMED_STEPS = 20, 6
 LONGEST = 48  # of a matrix's sides: what is computed takes no time
 
@@ -37,10 +38,20 @@ class Idle(Alike):
 
 @dataclass(frozen=True)
 class HostTime:
-    """Thread time over that of `a_unit`, which is half a millisecond on a server's CPU."""
+    """Milliseconds of thread time of a step: the hooks of all buckets, its end, and `a_unit` beside it."""
 
-    hook: float  # of one bucket, on average
+    hooks: float
     finish: float
+    unit: float  # half a millisecond on a server's CPU
+
+    @property
+    def units(self) -> float:
+        """The whole step, in units: so it is a bound on a busy machine, and on a different one."""
+        return (self.hooks + self.finish) / self.unit
+
+    def __str__(self) -> str:
+        step = f"{self.hooks + self.finish:.2f} ms (hooks {self.hooks:.2f}, finish {self.finish:.2f})"
+        return f"{step}, {self.units:.1f} units of {self.unit:.2f} ms"
 
 
 def tiny_buckets() -> list[tuple[ParameterSpec, ...]]:
@@ -62,56 +73,45 @@ def a_unit() -> None:
     torch.cat(list(kept.values()))
 
 
-def seconds_of(run: Callable[[], object]) -> float:
+def milliseconds_of(run: Callable[[], object]) -> float:
     before = time.thread_time()
     run()
-    return time.thread_time() - before
+    return 1e3 * (time.thread_time() - before)
 
 
-class NoGraph:
-    """A graph that takes the host no time."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def upload(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return made
-
-    def replay(self) -> None:
-        """Launch nothing."""
-
-
-def host_time(algorithm: Algorithm, *, recorded: bool, **settings: Any) -> HostTime:
+def host_time(algorithm: Algorithm, **settings: Any) -> HostTime:
     """Return what the hooks of a step's buckets take, and its end.
 
     Args:
         algorithm: Averages GPT-2 small, shrunk.
-        recorded: Whether steps are recorded, and replayed.
         settings: Of `Settings`.
     """
     buckets = tiny_buckets()
     flats = [torch.randn(sum(spec.numel for spec in bucket)) for bucket in buckets]
-    engine = Engine(algorithm, Idle(), settings=Settings(host_check=False, gradients_stay=True, **settings))
-    units, hooks, ends = [], [], []
+    engine = Engine(algorithm, Idle(), settings=Settings(host_check=False, **settings))
+    units, steps = list[float](), list[tuple[float, float]]()
     with (
         by_triton(),
-        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "launch", lambda *_, **__: None),
-        patch.object(replay, "can_record", lambda device: recorded),
-        patch.object(replay, "cuda_graphs", lambda device: NoGraph),
     ):
-        lanes = engine.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
+        lanes = engine.buckets.open_all(dict.fromkeys(buckets, flats[0].device), is_agreed=True).values()
         for _ in range(UNTIMED_STEPS + STEPS):
             # Kernels would have written it; without that, what is checked might not be finite.
             for flat in flats:
                 flat.normal_()
-            units.append(seconds_of(a_unit))
+            units.append(milliseconds_of(a_unit))
             step = engine.begin()
-            started = [
-                seconds_of(lambda lane=lane, flat=flat, step=step: step.start(lane, flat))  # type: ignore[misc]
+            hooks = [
+                milliseconds_of(partial(step.start, lane, flat))
                 for lane, flat in zip(lanes, flats, strict=True)
             ]
-            hooks.append(sum(started) / len(started))
-            ends.append(seconds_of(step.finish))
-    unit = min(units)
-    return HostTime(*(min(each[UNTIMED_STEPS:]) / unit for each in (hooks, ends)))
+            steps.append((sum(hooks), milliseconds_of(step.finish)))
+    hooks_took, finish_took = min(steps[UNTIMED_STEPS:], key=sum)
+    return HostTime(hooks_took, finish_took, min(units))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for averaged in (AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=4), TopK()):
+        print(averaged, min((host_time(averaged) for _ in range(3)), key=lambda found: found.units))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gpu_ready.counting import Alike, buckets_of, flats_of, on_meta
-from gpu_ready.recorded import RecordedGraph
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL, Stream
 from thinwire import AllReduce, PowerSGD, Quantize
 from thinwire.adapters.ddp import ATTACHED, adapter_of, switched
@@ -21,7 +20,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, clock, replay, streams
+from thinwire.sync import Engine, Settings, clock, streams
 from thinwire.tensors import accelerators
 
 NUM_BUCKETS, NUM_STEPS = 3, 2
@@ -56,12 +55,13 @@ def buckets() -> list[tuple[ParameterSpec, ...]]:
 @contextmanager
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """Let what is run on the CPU run on the streams of a device."""
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
-    monkeypatch.setattr(dispatch, "backends", (replace(dispatch.TORCH, is_recordable=True),))
-    monkeypatch.setattr(clock, "marked", lambda device: None)  # what it would time takes no time
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(clock, "record_event", lambda device: None)  # what it would time takes no time
     with Device() as device:
         with device.on(NCCL):
             pass
+        monkeypatch.setattr(streams, "WITHOUT_STREAMS", ())
         monkeypatch.setattr(streams, "current_stream", device.current_stream)
         monkeypatch.setattr(streams, "new_stream", device.new_stream)
         monkeypatch.setattr(streams, "launching_on", lambda stream: device.on(stream.number))
@@ -83,6 +83,7 @@ def train(
                 pass
         transport = SimulatedNCCL(device, forgets=forgets)
         engine = Engine(algorithm, transport, settings=Settings(host_check=host_check))
+        beside = streams.CommStream()  # as adapters have one
         flats = [torch.empty(sum(spec.numel for spec in specs)) for specs in buckets()]
         for _ in range(NUM_STEPS):
             one, gradients = engine.begin(), []
@@ -92,10 +93,13 @@ def train(
                 with device.on(stream):
                     device.wait(ready)
                     flat.copy_(gradients[-1])
-                    one.start(engine.open(specs, flat.device, is_agreed=True), flat)
+                    with beside.wait_for_current(flat.device):
+                        one.start(engine.open(specs, flat.device, is_agreed=True), flat)
             with device.on(layout.finish):
                 device.wait(ready)
-                one.finish()
+                with beside.wait_for_current(flat.device):
+                    one.finish()
+                beside.current_waits()
                 done = device.recorded()
             del one
             device.wait(done)  # the future that DDP waits for
@@ -131,9 +135,9 @@ def test_a_planted_race_is_found(algorithm: Algorithm, monkeypatch: pytest.Monke
 
 def test_a_planted_early_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what orders a step's streams."""
-    for name in ("gather", "release"):
-        monkeypatch.setattr(streams.Streams, name, lambda self: None)
-    assert train(PowerSGD(matrix_rank=2), LAYOUTS["a stream a bucket"], monkeypatch).early_frees
+    monkeypatch.setattr(streams.CommStream, "current_waits", lambda self: None)
+    device = train(Quantize(bits=4), LAYOUTS["a stream a bucket"], monkeypatch)
+    assert device.early_frees or device.races
 
 
 def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[Device, set[int], int]:
@@ -147,41 +151,29 @@ def train_ddp(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> tuple[De
             transport = SimulatedNCCL(device, forgets=False)
             adapter = adapter_of(model, algorithm, transport, Settings.of())
             switched(model, lambda: adapter, ATTACHED)
-            # In the first one DDP learns the order of its buckets, in the fourth they are recorded.
-            for _ in range(NUM_STEPS + 4):
+            # In the first one DDP learns the order of its buckets.
+            for _ in range(NUM_STEPS + 2):
                 model.zero_grad()
                 torch.autograd.backward(model(torch.randn(4, 24)).sum())
                 for parameter in model.parameters():
                     parameter.detach().sub_(0.1 * torch.randn(()) * parameter.grad)  # type: ignore[operator]
-        return device, transport.waiting, len(adapter._lanes)
+        return device, transport.waiting, len(adapter._buckets)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_recorded"),
-    [
-        (PowerSGD(matrix_rank=2), False),
-        (PowerSGD(matrix_rank=2), True),
-        (Quantize(bits=4), False),
-        (Quantize(bits=4), True),
-        (Quantize(bits=4, error_feedback=True), False),
-        (AllReduce(), False),
-    ],
+    "algorithm",
+    [PowerSGD(matrix_rank=2), Quantize(bits=4), Quantize(bits=4, error_feedback=True), AllReduce()],
     ids=str,
 )
 def test_ddps_adapter_holds_up_no_gradient_and_does_not_race(
-    algorithm: Algorithm, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RecordedGraph, "num_replays", 0)
-    if is_recorded:
-        monkeypatch.setattr(replay, "can_record", lambda device: True)
-        monkeypatch.setattr(replay, "cuda_graphs", lambda device: RecordedGraph)
     device, waiting, num_buckets = train_ddp(algorithm, monkeypatch)
     assert (device.races, device.early_frees) == ([], [])
     assert MAIN not in waiting
     assert num_buckets > NUM_BUCKETS
-    assert bool(RecordedGraph.num_replays) == is_recorded
 
 
 @pytest.mark.parametrize("missing", ["current_waits", "every wait for a stream"])
@@ -201,7 +193,7 @@ def test_later_messages_leave_before_the_last_gradients() -> None:
         one = engine.begin(pipelined=True)
         for specs, flat in zip(buckets, flats_of(buckets), strict=True):
             one.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        sent = engine.counts().messages
+        sent = engine.reporter.counts().messages
         one.finish()
     # With each bucket but the first, the second message of the one before.
-    assert (sent, engine.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))
+    assert (sent, engine.reporter.counts().messages) == (2 * len(buckets) - 1, 2 * len(buckets))

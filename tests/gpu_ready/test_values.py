@@ -64,7 +64,7 @@ def test_the_same_as_on_the_cpu(
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     settings: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(8.0)} if scaled else {}
     expected, before = run(algorithm, dtype, **settings)
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     got, after = run(algorithm, dtype, **settings)
     tolerance = 1e-4 if dtype == torch.float32 and "bf16" not in str(algorithm) else 3e-2
     for a, b in zip(got, expected, strict=True):
@@ -75,8 +75,8 @@ def test_the_same_as_on_the_cpu(
     for name, error in errors[0].items():
         assert (error - errors[1][name]).norm() <= tolerance * error.norm() + 1e-6
     assert after.syncs[0].stats().compression_ratio > 1.5
-    assert bool(after.engines[0].memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
-    assert not before.engines[0].memory[BASIS]
+    assert bool(after.engines[0].state.memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
+    assert not before.engines[0].state.memory[BASIS]
 
 
 SCALE = torch.tensor(3.0)
@@ -110,7 +110,7 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     seen, expected = run(algorithm, dtype, bad_steps, **SCALES[scaled])
 
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -135,18 +135,18 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
 def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run makes the bases that the other has made ahead; switching the algorithm forgets them."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     algorithm, layout = PowerSGD(matrix_rank=2), buckets()[:1]
     first, second = (Simulation(algorithm, layout, num_workers=1) for _ in range(2))
     for seed in range(3):
         first.step(random_gradients(layout, num_workers=1, seed=seed))
     second.syncs[0].load_state_dict(first.state_dicts()[0])
-    assert first.engines[0].memory[BASIS]
-    assert not second.engines[0].memory[BASIS]
+    assert first.engines[0].state.memory[BASIS]
+    assert not second.engines[0].state.memory[BASIS]
     means = []
     for simulation in (first, second):
         simulation.step(gradients := random_gradients(layout, num_workers=1, seed=3))
         means.append(gradients[0][0])
     assert torch.equal(*means)
     first.syncs[0].use(PowerSGD(matrix_rank=2, seed=1))
-    assert not first.engines[0].memory[BASIS]
+    assert not first.engines[0].state.memory[BASIS]

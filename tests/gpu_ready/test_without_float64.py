@@ -43,7 +43,7 @@ class WithoutFloat64(TorchDispatchMode):
 
 @pytest.fixture
 def lacks_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerators, "_shortfalls", {})
+    monkeypatch.setattr(accelerators, "warned", set())
     monkeypatch.setattr(accelerators, "has_float64", lambda device: False)
 
 
@@ -57,15 +57,15 @@ def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
     with on_meta(), Counting(), WithoutFloat64():
         for _ in range(2):
             engine.average(zip(specs, flats_of(specs), strict=True), is_agreed=True)
-        engine.stats()
-        engine.error_norm()
+        engine.reporter.stats()
+        engine.state.error_norm()
 
 
 @pytest.mark.usefixtures("lacks_float64")
 def test_bases_are_made_by_the_cpu_which_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit those of a device that has it."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     results = []
     for has in (False, True):
         monkeypatch.setattr(accelerators, "has_float64", lambda device, has=has: has)
@@ -78,9 +78,7 @@ def test_bases_are_made_by_the_cpu_which_is_told_once(monkeypatch: pytest.Monkey
             assert len(caught) == (not has and step == 0)
         results.append(torch.cat(given[0]))
         if not has:
-            told = accelerators.shortfalls(torch.device("cpu"))
-            assert "the CPU makes the bases" in told[0]
-            assert simulation.syncs[0].stats().shortfalls == told
+            assert "the CPU makes the bases" in accelerators.warned.pop()
     assert torch.equal(*results)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -11,36 +10,38 @@ import pytest
 import torch
 
 from thinwire.kernels import device_tables
-from thinwire.kernels.device_tables import on_device
+from thinwire.kernels.device_tables import TableRows, launch_table, workspace
+
+CPU = torch.device("cpu")
 
 
-def test_tables_are_kept_but_for_those_of_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_kept_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_tables, "MAX_TABLES", 2)
     device_tables._kept.clear()
-    made = [0]
+    made: list[int] = []
 
-    class Other(torch.Tensor):
-        """As a mode's."""
+    for number in (1, 2, 1, 3, 1, 2):
 
-    def table(number: int) -> torch.Tensor:
-        made.append(number)
-        return torch.tensor(number) if number < 9 else torch.tensor(number).as_subclass(Other)
+        def make(number: int = number) -> TableRows:
+            made.append(number)
+            return [(number, 7), (8, 9)], [2, 1]
 
-    for number in (1, 2, 1, 3, 1, 2, 9, 9):
-        assert on_device((number,), partial(table, number), torch.device("cpu")) == number
-    assert made[1:] == [1, 2, 3, 2, 9, 9]
+        table = launch_table(number, make, CPU)
+        assert table.rows.tolist() == [[number, 7], [8, 9]]
+        assert table.tiles.tolist() == [[0, 0], [0, 1], [1, 0]]
+        assert table.programs == 3
+    assert made == [1, 2, 3, 2]
 
 
 def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As backward passes of two devices do: the other one comes when the first has just found its table."""
-    cpu = torch.device("cpu")
     others: list[Thread] = []
 
     class Meeting(OrderedDict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
             found = super().get(key, default)
             if found is not None and not others:
-                others.append(Thread(target=on_device, args=(("second",), lambda: torch.tensor(2), cpu)))
+                others.append(Thread(target=launch_table, args=("second", lambda: ([(2,)], [1]), CPU)))
                 others[0].start()
                 others[0].join(0.2)  # waits, if it must, for the first
             return found
@@ -48,6 +49,14 @@ def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytes
     monkeypatch.setattr(device_tables, "MAX_TABLES", 1)
     monkeypatch.setattr(device_tables, "_kept", Meeting())
     for _ in range(2):
-        assert on_device(("first",), lambda: torch.tensor(1), cpu) == 1
+        assert launch_table("first", lambda: ([(1,)], [1]), CPU).rows.tolist() == [[1]]
     others[0].join()
-    assert [int(each) for each in device_tables._kept.values()] == [2]
+    assert [table.rows.tolist() for table in device_tables._kept.values()] == [[[2]]]
+
+
+def test_a_workspace_stays_until_a_call_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_tables, "_workspaces", {})
+    first, smaller, larger = (workspace("sums", numel, torch.float32, CPU) for numel in (8, 5, 9))
+    assert smaller.data_ptr() == first.data_ptr() != larger.data_ptr()
+    assert [len(first), len(smaller), len(larger)] == [8, 5, 9]
+    assert workspace("grams", 5, torch.float32, CPU).data_ptr() != larger.data_ptr()

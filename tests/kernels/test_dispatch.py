@@ -12,18 +12,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from catalog import spec
 from kernel_calls import asked, wanted
-from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
-from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Tables
 from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
-from thinwire.sync import Engine
-from thinwire.sync.stats import Stats
 from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
@@ -52,9 +47,11 @@ def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
 
 @pytest.fixture
 def not_loaded() -> Iterator[None]:
-    dispatch._load_numba.cache_clear()
+    for found in (dispatch._load_numba, dispatch._first_that_serves):
+        found.cache_clear()
     yield
-    dispatch._load_numba.cache_clear()
+    for found in (dispatch._load_numba, dispatch._first_that_serves):
+        found.cache_clear()
 
 
 @pytest.mark.usefixtures("not_loaded")
@@ -80,7 +77,7 @@ def test_without_numba_products_are_taken_in_silence_and_nothing_is_loaded(
 
 
 def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda like, matrix_rank: False),))
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda *_: False),))
     with pytest.raises(AssertionError, match=r"no backend of PyTorch serves torch\.float32"):
         kernels_for(torch.ones(8, 8), 4)
 
@@ -106,9 +103,7 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
 ) -> None:
     given: list[list[tuple[str, int]]] = [[], []]
     small, large = (counting(each) for each in given)
-    small_backend = replace(
-        TORCH, serves=lambda like, matrix_rank: (matrix_rank or 0) <= 2, load=lambda: small
-    )
+    small_backend = replace(TORCH, serves=lambda device, dtype, rank: (rank or 0) <= 2, load=lambda: small)
     monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
     generator = torch.Generator().manual_seed(0)
 
@@ -147,8 +142,9 @@ def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: py
     lefts = dispatch.products(asked(groups, rights, None, add_error=True))
     bases = dispatch.orthonormal_rows(lefts)
     owns = dispatch.projections(asked(groups, bases, None, add_error=False))
-    written = dispatch.write([Write(*each, None, None) for each in zip(bases, owns, strict=True)])
-    for found in (lefts, bases, owns, written):
+    dispatch.write([Write(basis, own, False, None) for basis, own in zip(bases, owns, strict=True)])
+    assert torch.equal(bases[0], owns[0])
+    for found in (lefts, bases, owns):
         assert [each.device.type for each in found] == devices
     in_order = ["products", "orthonormal_rows", "projections", "write"]
     assert given == [(name, count) for name in in_order for count in (2, 1)]
@@ -160,14 +156,16 @@ def test_no_groups_no_work() -> None:
 
 
 @pytest.fixture
-def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(accelerators, "_shortfalls", {})
-    triton_limits._why_unusable.cache_clear()
+def nothing_warned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(accelerators, "warned", set())
+    for found in (triton_limits._why_unusable, dispatch._first_that_serves):
+        found.cache_clear()
     yield
-    triton_limits._why_unusable.cache_clear()
+    for found in (triton_limits._why_unusable, dispatch._first_that_serves):
+        found.cache_clear()
 
 
-@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.usefixtures("nothing_warned")
 @pytest.mark.parametrize(
     ("package", "found", "told"),
     [
@@ -178,7 +176,7 @@ def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("pytorch-triton", "3.7.0+git", r"Triton 3.7.0\+git is installed but does not compile"),
     ],
 )
-def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
+def test_where_triton_lacks_pytorch_serves_and_says_so_once(
     package: str, found: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -195,12 +193,9 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
     with pytest.warns(UserWarning, match=told):
         assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes
     assert dispatch.code_kernels_for(like) is dispatch.TORCH_TABLES.codes  # and is not told again
-    (sentence,) = accelerators.shortfalls(like.device)
-    assert sentence in str(Stats(steps=1, shortfalls=(sentence,)))
-    assert accelerators.shortfalls(torch.device("cpu")) == ()
 
 
-@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.usefixtures("nothing_warned")
 def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
     like = torch.empty(1, device="meta")
@@ -211,29 +206,9 @@ def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch)
     # And is not told again.
     assert dispatch.code_kernels_for(like.double()) is dispatch.TORCH_TABLES.codes
     assert served_by_torch(like, 33)
-    assert len(accelerators.shortfalls(like.device)) == 2
 
 
-@pytest.mark.usefixtures("no_shortfalls")
-def test_each_engine_has_its_own_shortfalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though only the first of them is warned."""
-    monkeypatch.setattr(triton_limits, "_why_not", lambda device: None)
-    monkeypatch.setattr(triton_limits, "installed", lambda: None)
-    told = "Triton is not installed: PyTorch's kernels serve, in several times as many launches"
-    bucket = (spec("weight", 64, 32),)
-
-    def shortfalls_of(algorithm: Algorithm) -> tuple[str, ...]:
-        engine = Engine(algorithm, InProcessTransport.group(1)[0])
-        engine.average([(bucket, torch.randn(64 * 32))])
-        return engine.stats().shortfalls
-
-    with pytest.warns(UserWarning, match=told):
-        assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
-    assert shortfalls_of(AllReduce()) == shortfalls_of(Cast("bf16")) == ()
-    assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
-
-
-@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.usefixtures("nothing_warned")
 @pytest.mark.parametrize(
     ("device", "told"),
     [
@@ -252,7 +227,6 @@ def test_a_device_that_triton_does_not_reach_is_told(
     with pytest.warns(UserWarning, match=f"{told}: PyTorch's kernels serve"):
         assert not triton_limits.reaches(device)
     assert not triton_limits.reaches(device)  # and is not told again
-    assert len(accelerators.shortfalls(device)) == 1
     assert not triton_limits.reaches(torch.device("cpu"))
 
 

@@ -19,7 +19,7 @@ from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Subtraction
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Subtraction
 from thinwire.kernels.torch_kernels import LOW_RANK as TORCH
 from thinwire.simulation import Simulation
 
@@ -91,7 +91,8 @@ def test_products_and_projections_add_the_error_and_multiply(
     before, factor = copied(group), factor_of(2, matrix_rank, shape[name == "products"])
     loss_scale = None if scale is None else torch.tensor(scale)
     after = both(
-        lambda kernels, each: getattr(kernels, name)([Asked(each, factor, loss_scale, add_error)]), group
+        lambda kernels, each: getattr(kernels, name)([MatmulBatch(each, factor, loss_scale, add_error)]),
+        group,
     )
     changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
     assert changed == [add_error, add_error]

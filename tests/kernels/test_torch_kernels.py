@@ -10,7 +10,7 @@ from thinwire.kernels import torch_kernels
 from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 
 
 def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -32,7 +32,7 @@ def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:
 @pytest.fixture
 def as_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators, and of no matrix alone."""
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     for name in ("PRODUCT", "SUM"):
         monkeypatch.delitem(getattr(torch_kernels, name), 2)
 
@@ -85,11 +85,11 @@ def test_of_a_batch_that_is_not_healthy_residuals_stay(healthy: bool) -> None:
 
 def test_what_is_no_batch() -> None:
     flat = torch.zeros(100)
-    assert stacked([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None
-    assert stacked([flat[10:16].view(2, 3), flat[0:6].view(2, 3)]) is None
-    assert stacked([flat[0:6].view(2, 3), torch.zeros(100)[10:16].view(2, 3)]) is None
-    assert stacked([flat[0:6].view(2, 3).t(), flat[6:12].view(2, 3).t()]) is None
-    one = stacked([flat[4:10].view(2, 3)])
+    assert stack_view([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None
+    assert stack_view([flat[10:16].view(2, 3), flat[0:6].view(2, 3)]) is None
+    assert stack_view([flat[0:6].view(2, 3), torch.zeros(100)[10:16].view(2, 3)]) is None
+    assert stack_view([flat[0:6].view(2, 3).t(), flat[6:12].view(2, 3).t()]) is None
+    one = stack_view([flat[4:10].view(2, 3)])
     assert one is not None
     assert one.shape == (1, 2, 3)
     assert one.data_ptr() == flat[4:].data_ptr()
@@ -150,7 +150,7 @@ def test_what_a_gradient_cannot_hold_goes_to_its_residual(
     found = [(torch.empty(40).half(), error.clone()) for _, error in expected]
     for mean, (gradient, error) in zip(means, expected, strict=True):
         round_into(gradient, mean.clone(), error, loss_scale)
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     flag = None if healthy is None else torch.tensor(healthy)
     items = [(gradient, mean.clone(), error) for (gradient, error), mean in zip(found, means, strict=True)]
     round_all_into(items, loss_scale, flag)

@@ -20,7 +20,7 @@ from pool import are_alike, gathered, in_each_process
 from thinwire import Nesterov, PowerSGD, Streaming
 from thinwire.errors import AttachError, StepError
 from thinwire.local_sgd import DiLoCo, LocalSGD
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 BATCH = 16
 HOW = ("local", "stacked", "beside")  # experts are divided
@@ -127,7 +127,9 @@ def check_as_whole(layout: str, streaming: Streaming) -> None:
         assert (its - before).abs().max() > 1e-3
     assert local.stats().messages > 0
     if streaming == Streaming():  # each process has sent what it holds, and that alone
-        assert local.stats().message_bytes == 2 * sum(held_of(each).nbytes for each in model.parameters())
+        assert local.stats().message_bytes == 2 * sum(
+            local_tensor(each).nbytes for each in model.parameters()
+        )
 
 
 @pytest.mark.parametrize("streaming", [Streaming(), Streaming(fragments=2, delay_steps=1)], ids=str)
@@ -152,7 +154,7 @@ def test_experts_of_one_place_become_equal_in_few_bits_and_the_router_everywhere
     with DiLoCo(model, optimizer, every_steps=3, replicas=mesh["replicate"]) as local:
         train(model, optimizer, mesh.get_local_rank("replicate"), slice(8 * part, 8 * part + 8))
     assert local.stats().compression_ratio > 12
-    experts = gathered(held_of(model.experts.weight))
+    experts = gathered(local_tensor(model.experts.weight))
     assert all(map(torch.equal, experts[:2], experts[2:]))
     assert not any(map(torch.equal, experts[0], experts[1]))
     assert are_alike([whole(model.router.weight)])

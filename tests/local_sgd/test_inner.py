@@ -20,7 +20,7 @@ from pool import in_each_process
 from thinwire import DiLoCo, LocalSGD, elastic
 from thinwire.algorithms import AllReduce
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.inner import CopiesOfWeights
+from thinwire.local_sgd.inner_optimizers import CopiesOfWeights
 from training import batch_of, flat, new_model, train
 
 LR = 0.05

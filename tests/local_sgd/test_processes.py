@@ -157,8 +157,8 @@ def test_a_warm_up_is_resumed_to_the_bit() -> None:
     with refused(StateError, "the state was saved in a warm-up with its own algorithm"):
         LocalSGD(model, optimizer, warmup=Warmup(6), **settings).load_state_dict(saved)
     # Where the warm-up's part is refused, the other part is not loaded either.
-    torn = saved | {"warmup": {}, "checksum": None}
-    torn["sync"] = torn["sync"] | {"step": 5, "checksum": None}
+    torn = saved | {"warmup": {}}
+    torn["sync"] = torn["sync"] | {"step": 5}
     refusing = LocalSGD(model, optimizer, **warm)
     with refused(StateError, "expected a state made by state_dict"):
         refusing.load_state_dict(torn)
@@ -273,7 +273,7 @@ def test_three_processes_that_resume_again_and_again_go_on_to_the_bit(delay_step
 
 STREAMING: dict[str, Any] = {
     "every_steps": 6,
-    "streaming": Streaming(fragments=2, delay_steps=4),
+    "streaming": Streaming(fragments=2, delay_steps=2),
     "algorithm": Quantize(bits=4),
     "outer": NESTEROV,
 }

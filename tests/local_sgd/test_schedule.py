@@ -18,14 +18,29 @@ ROWS = [
 LETTERS = {None: "-", "group": "G", "subgroup": "S"}
 
 
+def turns_of(schedule: Schedule, num_steps: int) -> str:
+    """Return after which steps members average: the fragment whose turn it is, "a" for all, "-" for none."""
+    shown, turns, began = "", 0, 0
+    for step in range(1, num_steps + 1):
+        is_due = schedule.is_due(step, turns, step - began)
+        place = "a" if schedule.is_warm_up(step) else str(turns % schedule.streaming.fragments)
+        shown += place if is_due else "-"
+        if is_due:
+            turns, began = turns + (not schedule.is_warm_up(step)), step
+        if step >= schedule.warmup.steps:
+            assert schedule.position(step) == (turns, began)
+    return shown
+
+
 @pytest.mark.parametrize(("has_ddp", "has_subgroup", "gradients", "parameters"), ROWS)
 def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters: str) -> None:
     """Two steps of warm-up, then over the group every three."""
     schedule = Schedule(3, Warmup(2), has_ddp, has_subgroup)
     assert "".join(LETTERS[schedule.gradients_in(step)] for step in range(8)) == gradients
-    assert "".join(LETTERS[schedule.after(step)] for step in range(1, 9)) == parameters
-    assert [schedule.is_warm_up(step) for step in range(1, 9)] == [True] * 2 + [False] * 6
-    assert schedule.meets_in_subgroups == ("S" in parameters)
+    assert turns_of(schedule, 8) == parameters.replace("S", "-").replace("G", "a", 2 - has_ddp).replace(
+        "G", "0"
+    )
+    assert schedule.has_inner_averagings == ("S" in parameters)
 
 
 @pytest.mark.parametrize("has_ddp", [False, True])
@@ -33,8 +48,7 @@ def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters
 def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
     schedule = Schedule(every_steps, has_ddp=has_ddp)
     assert not any(schedule.gradients_in(step) for step in range(9))
-    assert [step for step in range(1, 9) if schedule.after(step)] == list(range(every_steps, 9, every_steps))
-    assert not any(schedule.is_warm_up(step) for step in range(1, 9))
+    assert turns_of(schedule, 8) == ("-" * (every_steps - 1) + "0") * (8 // every_steps)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +62,7 @@ def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
 )
 def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int, turns: str) -> None:
     schedule = Schedule(every_steps, Warmup(2), streaming=Streaming(fragments=fragments))
-    assert [list(schedule.fragments_after(step)) for step in (1, 2)] == [list(range(fragments))] * 2
-    sent = [schedule.fragments_after(step) for step in range(3, len(turns) + 3)]
-    assert "".join("-" if not each else str(*each) for each in sent) == turns
-    assert [schedule.after(step) for step in range(1, 3)] == ["group"] * 2
-    after = [schedule.after(step) for step in range(3, len(turns) + 3)]
-    assert after == ["group" if each else None for each in sent]
+    assert turns_of(schedule, len(turns) + 2) == "aa" + turns
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ def test_rounds_are_spread_over_the_delay(delay_steps: int, num_rounds: int, sen
 def test_what_a_model_keeps_of_its_own_if_nothing_is_said() -> None:
     """Nothing where a residual would send it a second time."""
     schedules = [Schedule(9, streaming=Streaming(delay_steps=steps)) for steps in (0, 5)]
-    assert [each.local_weight(TopK()) for each in schedules] == [0.0, 0.0]
-    assert [each.local_weight(Quantize()) for each in schedules] == [0.0, 0.5]
+    assert [schedule.local_weight(TopK()) for schedule in schedules] == [0.0, 0.0]
+    assert [schedule.local_weight(Quantize()) for schedule in schedules] == [0.0, 0.5]
     given = Schedule(9, streaming=Streaming(delay_steps=5, local_weight=0.25))
     assert given.local_weight(TopK()) == given.local_weight(Quantize()) == 0.25

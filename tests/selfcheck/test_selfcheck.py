@@ -26,7 +26,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, CheckContext
 from thinwire.selfcheck.device import ALGORITHMS, RANKS, Row, measure
-from thinwire.sync import Engine
+from thinwire.sync import Engine, GradientSync
 from thinwire.sync.scheduler import CollectiveScheduler
 
 
@@ -53,12 +53,12 @@ def doubled(patch: pytest.MonkeyPatch) -> None:
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
     """What is loaded has no error."""
-    load = Engine.load_state_dict
+    load = GradientSync.load_state_dict
 
-    def wrong(self: Engine, state: Any, *, strict: bool = True) -> None:
-        load(self, {**state, "error": (), "checksum": None}, strict=strict)
+    def wrong(self: GradientSync, state: Any, *, strict: bool = True) -> None:
+        load(self, {**state, "error": ()}, strict=strict)
 
-    patch.setattr(Engine, "load_state_dict", wrong)
+    patch.setattr(GradientSync, "load_state_dict", wrong)
 
 
 def poisoned(patch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, Message, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
-from thinwire.sync import lanes
+from thinwire.sync import GradientSync, bucket_plans
 from thinwire.sync.engine import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
@@ -97,7 +97,7 @@ def test_number_order_and_size_of_messages(algorithm: Algorithm, rounds: list[li
     engine = Engine(algorithm, transport, [each for bucket in buckets() for each in bucket])
     step(engine)
     assert transport.events == events
-    assert engine.stats().messages == num_sent
+    assert engine.reporter.stats().messages == num_sent
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
@@ -109,7 +109,7 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
     transport.fail_at = transport.sent + fail_at
     with pytest.raises(CommunicationError, match="the peer has gone"):
         step(failing, seed=1)
-    assert failing.stats().steps == 1
+    assert failing.reporter.stats().steps == 1
     for expected, got in zip(step(healthy, seed=2), step(failing, seed=2), strict=True):
         assert torch.equal(expected, got)
 
@@ -142,8 +142,8 @@ def test_steps_over_other_lanes_are_in_flight_side_by_side() -> None:
     for mine, theirs in zip(run_members(2, body), run_members(2, one_by_one), strict=True):
         for flat, expected in zip(mine, theirs, strict=True):
             assert torch.equal(flat, expected)
-    assert engines[0].stats().steps == 2
-    assert engines[0].stats().compression_ratio > 5
+    assert engines[0].reporter.stats().steps == 2
+    assert engines[0].reporter.stats().compression_ratio > 5
 
 
 class Pipelined(AroundTrend):
@@ -170,7 +170,7 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
                 for lane, flat in zip(lanes, flats, strict=True):
                     one.start(lane, flat)
                 assert one.finish()
-            assert engine.stats().compression_ratio > 3
+            assert engine.reporter.stats().compression_ratio > 3
             return flats, [
                 f"{note.collective} {note.shape[-1]}" for note in recording.notes if note.dtype == torch.int8
             ]
@@ -239,7 +239,7 @@ def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
     third = engine.begin()
     third.start(lane, flat.clone())
     assert third.finish()
-    assert engine.stats().steps == 2
+    assert engine.reporter.stats().steps == 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -256,7 +256,7 @@ def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next(fails: bo
     assert [event.split()[0] for event in transport.events] == ["send"]
     step(engine)
     assert [event.split()[0] for event in transport.events][1] == ("send" if fails else "wait")
-    assert engine.stats().steps == 2
+    assert engine.reporter.stats().steps == 2
 
 
 def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +269,14 @@ def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(StepError, match="while a CUDA graph is captured"):
         engine.begin().start(lane, flat)
     step(engine)
-    assert engine.stats().steps == 1
+    assert engine.reporter.stats().steps == 1
 
 
 def test_finish_without_start_is_refused_and_counts_nothing() -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     with pytest.raises(StepError, match="without start"):
         engine.begin().finish()
-    assert engine.stats().steps == 0
+    assert engine.reporter.stats().steps == 0
 
 
 def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
@@ -286,7 +286,8 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
     lane = engine.open(buckets()[0], flat.device)
     interrupted = engine.begin()
     interrupted.start(lane, flat)
-    for action in (lambda: engine.use(AllReduce()), engine.state_dict, lambda: engine.load_state_dict({})):
+    sync = GradientSync(engine)
+    for action in (lambda: sync.use(AllReduce()), sync.state_dict, lambda: sync.load_state_dict({})):
         with pytest.raises(StepError, match="between steps"):
             action()
     with pytest.raises(StepError, match="did not finish"):
@@ -295,7 +296,7 @@ def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
         with pytest.raises(StepError, match="this step has ended; begin a new one"):
             call()
     step(engine)
-    assert engine.stats().steps == 2
+    assert engine.reporter.stats().steps == 2
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
@@ -427,7 +428,7 @@ def test_observers_see_the_users_settings() -> None:
     torch.set_float32_matmul_precision("high")
     try:
         engine = Engine(PowerSGD(matrix_rank=2), noting())
-        engine.observers.append(lambda committed: seen.append(torch.backends.cuda.matmul.allow_tf32))
+        engine.reporter.observers.append(lambda committed: seen.append(torch.backends.cuda.matmul.allow_tf32))
         step(engine)
     finally:
         torch.set_float32_matmul_precision("highest")
@@ -453,27 +454,27 @@ def test_the_relative_error_is_the_residual_over_what_was_to_send(
     engines = [Engine(algorithm, each, settings=settings) for each in InProcessTransport.group(2)]
     layout = (spec("weight", 49, 25),)  # a square number of elements
     for seed in range(3):
-        residuals = [each.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for each in engines]
+        residuals = [each.state.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for each in engines]
         gradients = random_gradients([layout], num_workers=2, seed=seed)
         steps = [[(layout, flat.clone().mul_(scale or 1.0))] for (flat,) in gradients]
         assert all(run_members(2, lambda rank: engines[rank].average(steps[rank])))  # noqa: B023 - at once
     for engine, before, (flat,) in zip(engines, residuals, gradients, strict=True):
-        stats = engine.stats()
+        stats = engine.reporter.stats()
         (relative_error,), (error_norm,) = stats.relative_error.values(), stats.error_norm.values()
-        residual_norm = engine.memory[ERROR]["weight"].norm().item()
+        residual_norm = engine.state.memory[ERROR]["weight"].norm().item()
         assert 0.1 < relative_error < 1
         assert relative_error == pytest.approx(residual_norm / (flat + before).norm().item(), rel=1e-4)
         assert error_norm == pytest.approx(residual_norm, rel=1e-4)
-    before_saving = [engine.stats().relative_error for engine in engines]
+    before_saving = [engine.reporter.stats().relative_error for engine in engines]
     run_members(2, lambda rank: engines[rank].state_dict())
-    assert [engine.stats().relative_error for engine in engines] == before_saving
+    assert [engine.reporter.stats().relative_error for engine in engines] == before_saving
 
     def exactly(rank: int) -> bool:
-        engines[rank].use(AllReduce())
+        GradientSync(engines[rank]).use(AllReduce())
         return engines[rank].average([(layout, gradients[rank][0])])
 
     assert all(run_members(2, exactly))
-    assert [engine.stats().relative_error for engine in engines] == [{}, {}]
+    assert [engine.reporter.stats().relative_error for engine in engines] == [{}, {}]
 
 
 def test_the_seed_decides_the_first_factors() -> None:
@@ -493,7 +494,7 @@ def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
         assert engine.average(zip(layout, flats, strict=True))
         found.append(set(dict(engine.state_dict()["factor"])))
     assert found == [{"head.weight … scale", "conv.weight … empty"}, {"head.weight … empty"}]
-    engine.use(PowerSGD(matrix_rank=2))
+    GradientSync(engine).use(PowerSGD(matrix_rank=2))
     assert not dict(engine.state_dict().get("factor", {}))
 
 
@@ -505,7 +506,7 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     for _ in range(2):
         engine = Engine(PowerSGD(matrix_rank=1), noting(), settings=Settings(may_be_unused=True))
         if saved:
-            engine.load_state_dict(saved)
+            GradientSync(engine).load_state_dict(saved)
             flats[1][600:] = 0
         assert engine.average(zip(layout, flats, strict=True))
         saved, before = engine.state_dict(), saved
@@ -601,7 +602,7 @@ def test_parts_may_be_in_flight_side_by_side(algorithm: Algorithm) -> None:
     for earlier, ending, mean in in_flight:
         assert ending.finish()
         received[earlier] += mean
-    errors = engine.memory[ERROR]
+    errors = engine.state.memory[ERROR]
     for bucket, total, got in zip(buckets(), sent, received, strict=True):
         kept = [errors.get(each.name, torch.zeros(each.numel)) for each in bucket]
         assert (torch.cat(kept) + got - total).abs().max() < 1e-3
@@ -615,7 +616,7 @@ def test_lanes_of_models_that_use_other_parameters_in_each_step_are_closed_again
     # The one that is in flight all the time is in nobody's way.
     alone = (spec("alone", 32, 16),)
     subsets = [tuple(pair) for pair in combinations(specs, 2)]
-    assert len(subsets) > 2 * lanes.MAX_IDLE_LANES
+    assert len(subsets) > 2 * bucket_plans.MAX_IDLE_BUCKETS
 
     def body(rank: int) -> tuple[bool, list[bool], torch.Tensor]:
         engine, generator = engines[rank], torch.Generator().manual_seed(rank)
@@ -630,20 +631,20 @@ def test_lanes_of_models_that_use_other_parameters_in_each_step_are_closed_again
             for each, given, mean in zip(subset, sent.view(2, 512), flat.view(2, 512), strict=True):
                 left[each.name] += given - mean
         under_way.finish()
-        assert first is not engine.opened(subsets[0])
-        owed = torch.stack([left[each.name] - engine.memory[ERROR][each.name] for each in specs])
-        return first.is_current, [engine.opened(subset) is not None for subset in subsets], owed
+        assert first is not engine.buckets.opened(subsets[0])
+        owed = torch.stack([left[each.name] - engine.state.memory[ERROR][each.name] for each in specs])
+        return first.is_current, [engine.buckets.opened(subset) is not None for subset in subsets], owed
 
     found = run_members(2, body)
     is_open = [each for _, each, _ in found]
     assert is_open[0] == is_open[1]
-    assert sum(is_open[0]) == lanes.MAX_IDLE_LANES  # beside the lane of the last step
+    assert sum(is_open[0]) == bucket_plans.MAX_IDLE_BUCKETS  # beside the lane of the last step
     assert is_open[0][0]
     assert is_open[0][-1]
     assert not any(is_current for is_current, _, _ in found)
     # What both have got, and still owe, is what they have given.
     assert (found[0][2] + found[1][2]).abs().max() < 1e-4
-    assert engines[0].counts().compression_ratio > 5
+    assert engines[0].reporter.counts().compression_ratio > 5
 
 
 def test_the_plan_is_made_once_and_not_in_every_step() -> None:

@@ -24,7 +24,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import HostCheck
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 from training import flat
 
 NUM_STEPS = 4
@@ -89,14 +89,14 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
             gradients[1][0][5] = torch.nan
             gradients[1][1][5] = torch.nan
         if step == 3:
-            assert simulation.engines[0].memory[ERROR]
+            assert simulation.engines[0].state.memory[ERROR]
             for sync in simulation.syncs:
                 sync.use(after)
         before = simulation.syncs[0].stats().message_bytes
         simulation.step(gradients)
         sent_bytes = simulation.syncs[0].stats().message_bytes - before
         if step >= 3:
-            assert bool(simulation.engines[0].memory[ERROR]) == (bad_step and step == 3)
+            assert bool(simulation.engines[0].state.memory[ERROR]) == (bad_step and step == 3)
             assert gradients[0][0].isnan().all() == (bad_step and step == 3)
     assert simulation.syncs[0].stats().nonfinite_steps == bad_step
     if isinstance(after, PowerSGD):
@@ -105,8 +105,8 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
 
 def test_the_errors_of_a_family_stay_one_batch() -> None:
     simulation, _ = run(PowerSGD(matrix_rank=2), {1}, steps=NUM_STEPS, host_check=False)
-    error = simulation.engines[0].memory[ERROR]
-    assert stacked([error["head.weight"], error["body.weight"]]) is not None
+    error = simulation.engines[0].state.memory[ERROR]
+    assert stack_view([error["head.weight"], error["body.weight"]]) is not None
 
 
 @pytest.mark.parametrize("adapter", ["attach", "hook", "aggregator", "exact aggregator"])
@@ -139,7 +139,7 @@ def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter
 def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values: whatever asks for one fails, as it would wait for an accelerator."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)  # the CPU may be asked
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)  # the CPU may be asked
     specs = buckets()[0]
 
     def train(*, host_check: HostCheck) -> None:
@@ -150,7 +150,7 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
             engine = Engine(algorithm, transport, settings=Settings(loss_scale, host_check=host_check))
             for _ in range(3):
                 engine.average([(specs, torch.randn(sum(spec.numel for spec in specs)))])
-            assert engine.memory[ERROR]
+            assert engine.state.memory[ERROR]
 
     train(host_check=False)
     train(host_check="auto")
@@ -164,7 +164,9 @@ def test_on_the_cpu_it_always_looks(algorithm: Algorithm, bad_steps: set[int]) -
     told, expected = run(algorithm, bad_steps, steps=NUM_STEPS, host_check=True)
     chosen, got = run(algorithm, bad_steps, steps=NUM_STEPS, host_check="auto")
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-    assert chosen.engines[0].memory.step == told.engines[0].memory.step == NUM_STEPS - len(bad_steps)
+    assert (
+        chosen.engines[0].state.memory.step == told.engines[0].state.memory.step == NUM_STEPS - len(bad_steps)
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,8 +184,8 @@ def test_on_accelerators_it_looks_only_where_it_must(
     algorithm: Algorithm, others: dict[str, Any], waits: bool
 ) -> None:
     settings = Settings(host_check="auto", **others)
-    assert settings.decided(algorithm, torch.device("cuda")).host_check is waits
-    assert Settings(**others).decided(algorithm, torch.device("cuda")).host_check is True
+    assert settings.resolved(algorithm, torch.device("cuda")).host_check is waits
+    assert Settings(**others).resolved(algorithm, torch.device("cuda")).host_check is True
 
 
 @pytest.mark.parametrize("given", ["never", None, [True]])

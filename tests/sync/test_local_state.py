@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms.test_conformance import assert_same_state
 from catalog import buckets, flat_error, random_gradients, true_means
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.checkpoint import load_local, merge, save, save_local
+from thinwire.checkpoint import load_local, merge, save_local
 from thinwire.comm import Machines
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
@@ -150,7 +151,7 @@ def test_what_is_loaded_is_in_every_state_that_is_saved_before_the_next_step(
         saved = resumed.state_dicts()
         for state in saved:
             torch.testing.assert_close(residual(state), expected, rtol=1e-5, atol=1e-6)
-            assert state["checksum"] == saved[0]["checksum"]
+            assert_same_state(state, saved[0])
         torch.testing.assert_close(residual(merged(resumed)), residual(saved[0]), rtol=0, atol=0)
     # And it is sent.
     sent, true = run(resumed, range(3, 5))
@@ -174,31 +175,11 @@ def test_a_parameter_that_is_never_used_again_keeps_what_it_is_owed() -> None:
             torch.testing.assert_close(residual(both)[numel:], expected[numel:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("made", [flat, pairs])
-def test_states_of_thinwire_0_2_are_read(made: Callable[[Algorithm], Simulation], tmp_path: Path) -> None:
-    """They do not say who shares a machine, so those of machines are merged."""
-    simulation = made(POWER)
-    run(simulation, range(3))
-    expected = residual(merged(simulation))
-    for member, sync in enumerate(simulation.syncs):
-        old = {name: each for name, each in sync.local_state_dict().items() if name != "machines"}
-        save(old | {"checksum": None}, tmp_path / f"thinwire_{member}.pt")
-    for how in (load_local, lambda sync, folder: sync.load_state_dict(torch.load(own(sync, folder)))):
-        resumed = made(POWER)
-        for sync in resumed.syncs:
-            how(sync, tmp_path)
-        torch.testing.assert_close(residual(resumed.state_dicts()[0]), expected, rtol=1e-5, atol=1e-6)
-
-
-def own(sync: GradientSync, folder: Path) -> Path:
-    return folder / f"thinwire_{sync.position.member}.pt"
-
-
 def test_on_a_machine_that_others_share_one_own_file_is_refused() -> None:
     simulation = pairs(POWER)
     run(simulation, range(2))
     other = crosswise(POWER)
-    with pytest.raises(StateError, match="at place 1, and this is process 1 of 4"):
+    with pytest.raises(StateError, match="with local rank 1, and this is process 1 of 4"):
         other.syncs[1].load_state_dict(simulation.syncs[1].local_state_dict())
     assert other.syncs[1].steps == 0
 
@@ -235,33 +216,26 @@ def damaged(state: Any, draw: random.Random) -> Any:
 def sharded(states: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The states of four processes as if of two replicas of two shards, cut along the first dimension."""
     for state in states:
-        place = state["member"] % 2
-        cut = {name: ((2 * shape[0], *shape[1:]), 0) for name, shape in state["own"]["parameters"] if shape}
-        places = {"place": place, "places": 2, "cuts": tuple(cut.items()), "checksum": None}
-        scalars = {"parameters": tuple(pair for pair in state["own"]["parameters"] if pair[1])}
-        errors = {"error": tuple(pair for pair in state["own"]["error"] if pair[1].dim()), "checksum": None}
-        yield {**state, **places, "own": {**state["own"], **scalars, **errors}}
+        cut = {name: ((2 * shape[0], *shape[1:]), 0) for name, shape in state["parameters"] if shape}
+        layout = state["layout"] | {"local_rank": state["layout"]["rank"] % 2, "local_size": 2}
+        scalars = {"parameters": tuple(pair for pair in state["parameters"] if pair[1])}
+        errors = {"error": tuple(pair for pair in state["error"] if pair[1].dim())}
+        yield {**state, **scalars, **errors, "layout": {**layout, "cuts": tuple(cut.items())}}
 
 
 @pytest.mark.parametrize("kind", ["flat", "machines", "shards"])
 def test_damaged_states_are_refused_in_words_or_merged(kind: str) -> None:
     simulation = (pairs if kind == "machines" else flat)(POWER)
     run(simulation, range(2))
-    states = [sync.local_state_dict() | {"checksum": None} for sync in simulation.syncs]
-    for state in states:
-        state["own"] = state["own"] | {"checksum": None}
+    states = [sync.local_state_dict() for sync in simulation.syncs]
     if kind == "shards":
         states = list(sharded(states))
     assert residual_norm(merge(copy.deepcopy(states))) > 0
     draw, refused = random.Random(0), 0
     for _ in range(300):
         some = list(states)
-        place = draw.randrange(4)
-        some[place] = damaged(some[place], draw)
-        if isinstance(some[place], dict):
-            some[place] = some[place] | {"checksum": None}
-            if isinstance(some[place].get("own"), dict):
-                some[place]["own"] = some[place]["own"] | {"checksum": None}
+        rank = draw.randrange(4)
+        some[rank] = damaged(some[rank], draw)
         try:
             merge(some)
         except StateError:

@@ -68,8 +68,8 @@ def test_zeros_in_place_of_nan_and_else_the_same_run(entry: Entry, host_check: b
     assert stats.steps == len(got)
     if entry.compresses:
         assert stats.compression_ratio > 1.1  # with a warm-up of three of the five steps
-    with_memory = as_nan.engines[0].memory
-    for name, owed in simulation.engines[0].memory[ERROR].items():
+    with_memory = as_nan.engines[0].state.memory
+    for name, owed in simulation.engines[0].state.memory[ERROR].items():
         assert torch.equal(owed, with_memory[ERROR][name])
 
 
@@ -246,7 +246,7 @@ def test_it_is_said_once_where_no_scaler_is_known(
 ) -> None:
     model = new_ddp_model()
     sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
-    with patch("thinwire.sync.engine.logger.warning") as warning:
+    with patch("thinwire.sync.reporter.logger.warning") as warning:
         for step in range(4):
             model.zero_grad()
             torch.autograd.backward(loss_of(model, step, overflows=step > 1))

@@ -28,13 +28,13 @@ def owing(dtype: torch.dtype, error: float, scale: float | None = None) -> Simul
     simulation = Simulation(POWER, layout(dtype), num_workers=2, loss_scale=scaled)
     assert simulation.step(random_gradients(layout(dtype), num_workers=2, seed=0))
     for engine in simulation.engines:
-        engine.memory[ERROR]["weight"] += error
+        engine.state.memory[ERROR]["weight"] += error
     return simulation
 
 
 def owed(simulation: Simulation) -> torch.Tensor:
     zeros = torch.zeros(1200)
-    errors = [engine.memory[ERROR].get("weight", zeros).double() for engine in simulation.engines]
+    errors = [engine.state.memory[ERROR].get("weight", zeros).double() for engine in simulation.engines]
     return torch.stack(errors).mean(0)
 
 
@@ -161,7 +161,7 @@ def test_fresh_random_factors_are_not_kept() -> None:
     for _ in range(3):
         gradients = random_gradients(layout(), num_workers=2, seed=0)
         for engine in simulation.engines:
-            engine.memory[ERROR].clear()
+            engine.state.memory[ERROR].clear()
         assert simulation.step(gradients)
         results.append(gradients[0][0])
     assert not torch.equal(results[0], results[1])
@@ -172,12 +172,12 @@ def test_fresh_random_factors_are_not_kept() -> None:
 def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
     """What a worker owes decides the type and length of messages: all must owe the same parameters."""
     simulation = owing(torch.float16, 0.0)
-    simulation.engines[0].memory[ERROR]["weight"] += 90_000.0  # beyond fp16
+    simulation.engines[0].state.memory[ERROR]["weight"] += 90_000.0  # beyond fp16
     before = owed(simulation)
     switch(simulation, AllReduce())
     paid = pay(simulation, torch.float16, 1)
-    assert [set(engine.memory[ERROR]) for engine in simulation.engines] == [{"weight"}, {"weight"}]
-    assert not simulation.engines[1].memory[ERROR]["weight"].any()
+    assert [set(engine.state.memory[ERROR]) for engine in simulation.engines] == [{"weight"}, {"weight"}]
+    assert not simulation.engines[1].state.memory[ERROR]["weight"].any()
     paid += pay(simulation, torch.float16, 1)
-    assert [set(engine.memory[ERROR]) for engine in simulation.engines] == [set(), set()]
+    assert [set(engine.state.memory[ERROR]) for engine in simulation.engines] == [set(), set()]
     torch.testing.assert_close(paid, before, rtol=1e-3, atol=0.1)

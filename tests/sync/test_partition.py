@@ -50,7 +50,7 @@ def test_results_and_state_are_those_of_a_process_for_each_machine(entry: Entry)
         machines(entry.algorithm, buckets(torch.float64)),
         Simulation(entry.algorithm, buckets(torch.float64), num_workers=2),
     )
-    is_cut_alike = entry.same_in_any_buckets or entry.algorithm.indivisible == "bucket"
+    is_cut_alike = entry.same_in_any_buckets or entry.algorithm.split_granularity == "bucket"
     for step in range(5 if is_cut_alike else 1):
         gradients = random_gradients(several.buckets, num_workers=4, seed=step)
         expected = means_of_machines(gradients)
@@ -160,8 +160,8 @@ def test_each_process_remembers_its_part(algorithm: Algorithm) -> None:
     gradients = random_gradients(LAYERS, num_workers=8, seed=0)
     assert alone.step(means_of_machines(gradients, 4))
     assert several.step(gradients)
-    whole = alone.engines[0].memory_bytes()
-    parts = [engine.memory_bytes() for engine in several.engines[:4]]
+    whole = alone.engines[0].state.memory_bytes()
+    parts = [engine.state.memory_bytes() for engine in several.engines[:4]]
     assert whole <= sum(parts) <= 1.05 * whole
     assert max(parts) <= 1.5 * whole / 4 + 64  # six matrices for four processes
 
@@ -193,7 +193,7 @@ def test_whole_buckets_are_divided_evenly_once_there_are_several() -> None:
         sim.buckets = list(model)
         assert sim.step(random_gradients(model, num_workers=4, seed=step))
         if step in (1, 2):
-            shares = [engine.residual_bytes() for engine in sim.engines]
+            shares = [engine.state.residual_bytes() for engine in sim.engines]
             assert shares == [sum(shares) / 4] * 4
     assert sim.syncs[0].stats().compression_ratio > 10
 
@@ -244,12 +244,12 @@ def test_processes_ask_each_other_only_while_one_remembers_something() -> None:
     model = [(spec("weight", 96, 64),)]
     sim, asked = machines(PowerSGD(matrix_rank=2), model), []
     assert sim.step(random_gradients(model, num_workers=4, seed=0))
-    assert [bool(engine.error_norm()) for engine in sim.engines] == [True, False] * 2
+    assert [bool(engine.state.error_norm()) for engine in sim.engines] == [True, False] * 2
     for sync in sim.syncs:
         sync.use(AllReduce())
     for _ in range(4):
         assert sim.step(random_gradients(model, num_workers=4, seed=0))
-        asked.append({engine.may_remember for engine in sim.engines})
+        asked.append({engine.state.may_remember for engine in sim.engines})
     assert asked[0] == {True}
     assert asked[-1] == {False}
     message_bytes = sim.syncs[0].stats().message_bytes

@@ -35,7 +35,7 @@ def at_commit(
         exchange.close_with(requests)
     while exchange.advance():
         pass
-    assert len(exchange.commits) == len(buckets) + len(closing)
+    assert all(task.gate is not None for task in exchange.tasks)
     return exchange
 
 
@@ -43,8 +43,8 @@ def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[
     """Bring an exchange to its commit, and let it pass that."""
     exchange = at_commit(*buckets, transport=transport, closing=closing)
     assert bool(exchange.is_healthy())
-    for task in exchange.tasks:
-        task.commit()
+    exchange.commit(exchange.tasks)
+    exchange.commit_closing()
 
 
 def sent(notes: Sequence[Note]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -324,4 +324,4 @@ def test_a_request_behind_the_gate_is_refused() -> None:
 
     exchange = at_commit(bucket())
     with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
-        exchange.tasks[0].commit()
+        exchange.commit(exchange.tasks)

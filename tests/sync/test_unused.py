@@ -8,7 +8,7 @@ import torch
 from gpu_ready.counting import counted
 from thinwire.algorithms import Bucket
 from thinwire.plan import ParameterSpec
-from thinwire.sync.step import used_flags
+from thinwire.sync.unused import used_flags
 from thinwire.tensors import accelerators
 
 SIZES = {"zeros": 300, "last": 300, "empty": 0, "nan": 1, "tiny": 3}
@@ -25,7 +25,7 @@ def test_a_gradient_that_is_not_all_zeros_was_used(monkeypatch: pytest.MonkeyPat
     last[299], nan[0], tiny[1] = -2.0, torch.nan, 1e-30
     flags = used_flags(bucket)
     assert flags.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
     assert torch.equal(used_flags(bucket), flags)
 
 

@@ -73,7 +73,7 @@ def average(algorithm: Algorithm, dtype: torch.dtype, *, columns: int = 240, **s
     specs = tuple(ParameterSpec.of(name, torch.empty(256, columns, dtype=dtype)) for name in "ab")
     for _ in range(2):
         engine.average([(specs, torch.ones(2 * 256 * columns, dtype=dtype))], is_agreed=True)
-    assert engine.counts().compression_ratio > 1
+    assert engine.reporter.counts().compression_ratio > 1
 
 
 def main(architecture: int, ranks: list[int]) -> None:
@@ -82,7 +82,7 @@ def main(architecture: int, ranks: list[int]) -> None:
     scaled: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(2.0)}
     with (
         by_triton(),
-        patch.object(accelerators, "pays_per_launch", lambda device: True),
+        patch.object(accelerators, "is_accelerator", lambda device: True),
         patch.object(launcher, "_function", lambda kernel: Compiling(original(kernel), kernel)),
     ):
         with patch.object(torch, "zeros", lambda *size, dtype, device: torch.empty(size, dtype=dtype)):

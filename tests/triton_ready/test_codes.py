@@ -9,12 +9,12 @@ import torch
 
 from catalog import numbers, spec
 from thinwire.algorithms.quantize import MAX_BLOCK
-from thinwire.kernels.base import Averaging, CodeKernels, Keeping
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.torch_codes import CODES as PYTORCH
 from thinwire.kernels.triton.triton_codes import CODES as TRITON
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Codebook, Coded
-from thinwire.tensors.rounding import Drawing, Draws
+from thinwire.tensors.rounding import CounterRNG, RandomBits
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet
@@ -31,9 +31,9 @@ def are_equal(one: Coded, other: Coded) -> bool:
     return one.share == other.share and torch.equal(one.message, other.message)
 
 
-def draws_of(blocks: Blocks) -> Draws:
+def draws_of(blocks: Blocks) -> RandomBits:
     specs = [spec(str(numel), numel) for numel in blocks.numels]
-    return Drawing(blocks, specs, 0).draws(0, [0], torch.device("cpu"))[0]
+    return CounterRNG(blocks, specs, 0).draws(0, [0], torch.device("cpu"))[0]
 
 
 def as_decoded(
@@ -49,7 +49,7 @@ def as_decoded(
     ("blocks", "drawn"), [(SHORT, False), (WHOLE, True)], ids=["short, nearest", "whole, drawn"]
 )
 def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -> None:
-    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.own(1)
+    codebook, draws, own = CODEBOOKS[bits], draws_of(blocks) if drawn else None, blocks.shares[1]
     flat = numbers(blocks)
     for dtype in (torch.float16, torch.float32):
         # Some come out beyond fp16's range, and are cut off.
@@ -69,7 +69,7 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     lost = [torch.empty(own.stop - own.start, blocks.block) for _ in range(2)]
     of_own = None if draws is None else draws.of(own)
     means = [
-        kernels.averaged(Averaging(received, blocks, own, codebook, of_own, each, torch.float32))
+        kernels.averaged(MeanArgs(received, blocks, own, codebook, of_own, each, torch.float32))
         for kernels, each in zip((TRITON, PYTORCH), lost, strict=True)
     ]
     assert are_equal(*means)
@@ -80,7 +80,7 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
             values = flat.clone()
             gradients = values.to(dtype)  # in fp32 the same memory
             other = PYTORCH.encoded(numbers(blocks, 1), blocks, codebook, None)
-            item = Keeping(other, blocks, codebook, gradients, values, coded, lost[0], own, scale)
+            item = ResidualArgs(other, blocks, codebook, gradients, values, coded, lost[0], own, scale)
             kept.append((kernels.decode_and_keep(item), gradients))
         assert all(map(torch.equal, *kept))
 

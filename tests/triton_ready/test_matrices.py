@@ -193,17 +193,16 @@ def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> No
     for kernels in (TRITON, PYTORCH):
         draw = Drawing()
         items = [
-            Write(torch.zeros(5000), draw(5000), None, flag),
-            Write(torch.zeros(3, dtype=torch.float16), draw(3), None, flag),
-            Write(torch.zeros(0), draw(0), None, flag),
-            *(Write(draw(2, 7), None, draw(2, 7), flag) for _ in range(2)),
+            Write(torch.zeros(5000), draw(5000), False, flag),
+            Write(torch.zeros(3, dtype=torch.float16), draw(3), False, flag),
+            Write(torch.zeros(0), draw(0), False, flag),
+            *(Write(draw(2, 7), draw(2, 7), True, flag) for _ in range(2)),
         ]
-        new, old = items[-1].target.clone(), items[-1].unhealthy
-        written = kernels.write(items)
-        assert old is not None
-        assert torch.equal(written[-1], old if healthy is False else new)
-        assert written[0].isnan().all() == (healthy is False)
-        found.append([each.nan_to_num(7.0) for each in written])
+        old = items[-1].target.clone()
+        kernels.write(items)
+        assert torch.equal(items[-1].target, old if healthy is False else items[-1].healthy)
+        assert items[0].target.isnan().all() == (healthy is False)
+        found.append([item.target.nan_to_num(7.0) for item in items])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -212,11 +211,11 @@ def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> No
 def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = replace(
         dispatch.TRITON,
-        serves=lambda like, matrix_rank: like.dtype in TRITON.gradient_types,
+        serves=lambda device, dtype, matrix_rank: dtype in TRITON.gradient_types,
         load=lambda: TABLES,
     )
     monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
-    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(accelerators, "is_accelerator", lambda device: True)
 
 
 def simulated(

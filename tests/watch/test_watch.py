@@ -105,7 +105,7 @@ def test_the_records_add_up_to_the_stats(simulated: Simulation) -> None:
     assert [step for kind, step, _ in kept.records if kind == "norms"] == [2, 4, 6]
     assert norms[-1]["relative_error"] == stats.relative_error
     assert norms[-1]["error_norm"] == stats.error_norm
-    for name, error in simulated.engines[0].memory[ERROR].items():
+    for name, error in simulated.engines[0].state.memory[ERROR].items():
         assert stats.error_norm[name] == pytest.approx(error.norm().item())
     (plan,) = kept.of("plan")
     assert plan["algorithm"] == "PowerSGD(matrix_rank=2)"
@@ -140,14 +140,14 @@ def test_a_step_that_leaves_parameters_out_is_no_new_plan() -> None:
         for names in used:
             step(names)
         for matrix_rank in (1, 2):
-            engine.use(PowerSGD(matrix_rank=matrix_rank))
+            GradientSync(engine).use(PowerSGD(matrix_rank=matrix_rank))
             step("abc")
     assert ["".join(route["label"] for route in plan["routes"]) for plan in kept.of("plan")] == [
         "ab",
         *["abc"] * 3,
     ]
     assert len(kept.of("step")) == len(used) + 2
-    assert engine.counts().compression_ratio > 5
+    assert engine.reporter.counts().compression_ratio > 5
 
 
 def test_watching_changes_nothing() -> None:
@@ -324,7 +324,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
             call()
     kept.close()
     assert mine.read_text() == "important\n"
-    assert not engine_of(sync).observers
+    assert not engine_of(sync).reporter.observers
 
 
 def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.adapters.ddp import attach_ddp
-from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, uncompiled
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2
 from thinwire.algorithms import Algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +55,7 @@ def attach(
             group for it, and take no other. Refused with DDP.
         machines: For a DDP model: which processes share a machine. If all machines have several, and as many,
             gradients are averaged exactly inside each machine first; then each process averages a part of
-            them by the algorithm, with the processes of its place on the other machines. So everything
+            them by the algorithm, with the processes of its local rank on the other machines. So everything
             leaves a machine once; see docs/machines.md. True finds it out from the variables of torchrun,
             srun or mpirun. Or give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two
             dimensions, (machines, processes of each). With False each process sends by itself.
@@ -123,5 +124,5 @@ def attach(
         return sync
     if replicas is not None and ddp_inside(model) is not None:
         raise ConfigError("replicas is for sharded models; leave it out: DDP was given a process_group")
-    # `attach_ddp` refuses any other model, and says what it expects.
+    # `attach_ddp` rejects every other type and names the accepted ones.
     return attach_ddp(model, algorithm, settings, machines)

@@ -21,6 +21,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of,
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+from thinwire.torch_private import backward_pass, leave_join
 
 logger = logging.getLogger(__name__)
 
@@ -33,39 +34,36 @@ def new_engine(
     layout: Layout,
 ) -> Engine:
     """Return an engine that sends once for each machine of several processes. Collective."""
-    machines, why_flat = None, ""
+    machines = None
     if isinstance(transport, ProcessGroupTransport):
-        machines, why_flat = machines_of(transport, layout)
-        if layout is True and machines is None and not why_flat:
-            why_flat = why_by_itself(transport)
-            if why_flat and not transport.rank:
-                logger.warning("%s", why_flat)
-    engine = Engine(algorithm, transport, specs, settings, machines=machines)
-    if why_flat:
-        engine.shortfalls[why_flat] = None
-    return engine
+        machines, uneven = machines_of(transport, layout)
+        if layout is True and machines is None and not uneven:
+            why = why_by_itself(transport, dist.get_process_group_ranks(transport.group))
+            if why and not transport.rank:
+                logger.warning("%s", why)
+    return Engine(algorithm, transport, specs, settings, machines=machines)
 
 
 # Contributors are the processes that still have input: `join` counts them, and adapters divide by that.
 # Kept by parameter, since a stateless hook sees nothing of its model but the parameters in a bucket.
-_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+contributor_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 @contextmanager
 def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
     """Divide gradients of `parameters` by the contributors, while this is open."""
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
-    before = [(parameter, _scales.get(parameter)) for parameter in parameters]
-    _scales.update((parameter, scale) for parameter, _ in before)
+    before = [(parameter, contributor_scales.get(parameter)) for parameter in parameters]
+    contributor_scales.update((parameter, scale) for parameter, _ in before)
     try:
         yield
     finally:
         for parameter, was in before:
             # A parameter that two models share is still the outer one's.
             if was is None:
-                del _scales[parameter]
+                del contributor_scales[parameter]
             else:
-                _scales[parameter] = was
+                contributor_scales[parameter] = was
 
 
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
@@ -73,8 +71,8 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
 
     Scaling what goes in, not what comes out, keeps the residual in one unit while their number changes.
     """
-    if parameters and parameters[0] in _scales:
-        multiply(flat, _scales[parameters[0]])
+    if parameters and parameters[0] in contributor_scales:
+        multiply(flat, contributor_scales[parameters[0]])
 
 
 def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
@@ -90,52 +88,43 @@ class Shadow(JoinHook):
         self._adapter, self._step, self._end = adapter, step, end
 
     def main_hook(self) -> None:
-        """Take part in a step of the others. Collective."""
-        # Otherwise the adapter would tell the join context, from within its own end, that it has input.
+        # Leave first; otherwise the averaging would report this process as active to the join context.
         leave_join(self._adapter)
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the last active process's model to all. Collective."""
         leave_join(self._adapter)
         self._end(is_last_joiner)
 
 
-def leave_join(adapter: Joinable) -> None:
-    """Let an adapter's later steps notify no join context any more."""
-    # Torch leaves that switched on: each later step would go on sending what the context needs.
-    adapter._join_config = type(adapter._join_config).construct_disabled_join_config()
-
-
-# Models that are averaged now and then, by who averages them. Weak: who is dropped averages nothing any more.
-_averaged: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
+# Averager -> (model, transport). Weak keys: a garbage-collected averager releases its model.
+averaged_models: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
 
 
 @contextmanager
 def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
     """Mark a model as being averaged while the context is open."""
-    _averaged[owner] = module, transport
+    averaged_models[owner] = module, transport
     try:
         yield
     finally:
-        _averaged.pop(owner, None)
+        averaged_models.pop(owner, None)
 
 
 def refuse_averaged_twice(
     parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
 ) -> None:
     """Refuse to average gradients of a model that is itself averaged, over the same processes."""
-    if not _averaged:
+    if not averaged_models:
         return
-    given = set(map(id, parameters))
-    for module, other in list(_averaged.values()):
-        # Over fewer processes, such as those of a machine, both are of use.
+    ids = set(map(id, parameters))
+    for module, other in list(averaged_models.values()):
+        # Over fewer processes, such as those of a machine, both have a use.
         mine, theirs = _members_of(transport), _members_of(other)
-        if theirs and theirs <= mine and any(id(parameter) in given for parameter in module.parameters()):
+        if theirs and theirs <= mine and any(id(parameter) in ids for parameter in module.parameters()):
             raise error(
-                f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
-                "averages the model itself over the same processes; leave out one of the two: train the "
-                "plain module inside LocalSGD"
+                f"this {type(module).__name__} is averaged twice: its gradients in every step, and the model "
+                "itself by LocalSGD, over the same processes; train the plain module inside LocalSGD"
             )
 
 
@@ -172,7 +161,7 @@ def _look_at_steps() -> RemovableHandle:
 
 
 def _refuse_step_inside(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if torch._C._current_graph_task_id() == -1:
+    if backward_pass() == -1:
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(map(stepped.isdisjoint, _averaged_in_backward.values())):

@@ -4,34 +4,34 @@
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.common import (
     allow_steps_inside,
+    averaged_models,
+    contributor_scales,
     divide_by_contributors,
     new_engine,
     refuse_averaged_twice,
     refuse_steps_inside,
 )
 from thinwire.adapters.ddp_model import (
+    PYTHON_REDUCER,
     DetachedAdapter,
     check_attachable,
     check_options,
-    completed_future,
     ddp_inside,
     ddp_model_of,
     ddp_models_with,
-    dense_buffer,
     guard,
     names_of,
-    new_future,
     not_pickled,
     num_trained,
     register,
@@ -43,25 +43,26 @@ from thinwire.adapters.ddp_used import Used
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
-from thinwire.errors import AttachError, ConfigError, NonfiniteError, StepError
+from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane
+from thinwire.sync import Engine, GradientSync, Settings, streams
+from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.partition import Specs
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
+from thinwire.torch_private import at_end_of_backward, backward_pass, comm_hooks, ddp_parameters, running_node
 
 PATIENCE_SECONDS = 10.0
 ONE_EACH = "make one state for each model"  # what errors advise
 
 
 def attach_ddp(
-    given: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
+    holder: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = ddp_inside(given)
+    model = ddp_inside(holder)
     if model is None:
-        raise AttachError(wrong_model(given))
+        raise AttachError(wrong_model(holder))
     check_attachable(model)
     transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
@@ -90,7 +91,7 @@ def adapter_of(
     specs = [
         ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
     ]
-    settings = replace(settings, may_be_unused=model.find_unused_parameters, gradients_stay=True)
+    settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
     return adapter
@@ -121,7 +122,7 @@ def adapter_of_hook(
 
 
 class DDPAdapter:
-    """Feeds DDP's buckets to an `Engine` and hands their means back as futures."""
+    """Starts DDP's buckets in steps of an `Engine`, and hands their means back as futures."""
 
     def __init__(
         self,
@@ -134,54 +135,54 @@ class DDPAdapter:
         self._model = None if model is None else weakref.ref(model)
         self._parameters = _Parameters(names)
         self._comm_stream = CommStream()
-        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._buckets: dict[tuple[int, ...], BucketState] = {}
         self._is_new = True
         self._static_graph: _StaticGraph | None = None
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
         self._used: Used | None = None
-        # Gradients in a bucket that the step may leave as they are: name, place in the bucket, copy.
+        # Gradients in a bucket that the step may leave as they are: name, part of the bucket, copy.
         self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         if model is not None:
             self._note_used(model)
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Take a bucket, and finish them all at the last one; return a future of its mean."""
-        flat = dense_buffer(bucket)
+        """Start a bucket, and finish the step with the last one; return a future of the bucket's mean."""
+        flat, current = dense_buffer(bucket), backward_pass()
         if self._is_new:
             self._look_at_model(bucket)
-        if self._static_graph is not None and self._static_graph.leaves_out(bucket, self._open_step):
+        step = self._step if self._step is not None and self._step.is_open else None
+        graph = self._static_graph
+        if graph is not None and graph.leaves_out(bucket, step):
             return completed_future(flat)
         # Check at the end of each pass, nested ones included, whether all buckets have come. -1 is outside of
         # any pass: there a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
         if current not in (-1, self._watched_pass):
             self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
+            at_end_of_backward(self._check_finished)
+        future, has_none = new_future(flat.device), flat.device.type in streams.WITHOUT_STREAMS
         try:
-            divide_by_contributors(bucket.parameters(), flat)
-            # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
-            with (
-                self.engine.clock.inside(self.engine.traffic),
-                self._comm_stream.wait_for_current(flat.device),
-            ):
-                lane = self._lane_of(bucket.parameters())
-                step = self._open_step or self._begin(bucket)
-                used = None
-                if self._used is not None:
-                    used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                    self._keep_unused(bucket, lane, used)
-                step.start(lane, flat, used)
-            future = new_future(flat.device)
-            self._waiting.append((future, flat))
-            is_last = self._static_graph.is_last(bucket) if self._static_graph else bucket.is_last()
-            if is_last:
-                self._parameters.refuse_unaveraged()
-                with self._comm_stream.wait_for_current(flat.device):
-                    self._finish(step)
-                if self._used is not None and current != -1:
-                    self._used.forget()
+            if contributor_scales:
+                divide_by_contributors(bucket.parameters(), flat)
+            beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
+            with beside:
+                # As one: while a bucket is opened, and processes agree, its gradients are ready and wait.
+                with self.engine.clock.inside(self.engine.traffic):
+                    opened = self._open_bucket(bucket.parameters())
+                    step = step or self._begin(bucket)
+                    used = None
+                    if self._used is not None:
+                        used = self._used.of(bucket.parameters(), is_pass=current != -1)
+                        self._keep_unused(bucket, opened, used)
+                    step.start(opened, flat, used)
+                self._waiting.append((future, flat))
+                is_last = (
+                    bucket.is_last() if self._static_graph is None else self._static_graph.is_last(bucket)
+                )
+                if is_last:
+                    self._finish(step, is_pass=current != -1)
+            if is_last and not has_none:
                 self._comm_stream.current_waits()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
@@ -191,56 +192,44 @@ class DDPAdapter:
             raise
         return future
 
-    @property
-    def _open_step(self) -> Step | None:
-        return self._step if self._step is not None and self._step.is_open else None
+    def _open_bucket(self, parameters: list[torch.Tensor]) -> BucketState | Specs:
+        """Return a bucket that is open; its parameters if it is not."""
+        # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
+        key = tuple(map(id, parameters))
+        known = self._buckets.get(key)
+        if known is not None and known.is_current:
+            return known
+        specs = self._parameters.specs_of(parameters)
+        opened = self.engine.buckets.opened(specs)
+        if opened is None:
+            return specs
+        self._buckets[key] = opened
+        return opened
 
     def _begin(self, bucket: GradBucket) -> Step:
         # The model of a user's own hook is unknown; it may average within a machine only.
-        if self._model is not None:
+        if averaged_models and self._model is not None:
             refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
         if self._static_graph is not None:
             self._static_graph.num_taken = 0
         self._step = self.engine.begin(pipelined=True)
         return self._step
 
-    def _lane_of(self, parameters: list[torch.Tensor]) -> Lane | Specs:
-        """Return the bucket's lane; if none is open, its parameters."""
-        # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
-        key = tuple(map(id, parameters))
-        lane = self._lanes.get(key)
-        if lane is not None and lane.is_current:
-            return lane
-        specs = self._parameters.specs_of(parameters)
-        opened = self.engine.opened(specs)
-        if opened is None:
-            return specs
-        self._lanes[key] = opened
-        return opened
-
-    def _finish(self, step: Step) -> None:
-        # In the hook's last call, not in a future's callback: those run on separate threads, so that
-        # processes could issue collectives in different orders and wait for each other forever.
-        try:
-            committed = step.finish()
-            self.engine.raise_unless(committed)
-            if not committed:
-                self.engine.warn_of_nonfinite()
-        except NonfiniteError as error:
-            refusal = error
-
-            def raise_it() -> NoReturn:
-                raise refusal
-
-            # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
-            # hook has returned: what our callback queues comes behind it, and the model stays usable.
-            queue_callback = Variable._execution_engine.queue_callback
-            queue_callback(lambda: queue_callback(raise_it))
+    def _finish(self, step: Step, *, is_pass: bool) -> None:
+        # In the hook's last call, not in a future's callback: those run on separate threads. Rank 0 could
+        # start the messages of step 8 before the last ones of step 7, rank 1 behind them: both would wait.
+        for parameter, name in self._parameters.outside:
+            if parameter.requires_grad:
+                raise unaveraged(name)
+        if not step.finish():
+            self._report_nonfinite()
         for name, gradient, before in self._kept:
             if name in step.unused:
                 gradient.copy_(before)
         self._kept = []
         self._parameters.are_all_known = True
+        if self._used is not None and is_pass:
+            self._used.forget()
         self._release()
 
     def _release(self) -> None:
@@ -249,8 +238,26 @@ class DDPAdapter:
         for future, flat in waiting:
             future.set_result(flat)
 
+    # Rare cases.
+
+    def _report_nonfinite(self) -> None:
+        """Warn of a step that was not committed; or let `backward()` raise at its end."""
+        try:
+            self.engine.raise_unless(committed=False)
+        except NonfiniteError as error:
+            refusal = error
+
+            def raise_it() -> NoReturn:
+                raise refusal
+
+            # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
+            # hook has returned: what our callback queues comes behind it, and the model stays usable.
+            at_end_of_backward(lambda: at_end_of_backward(raise_it))
+        else:
+            self.engine.reporter.warn_of_nonfinite()
+
     def _look_at_model(self, bucket: GradBucket) -> None:
-        """Check what the first bucket is of. A hook inside of a user's own may not find that out."""
+        """Check the model of the first bucket. A hook inside of a user's own may not find it."""
         model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
             check_options(model)
@@ -262,11 +269,11 @@ class DDPAdapter:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
             self._used = Used(names_of(model.module, model.parameters_to_ignore))
 
-    def _keep_unused(self, bucket: GradBucket, lane: Lane | Specs, used: list[bool] | None) -> None:
+    def _keep_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
         """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
-        specs = lane.specs if isinstance(lane, Lane) else lane
+        specs = opened.specs if isinstance(opened, BucketState) else opened
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad
@@ -274,20 +281,21 @@ class DDPAdapter:
                 self._kept.append((spec.name, gradient, gradient.clone()))
 
     def let_go(self) -> None:
-        """Take off what the model's backward pass would go on to call, and allow what was refused."""
+        """Remove hooks of the model's parameters, and allow steps inside of its backward pass again."""
         allow_steps_inside(self)
         if self._used is not None:
             self._used.remove()
 
     def _check_finished(self) -> None:
-        """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
+        """Make sure, at the end of a backward pass whose buckets have not all come, that it ends.
 
         If more are to come in a later pass, DDP does nothing now. If it thinks that all have come, it goes on
         to wait for their futures, forever.
         """
-        num_started = 0 if self._open_step is None else self._open_step.num_parameters
+        step = self._step
+        num_started = step.num_parameters if step is not None and step.is_open else 0
         # A pass inside of a pass, such as a checkpoint's: the outer one has an end too.
-        if not num_started or torch._C._current_autograd_node() is not None:
+        if not num_started or running_node() is not None:
             return
         # On a separate thread: this one will block in DDP's code until the futures have results. A daemon,
         # so that a process that fails meanwhile can end.
@@ -297,24 +305,23 @@ class DDPAdapter:
 
         def after_ddp() -> None:
             alarm.cancel()
-            # Emptied: the alarm has given up.
-            if not self._waiting:
+            if not self._waiting:  # the alarm has given up
                 self.engine.abandon()
                 raise StepError(
                     f"DDP ended a step after {num_started} parameters without handing over the others, so "
-                    "nothing was averaged; build the DDP model without the option that leaves buckets out, "
-                    "and restart all processes from a checkpoint"
+                    "nothing was averaged; build the model without the option that leaves buckets out, and "
+                    "restart from a checkpoint"
                 )
 
         # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
-        Variable._execution_engine.queue_callback(after_ddp)
+        at_end_of_backward(after_ddp)
 
 
 class _StaticGraph:
     """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._num_expected = num_trained(model._module_parameters)  # 0 after the first step
+        self._num_expected = num_trained(ddp_parameters(model))  # 0 after the first step
         self.num_taken = 0
 
     def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
@@ -341,8 +348,9 @@ class _Parameters:
             id(parameter): (parameter, name) for parameter, name in (names or {}).items()
         }
         self._specs: dict[tuple[int, ...], Specs] = {}
-        # Parameters in no bucket that was seen; None to look for them.
-        self._outside: list[tuple[torch.Tensor, str]] | None = None
+        # Those in no bucket so far. DDP makes buckets of what is trained when it is built: what is unfrozen
+        # later is in none, and would drift apart. What is frozen later stays in them.
+        self.outside: list[tuple[torch.Tensor, str]] = []
 
     def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
         """Return the specs of a bucket's parameters."""
@@ -354,21 +362,10 @@ class _Parameters:
                     words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
                     raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
                 self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
-            self._outside = None
             self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+            inside = {parameter_id for ids in self._specs for parameter_id in ids}
+            self.outside = [known for known_id, known in self._names.items() if known_id not in inside]
         return self._specs[key]
-
-    def refuse_unaveraged(self) -> None:
-        """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
-        # DDP makes buckets of what is trained when it is built. What is frozen later stays in them.
-        if self._outside is None:
-            inside = {parameter_id for key in self._specs for parameter_id in key}
-            self._outside = [
-                known for parameter_id, known in self._names.items() if parameter_id not in inside
-            ]
-        for parameter, name in self._outside:
-            if parameter.requires_grad:
-                raise unaveraged(name)
 
 
 class Switch:
@@ -376,12 +373,6 @@ class Switch:
 
     adapter_now: Callable[[], DDPAdapter | None]  # what averages in this pass; None leaves gradients alone
     taken_by = ""  # who has put it there; "" if no one needs it any more
-
-    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `DDPAdapter.run`, of the adapter whose turn it is."""
-        # Asked at every bucket: the same answer throughout a pass.
-        adapter = self.adapter_now()
-        return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
 
     @property
     def engine(self) -> Engine | None:
@@ -417,7 +408,7 @@ def switched(
     model: DistributedDataParallel, adapter_now: Callable[[], DDPAdapter | None], taken_by: str
 ) -> Switch:
     """Let adapters average a model's gradients, by the hook that it has from before, or a new one."""
-    hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
+    hooks = [state for _, state in comm_hooks(model) if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch(model)
     if hooks:
         guard(model)
@@ -428,5 +419,38 @@ def switched(
 
 
 def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Take a bucket: the hook that DDP is given."""
-    return state.run(bucket)
+    """Hand a bucket to the adapter whose turn it is: the hook that DDP is given."""
+    adapter = state.adapter_now()  # the same one throughout a pass
+    return completed_future(dense_buffer(bucket)) if adapter is None else adapter.run(bucket)
+
+
+# A bucket, and the future that DDP waits for.
+
+
+def dense_buffer(bucket: GradBucket) -> torch.Tensor:
+    """Return a bucket's flat gradients."""
+    # The python reducer calls hooks as well, with gradients in place of buckets.
+    if not isinstance(bucket, GradBucket):
+        raise AttachError(PYTHON_REDUCER)
+    flat = bucket.buffer()
+    if flat.is_sparse:
+        words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
+        raise GradientError(f"{words}; build its Embedding with sparse=False")
+    if flat.is_complex():
+        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
+        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
+        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
+    return flat
+
+
+def new_future(device: torch.device) -> Future[torch.Tensor]:
+    """Return a future that DDP can wait for, of a tensor on `device`."""
+    # With a device, the future makes DDP's stream wait for queued work. It takes no CPU as a device.
+    return Future(devices=None if device.type == "cpu" else [device])
+
+
+def completed_future(flat: torch.Tensor) -> Future[torch.Tensor]:
+    """Return a bucket's gradients, done as they are: nothing is averaged."""
+    future = new_future(flat.device)
+    future.set_result(flat)
+    return future

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire import torch_private
 from thinwire.checks import shown
-from thinwire.errors import AttachError, GradientError, StateError, StepError
+from thinwire.errors import AttachError, StateError, StepError
+from thinwire.torch_private import ddp_logging_data, ddp_parameters, uncompiled
 
 # Torch's wrappers of a module show in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -83,23 +84,20 @@ def ddp_inside(model: object) -> DistributedDataParallel | None:
         return model
     if not isinstance(model, torch.nn.Module):
         return None
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    ddp_models = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     kind = type(model).__name__
-    if len(found) > 1:
-        raise AttachError(f"the {kind} holds {len(found)} DDP models, expected one; give them one by one")
-    inside = {id(parameter) for module in found for parameter in module.parameters()}
+    if len(ddp_models) > 1:
+        raise AttachError(
+            f"the {kind} holds {len(ddp_models)} DDP models, expected one; give them one by one"
+        )
+    inside = {id(parameter) for module in ddp_models for parameter in module.parameters()}
     outside = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-    if found and outside:
+    if ddp_models and outside:
         raise AttachError(
             f"{plain_name(outside[0])} of the {kind} is trained outside of the DDP model inside, and only "
             "that would be averaged; wrap all of it in DistributedDataParallel, or give the DDP model"
         )
-    return found[0] if found else None
-
-
-def uncompiled(model: object) -> object:
-    """Return the model that `torch.compile` was given, if this is its result; otherwise the model itself."""
-    return getattr(model, "_orig_mod", model)
+    return ddp_models[0] if ddp_models else None
 
 
 def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
@@ -107,14 +105,14 @@ def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedData
 
     Cost: a look at every Python object, 0.2 s for a million of them. A hook is not given its model.
     """
-    states = ((model, [s for _, s in model.__dict__.get("_comm_hooks", ())]) for model in _ddp_models())
+    states = ((model, [s for _, s in torch_private.comm_hooks(model)]) for model in _ddp_models())
     return [model for model, its in states if any(map(is_wanted, its))]
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
     """Return the DDP model that these are parameters of; None if there are several. Cost: as above."""
     wanted = set(map(id, parameters))
-    holding = [m for m in _ddp_models() if wanted <= set(map(id, m.__dict__.get("_module_parameters", ())))]
+    holding = [m for m in _ddp_models() if wanted <= set(map(id, ddp_parameters(m)))]
     return holding[0] if len(holding) == 1 else None
 
 
@@ -156,42 +154,42 @@ WAYS_IN = {
 }
 
 
-def way_in(given: object) -> str:
+def way_in(model: object) -> str:
     """Return advice to replace giving a framework's object to Thinwire; "" if it is no such object."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(given).__mro__]
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(model).__mro__]
     return next((WAYS_IN[kind] for kind in kinds if kind in WAYS_IN), "")
 
 
-def wrong_model(given: object) -> str:
+def wrong_model(model: object) -> str:
     """Return the message for an object that is not a DDP model."""
-    if way := way_in(given):
-        return f"expected a DistributedDataParallel model, got {type(given).__name__}; {way}"
-    if not isinstance(given, torch.nn.Module):
-        return f"expected a DistributedDataParallel model, got {shown(given)}; give the model"
+    if way := way_in(model):
+        return f"expected a DistributedDataParallel model, got {type(model).__name__}; {way}"
+    if not isinstance(model, torch.nn.Module):
+        return f"expected a DistributedDataParallel model, got {shown(model)}; give the model"
     remedy = 'shard the plain module with fully_shard, and attach(…, replicas=mesh["replicate"])'
     ddp = "torch.nn.parallel.DistributedDataParallel"
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
     rest = f"; {first}wrap it first: {ddp}(model)"
-    if is_sharded(given):
+    if is_sharded(model):
         rest = f", sharded by FSDP1; thinwire.attach takes models of fully_shard (FSDP2): {remedy}"
-    elif isinstance(given, torch.nn.DataParallel):
+    elif isinstance(model, torch.nn.DataParallel):
         start = "start one for each (torchrun --nproc-per-node …)"
         rest = f", one process with several devices; {start}, with {ddp}(model.module)"
-    elif any(hasattr(parameter, "to_local") for parameter in given.parameters()):
+    elif any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         rest = f" with DTensors (tensor or expert parallelism); {remedy}, {DIVIDED}"
-    return f"expected a DistributedDataParallel model, got {type(given).__name__}{rest}"
+    return f"expected a DistributedDataParallel model, got {type(model).__name__}{rest}"
 
 
 def check_attachable(model: DistributedDataParallel) -> None:
     """Refuse a DDP model whose gradients can't be averaged here."""
     # DDP refuses such a model; its parameters were frozen since.
-    if not num_trained(model._module_parameters):
+    if not num_trained(ddp_parameters(model)):
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     if model.mixed_precision is not None:
         words = "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself"
         raise AttachError(f"{words}; leave it out and use torch.autocast, or a wire_dtype of the algorithm")
-    built_with = model._get_ddp_logging_data().get("dtypes", "").split(", ")  # type: ignore[no-untyped-call]
-    trained = {parameter.dtype for parameter in model._module_parameters if parameter.requires_grad}
+    built_with = ddp_logging_data(model).get("dtypes", "").split(", ")
+    trained = {parameter.dtype for parameter in ddp_parameters(model) if parameter.requires_grad}
     if all(REDUCERS_NAMES.get(dtype, built_with[0]) not in built_with for dtype in trained):
         raise AttachError(
             "the model was converted after DDP was built, which sees no gradient of it any more; convert the "
@@ -209,10 +207,10 @@ def check_attachable(model: DistributedDataParallel) -> None:
 
 def check_options(model: DistributedDataParallel) -> None:
     """Refuse options under which DDP does not hand all gradients to its hook."""
-    if getattr(model, "_use_python_reducer", False):
+    if torch_private.has_python_reducer(model):
         raise AttachError(PYTHON_REDUCER)
     # DDP would register a hook for that in the first forward pass.
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+    if any(map(torch_private.has_optimizer_in_backward, model.parameters())):
         words = "for _apply_optimizer_in_backward DDP needs its one communication hook itself"
         raise AttachError(f"{words}; step an optimizer after backward()")
     if getattr(model, "skip_all_reduce_unused_params", False):
@@ -231,12 +229,10 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
     try:
         model.register_comm_hook(state, hook)
     except RuntimeError as error:
-        # DDP notes a hook before it finds that it can't have it.
-        model._comm_hooks.pop()
-        model.logger._set_comm_hook_name(before)  # type: ignore[union-attr]
+        torch_private.forget_refused_hook(model, before)
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; if it is Thinwire's, call "
-            "sync.use(…), or sync.detach() first; a copy takes one until its first forward pass: copy again"
+            "sync.use(…) or sync.detach(). A copy takes one until its first forward pass"
         ) from error
     if hook_of(model)[1]:
         guard(model)
@@ -245,9 +241,8 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
 def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
     """Return the name of the model's communication hook, "" if it has none, and whether it is Thinwire's."""
     # DDP logs the hook in use: its list lacks those built in, and has those that a copy has lost.
-    data = {} if model.logger is None else model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    name = data.get("comm_hook", "")
-    for hook, state in reversed(model.__dict__.get("_comm_hooks", [])):
+    name = ddp_logging_data(model).get("comm_hook", "")
+    for hook, state in reversed(torch_private.comm_hooks(model)):
         if hook.__qualname__ == name:
             made_in = {str(hook.__module__), type(state).__module__}
             return name, any(module.split(".")[0] == "thinwire" for module in made_in)
@@ -262,9 +257,7 @@ def guard(model: DistributedDataParallel) -> None:
 
 def unguard(model: DistributedDataParallel) -> None:
     """Undo `guard`."""
-    for number, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, _Guard):
-            del model._forward_pre_hooks[number]
+    torch_private.remove_forward_pre_hooks(model, _Guard)
 
 
 class _Guard:
@@ -282,15 +275,16 @@ class _Guard:
         self._known = set(map(id, parameters))
         # One of each type and device: a conversion of the whole model changes some, and DDP itself finds out
         # if only a part of the model takes no part.
-        trained = () if its is None else (p for p in its._module_parameters if p.requires_grad)
+        trained = () if its is None else (p for p in ddp_parameters(its) if p.requires_grad)
         by_kind = {(parameter.dtype, parameter.device): parameter for parameter in trained}
         self._nodes = [(parameter, accumulator_of(parameter)) for parameter in by_kind.values()]
         self._learn(() if its is None else its.module.modules())
 
     def _learn(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        self._children = [module._modules for module in self._modules]
-        self._own = [module._parameters for module in self._modules]
+        inside = [torch_private.children_and_parameters(module) for module in self._modules]
+        self._children = [children for children, _ in inside]
+        self._own = [parameters for _, parameters in inside]
         self._types, self._children_then = list(map(type, self._modules)), list(map(dict, self._children))
         self._own_then = self._own_now()
 
@@ -314,7 +308,7 @@ class _Guard:
     def __reduce__(self) -> tuple[Any, ...]:
         raise not_pickled()
 
-    @disable_dynamo
+    @torch_private.not_compiled
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
         if not torch.is_grad_enabled():
             return
@@ -349,9 +343,8 @@ class _Guard:
 def _refuse_to_train_copy(model: DistributedDataParallel) -> None:
     def refuse(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
         raise AttachError(
-            "this DDP model is a copy of one that averages with Thinwire, and DDP copies no "
-            "communication hook, so it would train uncompressed; copy again and "
-            "attach(copied_model, …) before its first step"
+            "this DDP model is a copy, without the communication hook, and would train uncompressed; copy "
+            "the original again, and attach(copied_model, …) before its first step"
         )
 
     if hook_of(model) == ("", False):
@@ -376,35 +369,3 @@ def not_pickled() -> StateError:
 
 class DetachedAdapter:
     """Takes the place of the adapter in a copy of an attached model."""
-
-
-# A bucket, and the future that DDP waits for.
-
-
-def dense_buffer(bucket: GradBucket) -> torch.Tensor:
-    """Return a bucket's flat gradients."""
-    # The python reducer calls hooks as well, with gradients in place of buckets.
-    if not isinstance(bucket, GradBucket):
-        raise AttachError(PYTHON_REDUCER)
-    flat = bucket.buffer()
-    if flat.is_sparse:
-        words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"
-        raise GradientError(f"{words}; build its Embedding with sparse=False")
-    if flat.is_complex():
-        words = f"DDP of torch {torch.__version__} hands over {flat.dtype} gradients"
-        remedy = "use that, or keep such parameters as real ones (torch.view_as_real)"
-        raise GradientError(f"{words}, torch 2.13 pairs of real numbers; {remedy}")
-    return flat
-
-
-def new_future(device: torch.device) -> Future[torch.Tensor]:
-    """Return a future that DDP can wait for, of a tensor on `device`."""
-    # With a device, the future makes DDP's stream wait for queued work. It takes no CPU as a device.
-    return Future(devices=None if device.type == "cpu" else [device])
-
-
-def completed_future(flat: torch.Tensor) -> Future[torch.Tensor]:
-    """Return a bucket's gradients, done as they are: nothing is averaged."""
-    future = new_future(flat.device)
-    future.set_result(flat)
-    return future

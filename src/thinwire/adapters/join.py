@@ -12,13 +12,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from thinwire.adapters.common import counted, leave_join
+from thinwire.adapters.common import counted
 from thinwire.adapters.ddp import Switch
 from thinwire.adapters.ddp_model import ddp_inside, ddp_models_with, hook_of, wrong_model
 from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
 from thinwire.tensors import accelerators
+from thinwire.torch_private import divide_by_all_members, leave_join
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def join(
     refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
     try:
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
-            # The counter first: of several, only the first notifies the context, and DDP's own notification
-            # would make DDP divide, too.
+            # Register our counter before DDP: Join notifies the first joinable only, and DDP's notification
+            # would make DDP divide as well.
             counter = _Counter(model)
             with counter.counting(), Join([counter, model], *options):
                 yield
@@ -96,7 +97,7 @@ def join(
         leave_join(joinable)
         # Otherwise it would divide by the last number of contributors forever.
         if model is not None:
-            model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+            divide_by_all_members(model)
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -105,7 +106,7 @@ def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         name = type(optimizer).__name__
         raise ConfigError(
             f"{name}.step() sends parameters, and in thinwire.join no process without input takes part in "
-            "that; use torch.distributed.algorithms.join.Join([ddp_model, optimizer]) in its place"
+            "that; use torch's Join([ddp_model, optimizer])"
         )
 
 
@@ -128,8 +129,7 @@ class _Counter(Joinable):
             self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a hook that shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
-        return JoinHook()
+        return JoinHook()  # it shadows nothing: DDP's own runs our communication hook, with zeros
 
     @property
     def join_device(self) -> torch.device:
@@ -172,6 +172,6 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
     if name and not is_ours:
         raise ConfigError(
             f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
-            "divides by the members of the group; leave it True, or register one of thinwire.hooks instead"
+            "divides by the members of the group; leave it True, or register one of thinwire.hooks"
         )
     return bool(name)

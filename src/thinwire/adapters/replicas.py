@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.checks import shown
 from thinwire.comm import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError, ConfigError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 # Types as wide as the numbers of a tensor, to read their bits as whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -56,15 +56,15 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
     parameters: Iterable[tuple[str, Any]] = model.named_parameters()
     for name, parameter in parameters if replicas is None else ():
         # One shard of one is the whole; `replicate` has DTensors too.
-        places = enumerate(getattr(parameter, "placements", ()))
-        if any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places):
+        placements = enumerate(getattr(parameter, "placements", ()))
+        if any(one.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, one in placements):
             remedy = 'pass replicas=mesh["replicate"]'
             raise AttachError(f"{name} is sharded, so processes hold different shards; {remedy}")
-    tensors = [held_of(parameter) for parameter in model.parameters()]
+    tensors = [local_tensor(parameter) for parameter in model.parameters()]
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()
-    unlike = [rank for rank, found in enumerate(others, start=1) if found != first]
+    unlike = [rank for rank, other in enumerate(others, start=1) if other != first]
     if unlike:
         ranks = ", ".join(map(str, unlike[:8])) + (", …" if len(unlike) > 8 else "")
         raise AgreementError(
@@ -75,16 +75,16 @@ def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return two whole numbers that differ, in all likelihood, if a bit or the order of elements does."""
-    found = torch.zeros(2, dtype=torch.int64)
+    prints = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
         numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         words = numbers.view(BITS[numbers.element_size()])
         # Sums of whole numbers are the same in any order, and may wrap. Each element's place counts in both;
         # the squares see what cancels in the other.
-        for some in torch.split(words, WORDS_AT_ONCE):
-            wide = some.long()
+        for chunk in torch.split(words, WORDS_AT_ONCE):
+            wide = chunk.long()
             weighted = torch.arange(len(wide), device=wide.device).mul_(STRIDE).add_(1).mul_(wide)
             first = weighted.sum()
-            found = found.to(wide.device) * 1_000_003 + torch.stack([first, weighted.mul_(wide).sum()])
-    return found
+            prints = prints.to(wide.device) * 1_000_003 + torch.stack([first, weighted.mul_(wide).sum()])
+    return prints

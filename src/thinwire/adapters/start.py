@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.sync import Engine
+from thinwire.torch_private import scales_now
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
         parameters: The model's.
         averages: What averages models, and how often; "" if gradients are averaged in every step.
     """
-    together = engine.settings.together
+    together = engine.settings.health_group
     if engine.transport.rank or (together is not None and together.rank):
         return
     if engine.transport.size == 1:
@@ -60,46 +61,43 @@ def tell_start(engine: Engine, parameters: Iterable[torch.Tensor], averages: str
 
 def _look_after_first_step(engine: Engine, owned: set[int]) -> None:
     def look(committed: bool) -> None:
-        engine.observers.remove(look)
+        engine.reporter.observers.remove(look)
         for words in misfits(engine, owned):
             logger.warning("%s", words)
 
     # Then the loss has been scaled, and there is an optimizer. Neither is known to a hook, so all objects are
     # looked through, in some 0.1 s: once.
-    engine.observers.append(look)
+    engine.reporter.observers.append(look)
 
 
 def misfits(engine: Engine, owned: set[int]) -> list[str]:
     """Return warnings about objects in this process that do not go with an algorithm that remembers."""
     # Types are compared, since `isinstance` asks objects, and some do something then.
     kinds = (GradScaler, torch.optim.Optimizer)
-    found: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
-    told, algorithm = [], engine.algorithm
-    if engine.settings.loss_scale is None and any(map(_scales_now, found)):
-        told.append(
+    objects: list[Any] = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), kinds)]
+    warnings, algorithm = [], engine.algorithm
+    if engine.settings.loss_scale is None and any(map(_scales_now, objects)):
+        warnings.append(
             f"a GradScaler scales a loss, and {algorithm} was not given it: what it remembers is wrong after "
             "each change of the scale; pass grad_scaler=scaler, unless it is a different model's"
         )
-    adam = next((type(candidate).__name__ for candidate in found if _is_adam_of(candidate, owned)), "")
+    adam = next((type(candidate).__name__ for candidate in objects if _is_adam_of(candidate, owned)), "")
     if adam and isinstance(algorithm, PowerSGD | BatchedPowerSGD):
-        told.append(
+        warnings.append(
             f"{type(algorithm).__name__} with {adam} costs loss (3.6 % after 300 steps of a small GPT); "
             "Quantize(bits=4) costs none that we could measure, see docs/optimizers.md"
         )
-    return told
+    return warnings
 
 
-def _scales_now(found: Any) -> bool:
+def _scales_now(candidate: Any) -> bool:
     """Return whether it is a scaler of a loss, and no gradients have been unscaled yet."""
-    # A disabled one, and one that was never used, have no scale.
-    if not isinstance(found, GradScaler) or getattr(found, "_scale", None) is None:
-        return False
-    return all(state["stage"] is OptState.READY for state in found._per_optimizer_states.values())
+    return isinstance(candidate, GradScaler) and scales_now(candidate)
 
 
-def _is_adam_of(found: Any, owned: set[int]) -> bool:
+def _is_adam_of(candidate: Any, owned: set[int]) -> bool:
     """Return whether it is Adam, or an optimizer like it, and trains one of some parameters."""
-    if not any("Adam" in kind.__name__ for kind in type(found).__mro__):
+    if not any("Adam" in kind.__name__ for kind in type(candidate).__mro__):
         return False
-    groups = getattr(found, "param_groups", ())
+    groups = getattr(candidate, "param_groups", ())
     return any(id(parameter) in owned for group in groups for parameter in group["params"])

@@ -134,7 +134,7 @@ class GradientListAdapter(Joinable):
         # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         # It does not use `engine.wire`: the step has not begun, and faults are scheduled by its messages.
-        flags = accelerators.sent_to(self.engine.metered.control_device, flags)
+        flags = accelerators.to_device_async(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
         if self.engine.partition is not None:
             self.engine.partition.intra_node.all_reduce(flags, purpose, operation="max").wait()
@@ -152,7 +152,6 @@ class GradientListAdapter(Joinable):
     # Uneven inputs: see thinwire.join.
 
     def join_hook(self, **options: Any) -> JoinHook:
-        """Return, for a join context, how this process shadows the others once it has no more input."""
         self._divides_by_initial = options.get("divide_by_initial_world_size", True)
         return Shadow(
             self,
@@ -163,12 +162,10 @@ class GradientListAdapter(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the join context's own messages."""
         return self.parameters[0].device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group that is joined."""
         if self._group is None:
             raise AttachError(
                 "there is no process group to join: this averages over this process alone; call "
@@ -188,11 +185,11 @@ def _transport_over(process_group: dist.ProcessGroup | None, device: torch.devic
 def _checked(parameters: object) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
         raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
-    given = list(parameters)
-    wrong = [parameter for parameter in given if not isinstance(parameter, torch.Tensor)]
-    if wrong or not given:
+    tensors = list(parameters)
+    wrong = [parameter for parameter in tensors if not isinstance(parameter, torch.Tensor)]
+    if wrong or not tensors:
         got = f"a {type(wrong[0]).__name__} among them; pass model.parameters()" if wrong else "none"
         raise ConfigError(f"expected the model's parameters, got {got}")
-    if len(set(map(id, given))) < len(given):
+    if len(set(map(id, tensors))) < len(tensors):
         raise ConfigError("a parameter is given more than once; pass model.parameters()")
-    return given
+    return tensors

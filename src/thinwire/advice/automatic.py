@@ -118,7 +118,7 @@ class Auto:
         names = [EXACT, BASELINE, *sorted(within, key=lambda name: self._losses[name].order)]
         self._candidates = {name: variants[name] for name in names}
         # The replicas' group, and the shards' group if the model is sharded.
-        together = self._engine.settings.together
+        together = self._engine.settings.health_group
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other forever.
         described = {name: str(value) for name, value in rules._asdict().items()}
@@ -128,7 +128,7 @@ class Auto:
             agree(group, described, "auto()")
         self._course, self._last = self._follow(), clock()
         next(self._course)  # to its first `yield`, which receives the first step
-        self._engine.observers.append(self._after_step)
+        self._engine.reporter.observers.append(self._after_step)
 
     def __str__(self) -> str:
         """Return the choice and the reason for it, in lines."""
@@ -191,7 +191,7 @@ class Auto:
             low_seconds,
             high_seconds,
             sent_bytes=(traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before),
-            memory_bytes=self._engine.memory_bytes(),
+            memory_bytes=self._engine.state.memory_bytes(),
             is_lossy=not self._candidates[name].keeps_16_bits,
             loss=self._losses[name],
         )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, uncompiled
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.advice_page import Advice
 from thinwire.advice.losses import Training, notes_on_losses, notes_on_size, optimizer_name
 from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
@@ -28,6 +28,7 @@ from thinwire.errors import AttachError, ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.measured_link import MeasuredLink
+from thinwire.torch_private import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

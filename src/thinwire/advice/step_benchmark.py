@@ -182,7 +182,8 @@ class StepBenchmark(PricedSteps):
                 self.one_step(model)
                 timelines.append(self.stopwatch.timeline())
             if engine is not None:
-                timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
+                timed.memory_bytes = engine.state.memory_bytes()
+                timed.residual_bytes = engine.state.residual_bytes()
         # Hooks are called in a backward pass only.
         if algorithm is not None and not all(timeline.sent for timeline in timelines[UNTIMED_STEPS:]):
             needs = "a backward pass on the model that it is given, through all of its parameters"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import Collective, Message, Recording, Transport, Work, wire_bytes
+from thinwire.comm import Collective, CompletedWork, Message, Recording, Transport, Work, wire_bytes
 from thinwire.probe.measured_link import Transfer
-from thinwire.sync.streams import marked
+from thinwire.sync.streams import record_event
 from thinwire.tensors.accelerators import wait_for
 
 # Maps a collective to its time, by the bytes that each process hands over.
@@ -80,7 +80,7 @@ class Stopwatch:
         self._mark: Callable[[], Any] = time.perf_counter
         if self._device.type != "cpu":
             # On the stream that computes there: hooks may have a different one than the training loop.
-            self._mark = partial(marked, self._device)
+            self._mark = partial(record_event, self._device)
         self.transport = Recording(LoopbackTransport(size), self._mark)
         self._start: Any = 0.0
 
@@ -107,11 +107,6 @@ class Stopwatch:
         return float(self._start.elapsed_time(mark)) / 1e3
 
 
-class _DoneWork(NamedTuple):
-    def wait(self) -> None:
-        return
-
-
 class LoopbackTransport(Transport):
     """A group in which all members send at once, and the same as this one.
 
@@ -130,4 +125,4 @@ class LoopbackTransport(Transport):
         elif message.collective == "all_to_all":
             # All send alike: each sends to this member what this one sends to the first.
             output.copy_(tensor[0].expand_as(output))
-        return _DoneWork()
+        return CompletedWork()

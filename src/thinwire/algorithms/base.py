@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -21,7 +21,7 @@ MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
 
-Indivisible: TypeAlias = "int | Literal['parameter', 'bucket']"
+Granularity: TypeAlias = "int | Literal['parameter', 'bucket']"
 """What processes of a machine do not divide: some elements of a parameter, a parameter, or a bucket."""
 
 
@@ -76,6 +76,9 @@ class Slot:
         default=None, compare=False, repr=False
     )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # asked for hundreds of times a step
+
     def __post_init__(self) -> None:
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
@@ -105,7 +108,10 @@ class Memory:
 
     def __getitem__(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return the tensors of a slot by label, to read and to write."""
-        return self.slots.setdefault(slot, {})
+        tensors = self.slots.get(slot)
+        if tensors is None:
+            tensors = self.slots[slot] = {}
+        return tensors
 
     def copied(self, labels: Collection[str]) -> Memory:
         """Return a memory with copies of what is kept under some labels."""
@@ -120,7 +126,7 @@ class Memory:
     def restore(self, before: Memory) -> None:
         """Become what was copied `before`, of all labels.
 
-        Tensors of the same shape are written in place: recorded steps know where they lie.
+        Tensors of the same shape are written in place: plans may have tables of where they lie.
         """
         self.step = before.step
         for slot, tensors in self.slots.items():
@@ -133,29 +139,6 @@ class Memory:
                     now.copy_(was)
                 else:
                     tensors[label] = was
-
-    def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
-        """Take back, on the device, what was written under some labels, unless the step `is_healthy`.
-
-        What was written where nothing of its shape was before becomes zeros. To take back what was dropped
-        costs a host synchronisation.
-
-        Args:
-            is_healthy: One bool.
-            before: From `copied`, with the same labels.
-            labels: What the writer may have touched.
-        """
-        for slot, tensors in self.slots.items():
-            old = before[slot]
-            dropped = old.keys() - tensors.keys()
-            # A key is the host's, so here it waits for the device.
-            if dropped and not is_healthy:
-                tensors.update({label: old[label] for label in dropped})
-            for label in (key for key in labels if key in tensors and key not in dropped):
-                new, was = tensors[label], old.get(label)
-                # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
-                kept = torch.zeros_like(new) if was is None or was.shape != new.shape else was
-                torch.where(is_healthy.to(new.device), new, kept, out=new)
 
 
 class Diagnosis(NamedTuple):
@@ -177,6 +160,8 @@ class Diagnosis(NamedTuple):
 class BucketPlan(ABC):
     """How a bucket travels: made once from shapes, printed, executed.
 
+    Only `run` must be written.
+
     Attributes:
         specs: The bucket's parameters, in the order of their gradients.
         routes: How each travels, once past any warm-up.
@@ -186,7 +171,7 @@ class BucketPlan(ABC):
     routes: tuple[Route, ...]
 
     @abstractmethod
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Turn `bucket.flat` into the mean over the group, in place.
 
         A generator that yields requests and receives their answers. The last one is `Commit`: behind it, and
@@ -199,29 +184,25 @@ class BucketPlan(ABC):
         """
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(spec.name for spec in self.specs)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The elements of each parameter."""
+        return [spec.numel for spec in self.specs]
+
+    @cached_property
     def labels(self) -> tuple[str, ...]:
         """The labels that memory may have for tensors of this bucket."""
-        names = [spec.name for spec in self.specs]
-        return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
+        return tuple(dict.fromkeys([*self.names, *(route.label for route in self.routes)]))
 
     def kernels(self, device: torch.device) -> set[str]:
         """Return the names of kernels that all members must have in common; none if all give the same."""
         return set()
 
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Return a key of what the next exchange launches, beside shapes; None if it is never the same.
-
-        On accelerators the engine records what exchanges of the same variant launch, and launches it again.
-        An exchange that is recorded never waits for the device, copies nothing from the host, and keeps no
-        count itself.
-
-        Args:
-            memory: That of all buckets.
-            device: That of the gradients.
-        """
-        return None
-
-    def adopt(self, memory: Memory) -> str:
+    def on_state_loaded(self, memory: Memory) -> str:
         """Make memory fit this plan, after a different plan or a loaded state. Outside of any step.
 
         Returns:
@@ -235,10 +216,16 @@ class BucketPlan(ABC):
 
 
 class Algorithm(ABC):
-    """How gradients become their mean over the group: what the user wrote; frozen, it never changes."""
+    """How gradients become their mean over the group: what the user wrote; frozen, it never changes.
+
+    An algorithm of your own needs three things: `slots`, all that its plans remember; `prepare`, which plans
+    a bucket; and `run` of that plan, which averages it. All else has a default.
+    """
 
     # All that its plans remember and write.
     slots: ClassVar[tuple[Slot, ...]] = ()
+
+    # Optional from here on.
 
     # Settings that are shown even with their default.
     always_shown: ClassVar[tuple[str, ...]] = ()
@@ -250,9 +237,12 @@ class Algorithm(ABC):
     # buckets are computed, than in one with those of all buckets at the end.
     pipelines_buckets: ClassVar[bool] = False
 
-    # Whether its commits have `writes_where`, so that the device takes back a step at no cost. In steps that
-    # drop memory the host may wait.
+    # Whether its commits have `commits_on_device`, so that the device takes back a step at no cost. In steps
+    # that drop memory the host may wait.
     decides_on_device: ClassVar[bool] = False
+
+    # The first steps, in which gradients travel uncompressed.
+    warmup_steps: int = 0
 
     # Whether a step says nothing of most entries.
     sends_few_entries: ClassVar[bool] = False
@@ -285,7 +275,7 @@ class Algorithm(ABC):
         return True
 
     @property
-    def indivisible(self) -> Indivisible:
+    def split_granularity(self) -> Granularity:
         """The unit that must be averaged as one; the processes of a machine divide the rest of the work.
 
         A bucket, unless an algorithm says that what becomes of a parameter does not depend on its neighbours.

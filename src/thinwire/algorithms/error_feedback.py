@@ -37,12 +37,13 @@ def residuals_of(memory: Memory, names: Iterable[str]) -> dict[str, torch.Tensor
 
 def put_back_residuals(memory: Memory, names: Iterable[str], before: Mapping[str, torch.Tensor]) -> None:
     """Make the residuals of some parameters those that `residuals_of` has returned."""
+    errors = memory[ERROR]
     for name in names:
-        memory[ERROR].pop(name, None)
-    memory[ERROR].update(before)
+        errors.pop(name, None)
+    errors.update(before)
 
 
-class Compensated(NamedTuple):
+class WithResidual(NamedTuple):
     """Gradients that travel uncompressed, with their residual."""
 
     # Flat; then, if some residual may not fit, one element that tells whether any remains on this member.
@@ -51,17 +52,23 @@ class Compensated(NamedTuple):
     remainders: dict[str, torch.Tensor]
 
 
-def compensated(
-    bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
-) -> Compensated:
+def with_residual(
+    bucket: Bucket,
+    memory: Memory,
+    names: Sequence[str],
+    gradients: Sequence[torch.Tensor],
+    wire_dtype: torch.dtype | None,
+) -> WithResidual:
     """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
-    gradients, dtype, scale = bucket.gradients, bucket.flat.dtype, bucket.loss_scale
+    errors = memory[ERROR]
+    if errors.keys().isdisjoint(names):
+        return WithResidual(list(gradients), {})
+    dtype, scale = bucket.flat.dtype, bucket.loss_scale
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
-    sent = Compensated([], {})
-    for index in indices:
-        gradient, name = gradients[index], bucket.specs[index].name
-        error = memory[ERROR].get(name)
+    sent = WithResidual([], {})
+    for name, gradient in zip(names, gradients, strict=True):
+        error = errors.get(name)
         if error is not None:
             fitting = residual = error if scale is None else error * scale
             if is_narrow:
@@ -73,8 +80,9 @@ def compensated(
                 remainder = residual - fitting
                 # Even if it is zero: names must be the same on all members, whose amounts differ.
                 sent.remainders[name] = remainder if scale is None else remainder / scale
-            gradient = gradient + fitting
-        sent.parts.append(gradient)
+            sent.parts.append(gradient + fitting)
+        else:
+            sent.parts.append(gradient)
     if sent.remainders:
         # The mean of it tells every member whether any keeps something: they must keep it all or none.
         remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
@@ -83,10 +91,11 @@ def compensated(
 
 
 def keep_remainder(
-    memory: Memory, names: Iterable[str], sent: Compensated, means: Sequence[torch.Tensor] | torch.Tensor
+    memory: Memory, names: Iterable[str], sent: WithResidual, means: Sequence[torch.Tensor] | torch.Tensor
 ) -> None:
     """Drop the residual of parameters that were sent with it, but for what did not fit."""
+    errors = memory[ERROR]
     for name in names:
-        memory[ERROR].pop(name, None)
+        errors.pop(name, None)
     if sent.remainders and means[-1].any():
-        memory[ERROR].update(sent.remainders)
+        errors.update(sent.remainders)

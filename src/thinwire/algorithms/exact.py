@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
-from thinwire.algorithms.error_feedback import ERROR, Compensated, compensated, keep_remainder
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -19,13 +19,10 @@ class _Uncompressed(Algorithm):
     """Remembers nothing, and divides anywhere."""
 
     slots = (ERROR,)
+    remembers = False
 
     @property
-    def remembers(self) -> bool:
-        return False
-
-    @property
-    def indivisible(self) -> int:
+    def split_granularity(self) -> int:
         return 1
 
 
@@ -63,31 +60,34 @@ class UncompressedPlan(BucketPlan):
         ]
         return cls(tuple(specs), tuple(routes), wire_dtype)
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round, of the flat gradient."""
-        yield from exchange_uncompressed(bucket, memory, self.wire_dtype)
-
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are always the same once there is no residual."""
-        return 0 if memory[ERROR].keys().isdisjoint(spec.name for spec in self.specs) else None
+        yield from average_uncompressed(self.names, bucket, memory, self.wire_dtype)
 
 
-def exchange_uncompressed(
-    bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
+def average_uncompressed(
+    names: Sequence[str],
+    bucket: Bucket,
+    memory: Memory,
+    wire_dtype: torch.dtype | None,
+    *,
+    always_checks: bool = False,
 ) -> Requests:
     """Send the flat gradient, with the residual that a different algorithm has left, in one round."""
-    names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
-    has_residual = not memory[ERROR].keys().isdisjoint(names)
-    sent = compensated(bucket, memory, range(len(names)), wire_dtype) if has_residual else Compensated([], {})
-    message = torch.cat(sent.parts) if has_residual else bucket.flat
+    residuals = memory.slots.get(ERROR) if memory.slots else None
+    has_residual = residuals is not None and not residuals.keys().isdisjoint(names)
+    message = bucket.flat
+    if has_residual:
+        sent = with_residual(bucket, memory, names, bucket.gradients, wire_dtype)
+        message = torch.cat(sent.parts)
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
     # Without a residual the bucket travels where it lies, and its mean comes back there.
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
     # The gradients, not the mean, whose type may be wider: what is infinite in either is so in them.
     is_healthy = yield Commit(
-        AllFinite((bucket.flat,)), writes=has_residual or always_checks, writes_where=not has_residual
+        AllFinite((bucket.flat,)), writes=has_residual or always_checks, commits_on_device=not has_residual
     )
     if is_healthy is not None:
         bucket.flat.masked_fill_(~is_healthy, torch.nan)

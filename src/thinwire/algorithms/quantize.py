@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
-from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.exact import average_uncompressed
 from thinwire.algorithms.requests import AllFinite, AllGather, AllToAll, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import Averaging, Keeping
-from thinwire.kernels.dispatch import all_finite, are_recordable, code_kernels_for
+from thinwire.kernels import dispatch
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
+from thinwire.kernels.dispatch import all_finite
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, block_bytes
-from thinwire.tensors.rounding import Drawing, Draws
+from thinwire.tensors.rounding import CounterRNG, RandomBits
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
@@ -37,8 +38,9 @@ class Quantize(Algorithm):
     Every member averages a share of the blocks: it receives their codes from all, adds them up in fp32 (fp64
     of fp64 gradients), codes the mean again, and sends it to all. All members decode the same bytes.
 
-    For Adam and its kin, which need no error feedback at these precisions, and which low-rank approximation
-    serves badly. From 4 bits on zeros stay zeros; below, a zero beside others comes out as a small number.
+    For Adam-like optimizers, which need no error feedback at these precisions, and which low-rank
+    approximation serves badly. From 4 bits on zeros stay zeros; below, a zero beside others comes out as a
+    small number.
 
     Args:
         bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
@@ -107,7 +109,7 @@ class Quantize(Algorithm):
         return self.error_feedback
 
     @property
-    def indivisible(self) -> int:
+    def split_granularity(self) -> int:
         return self.block
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
@@ -140,42 +142,55 @@ class QuantizePlan(BucketPlan):
 
     config: Quantize
     blocks: Blocks
+    # The kernels of the last step, and what has chosen them.
+    _kernels: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return [spec.name for spec in self.specs]
+    def dtype(self) -> torch.dtype:
+        """The type that is computed in, and that residuals have."""
+        return self.specs[0].memory_dtype
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Two rounds, or one if there is a residual that no one will add to."""
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Average in few bits, in two rounds; in one, exactly, if there is a residual that no one will add.
+
+        1. With error feedback: values ← gradient + residual.
+        2. Code all blocks, and send to each member those that it averages (first round).
+        3. Decode what all have sent of this member's blocks, take the mean in full precision, code it again.
+        4. Gather the coded means of all blocks (second round). All members decode the same bytes.
+        5. Behind the commit: gradient ← decoded mean; residual ← what this member has not sent of its values,
+           and what coding its mean has lost.
+        """
         blocks, scale, keeps_residual = self.blocks, bucket.loss_scale, self.config.error_feedback
-        if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
-            yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
+        if not keeps_residual and memory.slots and not memory[ERROR].keys().isdisjoint(self.names):
+            yield from average_uncompressed(self.names, bucket, memory, None, always_checks=True)
             return
         if not blocks.total:  # on all members alike: no one sends, and no one waits
             yield Commit(all_finite, writes=False)
             return
-        dtype = self.specs[0].memory_dtype
         values = bucket.flat
         if keeps_residual:
             # In 16 bits the sum would lose it: it is often below a gradient's last bit.
-            values = values.to(dtype)
+            values = values.to(self.dtype)
             parts, errors = parts_with_residual(bucket, memory, values)
             if errors:
                 torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
 
         # An all-reduce of codes would round every partial sum again, on a ring. Here each number is rounded
-        # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same
-        # bytes.
-        kernels, codebook = code_kernels_for(values), CODEBOOKS[self.config.bits]
-        own = blocks.own(bucket.rank)
-        # The mean's draws are seeded by parameter and place, not by member: all draw the same for a block.
-        draws, of_mean = self._draws(memory, bucket)
-        sent = kernels.encoded(values, blocks, codebook, draws)
+        # twice (by its member, and as a mean), and the sum is of full precision.
+        codebook, share = CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]
+        served = dispatch.backends, values.device, torch.get_num_threads()
+        if self._kernels.get("served") != served:
+            self._kernels.update(served=served, kernels=dispatch.code_kernels_for(values))
+        kernels: CodeKernels = self._kernels["kernels"]
+        # The mean's random bits are seeded by parameter and place, not by member: all draw the same for a
+        # block.
+        of_values, of_mean = self._random_bits(memory, bucket)
+        sent = kernels.encoded(values, blocks, codebook, of_values)
         received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
-        lost = values.new_empty(own.stop - own.start, blocks.block) if keeps_residual else None
-        of_share = None if of_mean is None else of_mean.of(own)
-        mean = kernels.averaged(Averaging(received, blocks, own, codebook, of_share, lost, dtype))
+
+        lost = values.new_empty(share.stop - share.start, blocks.block) if keeps_residual else None
+        of_share = None if of_mean is None else of_mean.of(share)
+        mean = kernels.averaged(MeanArgs(received, blocks, share, codebook, of_share, lost, self.dtype))
         coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
 
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
@@ -183,23 +198,19 @@ class QuantizePlan(BucketPlan):
         if lost is None:
             kernels.decode(coded, blocks, codebook, bucket.flat)
         else:
-            item = Keeping(coded, blocks, codebook, bucket.flat, values, sent, lost, own, scale)
-            residual = kernels.decode_and_keep(item)
+            args = ResidualArgs(coded, blocks, codebook, bucket.flat, values, sent, lost, share, scale)
+            residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are always the same if there are neither draws nor residuals."""
-        is_fixed = self.config.rounding == "nearest" and not self.config.error_feedback
-        is_settled = is_fixed and memory[ERROR].keys().isdisjoint(self.names)
-        return 0 if is_settled and are_recordable(device, self.specs[0].dtype, None) else None
-
     @cached_property
-    def _drawing(self) -> Drawing:
-        return Drawing(self.blocks, self.specs, self.config.seed)
+    def _rng(self) -> CounterRNG:
+        return CounterRNG(self.blocks, self.specs, self.config.seed)
 
-    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | tuple[None, None]:
-        """Return the draws of this member, and those of the mean, if there are any."""
+    def _random_bits(
+        self, memory: Memory, bucket: Bucket
+    ) -> tuple[RandomBits, RandomBits] | tuple[None, None]:
+        """Return those of this member and those of the mean, if rounding is stochastic."""
         if self.config.rounding == "nearest":
             return None, None
-        of_member, of_mean = self._drawing.draws(memory.step, (bucket.rank, OF_THE_MEAN), bucket.flat.device)
+        of_member, of_mean = self._rng.draws(memory.step, (bucket.rank, OF_THE_MEAN), bucket.flat.device)
         return of_member, of_mean

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 
 from thinwire.algorithms.base import Algorithm, Slot
@@ -16,7 +13,6 @@ from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize
 from thinwire.algorithms.topk import TopK
 from thinwire.checks import shown
-from thinwire.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -164,52 +160,9 @@ SLOTS: Mapping[str, Slot] = MappingProxyType(
     {slot.name: slot for entry in REGISTRY for slot in entry.kind.slots}
 )
 
-# How algorithms are called elsewhere, in letters and digits, with what a number behind it sets.
-CALLED: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "exact": ("AllReduce()", ""),
-        "allreduce": ("AllReduce()", ""),
-        "none": ("AllReduce()", ""),
-        "fp32": ("AllReduce()", ""),
-        "fp16": ('Cast("fp16")', ""),
-        "half": ('Cast("fp16")', ""),
-        "float16": ('Cast("fp16")', ""),
-        "bf16": ('Cast("bf16")', ""),
-        "bfloat16": ('Cast("bf16")', ""),
-        "quantize": ("Quantize(bits=4)", "bits"),
-        "quantization": ("Quantize(bits=4)", "bits"),
-        "bit": ("Quantize(bits=4)", "bits"),
-        "int": ("Quantize(bits=4)", "bits"),
-        "powersgd": ("PowerSGD(matrix_rank=4)", "matrix_rank"),
-        "lowrank": ("PowerSGD(matrix_rank=4)", "matrix_rank"),
-        "batchedpowersgd": ("algorithms.BatchedPowerSGD()", ""),
-        "topk": ("TopK()", ""),
-        "auto": ("auto(model, optimizer) in place of attach", ""),
-    }
-)
-
 
 def no_algorithm(given: object) -> str:
-    """Return how an error shows what is not an algorithm, with how to write what was meant."""
+    """Return how an error shows what is not an algorithm."""
     if isinstance(given, type) and issubclass(given, Algorithm):
         return f"the class; write {given.__name__}()"
-    name = given if isinstance(given, str) else getattr(given, "__name__", "")
-    meant = _meant_by(name) if isinstance(name, str) else ""
-    return f"{shown(given)}; write thinwire.{meant}" if meant else shown(given)
-
-
-def _meant_by(name: str) -> str:
-    """Return how an algorithm is written whose name was given as text, such as "quantize4"."""
-    letters_and_digits = re.sub("[^a-z0-9]", "", name.lower())
-    letters, digits = re.sub("[0-9]", "", letters_and_digits), re.findall("[0-9]+", letters_and_digits)
-    found = get_close_matches(letters_and_digits, CALLED, n=1, cutoff=0.8)
-    found = found or get_close_matches(letters, CALLED, n=1)
-    if not found:
-        return ""
-    code, setting = CALLED[found[0]]
-    if digits and setting:
-        kind = next(entry.kind for entry in REGISTRY if entry.kind.__name__ == code.partition("(")[0])
-        # A number that it does not take changes nothing.
-        with suppress(ConfigError):
-            code = str(kind(**{setting: int(digits[0])}))
-    return code
+    return shown(given)

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.errors import ConfigError
-
 # Requests are equal only to themselves (`eq=False`): comparing tensors does not give one bool.
 
 
@@ -34,7 +32,7 @@ class AllToAll:
     tensor: torch.Tensor
 
 
-Message: TypeAlias = Mean | AllGather | AllToAll
+CollectiveRequest: TypeAlias = Mean | AllGather | AllToAll
 """A request that sends something."""
 
 
@@ -74,31 +72,20 @@ class Commit:
             must be computed from what all members have received alike, or members would decide differently.
             It is called only if the answer matters, since looking costs a pass.
         writes: Whether memory is written behind the commit. If nothing of the step writes, no one asks.
-        writes_where: Whether the exchange keeps to the answer: None if the step is healthy; or one bool, not
+        commits_on_device: Whether the plan keeps to the answer: None if the step is healthy; or one bool, not
             read back, if the host does not ask. If it is false, the exchange leaves memory as it was and
-            makes all gradients NaN. For an exchange without this, a copy of its memory is made and put back.
-            After its commit it may ask for `Jointly`.
-
-    Raises:
-        ConfigError: `is_healthy` is not a function.
+            makes all gradients NaN. For a plan without this the host asks in any case. After its commit it
+            may ask for `Jointly`.
     """
 
     is_healthy: Callable[[], torch.Tensor] | AllFinite
     writes: bool = True
-    writes_where: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse the answer itself, which would be called only if it matters."""
-        if not isinstance(self.is_healthy, AllFinite) and not callable(self.is_healthy):
-            raise ConfigError(
-                f"Commit takes a function, got {type(self.is_healthy).__name__}; write "
-                "Commit(lambda: all_finite(mean))"
-            )
+    commits_on_device: bool = False
 
 
 Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
 
-Requests: TypeAlias = Generator["Request | tuple[Message, ...]", Any, None]
+Requests: TypeAlias = Generator["Request | tuple[CollectiveRequest, ...]", Any, None]
 """Yields a request and receives its answer; several messages at once, and their answers in the same order.
 
 All messages that are yielded together, in all buckets, are under way together; those of one operation, type

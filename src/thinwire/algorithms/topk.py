@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
@@ -11,17 +11,17 @@ import torch
 from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR, parts_with_residual
 from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
-from thinwire.algorithms.topk_message import SCALE_DTYPE, Message
+from thinwire.algorithms.topk_message import SCALE_DTYPE, TopKMessage
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, SentEntries, Wanted
+from thinwire.kernels.base import EntryLayout, EntryPasses, ScatterArgs, SentEntries, TopKQuery
 from thinwire.kernels.dispatch import all_finite, entry_passes_for
 from thinwire.kernels.matrices import round_into
 from thinwire.kernels.torch_entries import add, largest
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
 from thinwire.tensors.blocks import chunks_of
-from thinwire.tensors.layout import as_one
+from thinwire.tensors.layout import concat_view
 
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
@@ -116,12 +116,12 @@ class TopK(Algorithm):
         object.__setattr__(self, "chunk", chunk)
 
     @property
-    def indivisible(self) -> int:
+    def split_granularity(self) -> int:
         return self.chunk
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """Send the largest entries of every parameter, in one message for the bucket."""
-        message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
+        message = TopKMessage(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
         routes = [
             Route(
                 (spec.name,),
@@ -150,18 +150,17 @@ class TopKPlan(BucketPlan):
     """The largest entries of a bucket's chunks."""
 
     config: TopK
-    message: Message
+    message: TopKMessage
 
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches are the same once all is in memory, and kernels serve that read it."""
-        known = memory[ERROR].keys() & memory[REDUCTION].keys()
-        is_settled = all(spec.name in known for spec in self.specs if spec.numel)
-        passes = entry_passes_for(torch.empty(0, dtype=self.specs[0].dtype, device=device))
-        serves = passes is not None and passes.serves(self.message.layout_on(device))
-        return 0 if is_settled and serves else None
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Average the bucket by the largest entries of each chunk, in one round; in none without elements.
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
-        """One round; none for a bucket without elements."""
+        1. values ← gradient + error_decay · residual.
+        2. Of each chunk take the entries of largest magnitude, in few bits, with their positions.
+        3. Gather what all members have taken.
+        4. Behind the commit: residual ← values less what this member has sent; gradient ← the sum of what was
+           sent of an entry, over those that have sent it, or over all members (`merge`).
+        """
         if not self.message.parts:
             yield Commit(all_finite, writes=False)
             return
@@ -200,15 +199,15 @@ class TopKPlan(BucketPlan):
     def _in_passes(
         self, bucket: Bucket, memory: Memory, passes: EntryPasses, layout: EntryLayout
     ) -> Requests:
-        """Exchange by kernels that read the gradients and residuals themselves."""
+        """Take the same steps by kernels that read the gradients and residuals themselves."""
         names, sizes = [spec.name for spec in self.specs], [spec.numel for spec in self.specs]
         error = _joined(names, memory[ERROR], sizes, bucket.flat.new_empty(0, dtype=torch.float32))
-        wanted = Wanted(bucket.flat, error, self.config.error_decay, bucket.loss_scale)
+        wanted = TopKQuery(bucket.flat, error, self.config.error_decay, bucket.loss_scale)
         sent = passes.decoded((yield AllGather(passes.encoded(wanted, layout))), layout)
-        is_healthy = yield Commit(AllFinite((sent[1],)), writes_where=True)
+        is_healthy = yield Commit(AllFinite((sent[1],)), commits_on_device=True)
         counts = [-(-size // self.config.chunk) for size in sizes]
         less = _joined(names, memory[REDUCTION], counts, error.new_empty(0, dtype=torch.float64))
-        merging = Merging(wanted, bucket.rank, self.config.merge == "senders", less, is_healthy)
+        merging = ScatterArgs(wanted, bucket.rank, self.config.merge == "senders", less, is_healthy)
         passes.merge(merging, sent, layout)
         memory[ERROR].update(zip(names, error.split_with_sizes(sizes), strict=True))
         memory[REDUCTION].update(zip(names, less.split_with_sizes(counts), strict=True))
@@ -287,7 +286,7 @@ def _joined(
     # A different bucket may have left it in a different shape.
     fit = [part is not None and len(part) == size for part, size in zip(parts, sizes, strict=True)]
     rooms = () if all(fit) else like.new_zeros(sum(sizes)).split_with_sizes(list(sizes))
-    return as_one(
+    return concat_view(
         [rooms[number] if part is None or not fit[number] else part for number, part in enumerate(parts)]
     )
 
@@ -355,7 +354,7 @@ def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     # So that no square overflows. What is not finite shows by its unit, whatever becomes of it before.
     units = peaks + (peaks == 0)
     ordered = (magnitudes / units).sort(1).values
-    if accelerators.pays_per_launch(ordered.device):
+    if accelerators.is_accelerator(ordered.device):
         # Whole numbers have the same sum in any order, and CUDA does not promise one.
         sums = ordered.mul_(PARTS).to(torch.int64).cumsum(1).to(ordered.dtype).div_(PARTS)
     else:

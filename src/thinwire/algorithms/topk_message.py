@@ -19,7 +19,7 @@ MAX_WORD_BITS = 16
 
 
 @dataclass(frozen=True)
-class Message:
+class TopKMessage:
     """How the entries of a bucket are packed.
 
     Attributes:

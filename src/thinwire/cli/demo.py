@@ -16,9 +16,10 @@ from thinwire.cli.common import exit_if_stopped, tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.train import ALGORITHMS, LINES, DemoOptions
+from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.launch import ElasticJob, LocalJob
-from thinwire.local_sgd.groups.torchft_group import torchft_module
+from thinwire.launch import LocalJob
+from thinwire.local_sgd.groups.torchft_client import torchft_module
 from thinwire.plan import compression_ratio
 from thinwire.probe.link_timings import ring_share
 from thinwire.watch import Run, read_run

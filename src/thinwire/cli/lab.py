@@ -77,12 +77,13 @@ def lab(
         machine, local_rank = divmod(rank, processes_per_machine)
         prefix = f"machine {machine:>{len(str(machines - 1))}}"
         prefix += f", process {local_rank}" if processes_per_machine > 1 else ""
-        return Process(command, variables, output, f"[{prefix}] ", enter=network.command_in(machine))
+        kept = network.kept_command(machine, *command)
+        return Process(kept, variables, output, f"[{prefix}] ", as_group=True)
 
     job = Job(
         start,
         network.processes,
-        out=output,
+        output=output,
         grace_seconds=grace_seconds,
         end_within_seconds=grace_seconds,
         passes_signals_on=True,
@@ -98,7 +99,7 @@ def lab(
         outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
     # If the output can't be written, `main` says so.
-    for machine, sent in enumerate(sent_bytes if job.output_error is None else []):
+    for machine, sent in enumerate(sent_bytes if output.error is None else []):
         first = machine * processes_per_machine
         took = max(seconds[first : first + processes_per_machine])
         # To stderr: stdout is the processes' own, and may be parsed.

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 import typer
 
 from thinwire.checks import processes_here
+from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError
-from thinwire.launch import ElasticJob
 from thinwire.local_sgd.groups.torchft_group import ASKED
 
 

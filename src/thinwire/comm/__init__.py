@@ -7,10 +7,10 @@ milliseconds. `Metered` and `Recording` wrap either.
 
 from thinwire.comm.agreement import CALL, Description, agree
 from thinwire.comm.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked, true_for_all
-from thinwire.comm.hosts import why_by_itself
 from thinwire.comm.in_process import InProcessTransport, run_members
+from thinwire.comm.local_ranks import why_by_itself
 from thinwire.comm.machines import Layout, Machines, machines_of, machines_of_subgroups, ranks_by_machine
-from thinwire.comm.metered import Metered, Note, Recording, Traffic, message_bytes_of, wire_bytes
+from thinwire.comm.metered import Metered, Note, Recording, Traffic, Wrapped, message_bytes_of, wire_bytes
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
     alone,
@@ -21,11 +21,13 @@ from thinwire.comm.process_group import (
     own_subgroup,
     round_trips_over_gloo,
 )
-from thinwire.comm.transport import Collective, Message, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, CompletedWork, Message, Transport, Work
 
 __all__ = [
     "CALL",
     "Collective",
+    "CombinedWork",
+    "CompletedWork",
     "Description",
     "InProcessTransport",
     "Layout",
@@ -38,6 +40,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
+    "Wrapped",
     "agree",
     "alone",
     "checked_group",

@@ -1,30 +1,28 @@
-"""A group whose members live in one process, as threads that take turns: no sockets, no waiting, no races."""
+"""A group whose members are threads of one process that take turns: no sockets, no waiting, no races."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.comm.transport import Message, Transport, Work
+from thinwire.comm.transport import CombinedWork, Message, Transport, Work
 from thinwire.errors import CommunicationError
 
 Result = TypeVar("Result")
 
-LOOK_EVERY_SECONDS = 0.05
-
-_current = threading.local()  # of a member's thread: its turn
+_current = threading.local()  # `member`: whose thread this is
 
 
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
 
-    A member runs until it ends or waits for what others have not sent yet. Ctrl-C ends all of them, as it
-    would end this thread: by `KeyboardInterrupt`, raised where they run or wait.
+    A member runs until it ends or waits for what others have not sent yet. So every run is the same run,
+    whatever the machine does. At Ctrl-C each member gets `KeyboardInterrupt` where it waits, or waits next.
 
     Args:
         size: Members of the group.
@@ -49,31 +47,29 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """
     if size == 1:
         return [body(0)]
-    # Threads, since the body is any blocking code; but one runs at a time, and always the same one next, so
-    # every run is the same run, whatever the machine does.
-    turns = [_Turn(rank, body) for rank in range(size)]
+    members = [_Member(partial(body, rank)) for rank in range(size)]
     errors: list[BaseException] = []
-    running = turns
+    running = members
     try:
         while running:
-            ready = [turn for turn in running if turn.is_ready()]
+            ready = [member for member in running if member.awaited is None or member.awaited.is_complete]
             if not ready:  # those who wait learn why, and end
-                for turn in running:
-                    turn.is_stuck = True
-            for turn in ready or running:
-                turn.go_on()
-                # The others go on: what waits for this member ends, too, stuck.
-                errors += [] if turn.error is None else [turn.error]
-            running = [turn for turn in running if not turn.has_ended]
+                for member in running:
+                    member.is_stuck = True
+            for member in ready or running:
+                member.run_until_it_waits()
+                # The others go on: those that wait for this member get stuck, and end as well.
+                errors += [] if member.error is None else [member.error]
+            running = [member for member in running if not member.has_ended]
     except BaseException:
-        # A signal reaches this thread alone. Members that ran on would meet the end of the interpreter, which
+        # A signal reaches this thread alone. The others must not meet the end of the interpreter, which
         # aborts where a thread is in torch.
-        for turn in turns:
-            turn.interrupt()
+        for member in members:
+            member.interrupt()
         raise
     if errors:
         raise errors[0]
-    return [turn.result[0] for turn in turns]
+    return [member.results[0] for member in members]
 
 
 class Awaited(Protocol):
@@ -89,48 +85,37 @@ class Awaited(Protocol):
 
 def wait_for(awaited: Awaited) -> None:
     """Let the other members run until something has come about."""
-    turn: _Turn[object] | None = getattr(_current, "turn", None)
-    if turn is not None:
-        turn.wait_for(awaited)
+    member: _Member[object] | None = getattr(_current, "member", None)
+    if member is not None:
+        member.wait_for(awaited)
     elif not awaited.is_complete:
         raise CommunicationError(f"{awaited.who_is_missing()}, inside run_members(size, body)")
 
 
-class _Turn(Generic[Result]):
-    """A member's thread, which runs only while the others stand still."""
+class _Member(Generic[Result]):
+    """A thread that runs while `run_members` waits, and waits while others run."""
 
-    def __init__(self, rank: int, body: Callable[[int], Result]) -> None:
-        self.result: list[Result] = []
+    def __init__(self, body: Callable[[], Result]) -> None:
+        self.results: list[Result] = []
         self.error: BaseException | None = None
+        self.awaited: Awaited | None = None
         self.has_ended = self.is_stuck = self._is_interrupted = False
-        self._awaited: Awaited | None = None
-        # Handed to and fro: the thread runs between `_go` and `_stopped`, and `run_members` waits meanwhile.
-        # Locks, which any thread may release: Python's semaphores take twice as long.
-        self._go, self._stopped = threading.Lock(), threading.Lock()
-        self._go.acquire()
-        self._stopped.acquire()
-        # A daemon: if one member hangs for good in its own code, the process can still end.
-        self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
-        # Each thread has its own grad mode, on by default; the body must run with the caller's.
-        self._grad_enabled = torch.is_grad_enabled()
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        # A daemon: if a member hangs for good in its own code, the process can still end.
+        self._thread = threading.Thread(target=self._run, args=(body, torch.is_grad_enabled()), daemon=True)
 
-    def _run(self, rank: int, body: Callable[[int], Result]) -> None:
-        _current.turn = self
+    def _run(self, body: Callable[[], Result], grad_enabled: bool) -> None:
+        _current.member = self
         try:
-            with torch.set_grad_enabled(self._grad_enabled):
-                self.result.append(body(rank))
-        # Whatever it is: a thread that ended without a word would leave `run_members` waiting forever.
-        except BaseException as error:
+            with torch.set_grad_enabled(grad_enabled):  # each thread has its own mode
+                self.results.append(body())
+        except BaseException as error:  # a thread that ended without a word would leave all others waiting
             self.error = error
         self.has_ended = True
-        self._stop()
+        self._stopped.release()
 
-    def is_ready(self) -> bool:
-        return self._awaited is None or self._awaited.is_complete
-
-    def go_on(self) -> None:
-        """Let it run until it waits or ends."""
-        if self._awaited is None:
+    def run_until_it_waits(self) -> None:
+        if self._thread.ident is None:
             self._thread.start()
         else:
             self._go.release()
@@ -138,72 +123,59 @@ class _Turn(Generic[Result]):
         if self.has_ended:
             self._thread.join()
 
-    def interrupt(self) -> None:
-        """End it by `KeyboardInterrupt`, and return when it has ended."""
-        self._is_interrupted = True
-        if self._thread.ident is None or not self._thread.is_alive():
-            return
-        # A running thread gets the exception at its next line; a waiting one checks the flag.
-        if self._awaited is None:
-            number = ctypes.c_ulong(self._thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(KeyboardInterrupt))
-        while self._thread.is_alive():
-            # In each look: it may have been on its way to wait.
-            if self._awaited is not None and self._go.locked():
-                self._go.release()
-            self._thread.join(LOOK_EVERY_SECONDS)
-
-    def _stop(self) -> None:
-        # No one waits for a member that was interrupted.
-        if not self._is_interrupted:
-            self._stopped.release()
-
     def wait_for(self, awaited: Awaited) -> None:
         """Let the others run, on the member's thread, until something has come about."""
-        while not awaited.is_complete:
+        while self._is_interrupted or not awaited.is_complete:
             if self._is_interrupted:
                 raise KeyboardInterrupt
             if self.is_stuck:
-                # Set by the scheduler when all remaining members wait: nothing can arrive any more. Reset for
-                # this wait only: if members come and go, the others continue.
+                # All wait, so nothing can arrive any more. For this wait only: where members come and go, the
+                # others continue.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
-            self._awaited = awaited
-            self._stop()
+            self.awaited = awaited
+            self._stopped.release()
             self._go.acquire()
-            self._awaited = None
+            self.awaited = None
         self.is_stuck = False
+
+    def interrupt(self) -> None:
+        """End it by `KeyboardInterrupt`, where it waits now or next, and return when it has ended."""
+        self._is_interrupted = True
+        self._go.release()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 @dataclass
 class _Room:
-    """The collectives under way in a group, by their place in the order."""
+    """The collectives under way in a group, by their number in the order of messages."""
 
     size: int
-    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    messages: dict[int, _Pending] = field(default_factory=dict)
     is_broken: bool = False
 
 
 @dataclass
-class _Meeting:
-    """One collective: what each member has brought, until all have come and taken what is theirs."""
+class _Pending:
+    """One collective: the tensor of each rank, until all have come and all have taken theirs."""
 
     room: _Room
-    place: int
+    number: int
     purpose: str
     kind: object  # the same on all members
-    brought: dict[int, torch.Tensor] = field(default_factory=dict)
-    num_taken: int = 0
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    taken_by: set[int] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
-        return self.room.is_broken or len(self.brought) == self.room.size
+        return self.room.is_broken or len(self.tensors) == self.room.size
 
     def who_is_missing(self) -> str:
-        size, there = self.room.size, sorted(self.brought)
-        missing = sorted({*range(size)} - self.brought.keys())
+        size, there = self.room.size, sorted(self.tensors)
+        missing = sorted({*range(size)} - self.tensors.keys())
         return (
-            f"{self.purpose}: members {missing} of {size} have not sent message {self.place}, for which "
+            f"{self.purpose}: members {missing} of {size} have not sent message {self.number}, for which "
             f"members {there} wait. Make the same calls on every member"
         )
 
@@ -217,7 +189,7 @@ class InProcessTransport(Transport):
     def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
         self.size, self.rank = room.size, rank
-        self._place = 0  # of the latest message in the order
+        self._num_sent = 0
 
     @classmethod
     def group(cls, size: int) -> list[InProcessTransport]:
@@ -233,55 +205,46 @@ class InProcessTransport(Transport):
         tensor = message.tensor
         kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Matched by order alone, as backends do it; but what differs is refused here; they would hang.
-        self._place += 1
-        new = _Meeting(self._room, self._place, message.purpose, kind)
-        meeting = self._room.meetings.setdefault(self._place, new)
-        if meeting.kind != kind:
+        self._num_sent += 1
+        new = _Pending(self._room, self._num_sent, message.purpose, kind)
+        pending = self._room.messages.setdefault(self._num_sent, new)
+        if pending.kind != kind:
             raise CommunicationError(
-                f"{message.purpose}: message {self._place} differs between members: member {self.rank} sends "
-                f"{kind}, members {sorted(meeting.brought)} send {meeting.kind}. Make the same calls on "
+                f"{message.purpose}: message {pending.number} differs between members: member {self.rank} "
+                f"sends {kind}, members {sorted(pending.tensors)} {pending.kind}. Make the same calls on "
                 "every member"
             )
-        # A copy: it may be overwritten before the last member has come to read it.
+        # A copy: the tensor may be overwritten before the last member reads it.
         copied = tensor.clone()
-        # Before the sum: in half precision the sum can overflow although the mean does not.
-        meeting.brought[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
-        return _InProcessWork(meeting, message, self.rank)
+        # Divide before the sum: in half precision the sum can overflow although the mean does not.
+        pending.tensors[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
+        return CombinedWork(partial(self._wait, pending, message))
 
-
-@dataclass
-class _InProcessWork:
-    meeting: _Meeting
-    message: Message
-    rank: int
-    is_taken: bool = False
-
-    def wait(self) -> None:
-        # Waiting twice gives the same, as with real backends; the tensor may have changed since.
-        if self.is_taken:
+    def _wait(self, pending: _Pending, message: Message) -> None:
+        # Waiting twice gives the same, as with real backends; the output may have changed since.
+        if self.rank in pending.taken_by:
             return
-        meeting, size = self.meeting, self.meeting.room.size
-        wait_for(meeting)
-        if len(meeting.brought) < size:
-            raise CommunicationError(f"{meeting.purpose}: a different member has broken it off")
-        self.is_taken = True
-        self._take([meeting.brought[rank] for rank in range(size)])
-        meeting.num_taken += 1
-        # The last member removes the meeting; until then others still read from it.
-        if meeting.num_taken == size:
-            del meeting.room.meetings[meeting.place]
+        wait_for(pending)
+        if len(pending.tensors) < self.size:
+            raise CommunicationError(f"{pending.purpose}: a different member has broken it off")
+        write_result(message, [pending.tensors[rank] for rank in range(self.size)], self.rank)
+        pending.taken_by.add(self.rank)
+        # The last member removes it; until then others still read from it.
+        if len(pending.taken_by) == self.size:
+            del self._room.messages[pending.number]
 
-    def _take(self, brought: list[torch.Tensor]) -> None:
-        output, message = self.message.output, self.message
-        if message.collective == "all_gather":
-            torch.stack(brought, out=output)
-        elif message.collective == "all_to_all":
-            torch.stack([rows[self.rank] for rows in brought], out=output)
-        elif message.collective == "broadcast":
-            output.copy_(brought[message.source])
-        else:
-            # Each member sums by itself, in the order of ranks: the same bits on all.
-            total = brought[0].clone()
-            for other in brought[1:]:
-                total = torch.maximum(total, other) if message.operation == "max" else total + other
-            output.copy_(total)
+
+def write_result(message: Message, tensors: list[torch.Tensor], rank: int) -> None:
+    """Write to a message's output what its collective makes of all ranks' tensors."""
+    if message.collective == "all_gather":
+        torch.stack(tensors, out=message.output)
+    elif message.collective == "all_to_all":
+        torch.stack([rows[rank] for rows in tensors], out=message.output)
+    elif message.collective == "broadcast":
+        message.output.copy_(tensors[message.source])
+    else:
+        # In the order of ranks: the same bits on all.
+        total = tensors[0].clone()
+        for other in tensors[1:]:
+            total = torch.maximum(total, other) if message.operation == "max" else total + other
+        message.output.copy_(total)

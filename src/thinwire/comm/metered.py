@@ -1,4 +1,4 @@
-"""Transports around others: those that count, and that note, what goes through them."""
+"""Transports around others: `Wrapped` delegates, `Metered` counts messages, `Recording` notes them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,35 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from thinwire.comm.transport import Collective, Message, Transport, Work
+from thinwire.comm.transport import Collective, CombinedWork, Message, Transport, Work
 
 
 class Wrapped(Transport):
-    """Hands messages to `transport`, which may change; a subclass does in `start` what it does besides."""
+    """Hands messages to `transport`, which may change; a subclass does more in `start`."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """As of the transport."""
         return self.transport.size
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """As of the transport."""
         return self.transport.rank
 
     @property
     def control_device(self) -> torch.device:
-        """As of the transport."""
         return self.transport.control_device
+
+    @property
+    def data_device(self) -> torch.device:
+        return self.transport.data_device
 
     def start(self, message: Message) -> Work:
         return self.transport.start(message)
@@ -80,13 +82,11 @@ class Traffic:
     Attributes:
         messages: All collectives.
         message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
-        rounds: Of the messages, the longest chain of such as were each sent after the one before had come.
+        rounds: Length of the longest chain of dependent messages: each was sent when the one before had come.
         waiting_seconds: Time the host was blocked until results had come back.
-        machine_bytes: Of the messages of all processes of this machine, if they share them; as told by each,
-            or by the plan where the host reads no answer.
-        members: Of the largest group that messages were sent to, this process included.
-        counted_bytes: Of the messages of this process, how many are in these.
-        inside_bytes: What this process has sent to others of its machine for that.
+        machine_bytes: Bytes of the messages of all local ranks, if they share them: as planned.
+        members: Size of the largest group that messages were sent to.
+        inside_bytes: Bytes that this rank has sent to its local ranks for that.
     """
 
     messages: int = 0
@@ -95,21 +95,15 @@ class Traffic:
     waiting_seconds: float = 0.0
     machine_bytes: int = 0
     members: int = 1
-    counted_bytes: int = 0
     inside_bytes: int = 0
-
-    def count_machine(self, sent_bytes: int) -> None:
-        """Count what the processes of this machine have sent in a step."""
-        self.machine_bytes += sent_bytes
-        self.counted_bytes = self.message_bytes
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time within as waiting, also if what is waited for fails: that is often the longest."""
+        """Count the time within as waiting."""
         start = time.perf_counter()
         try:
             yield
-        finally:
+        finally:  # if it fails as well: that is often the longest wait
             self.waiting_seconds += time.perf_counter() - start
 
 
@@ -121,23 +115,18 @@ class Metered(Wrapped):
         self.traffic = Traffic() if traffic is None else traffic
 
     def start(self, message: Message) -> Work:
-        handed_bytes, size, work = message.tensor.nbytes, self.size, super().start(message)
-        # Only now: what could not be sent has cost nothing.
-        self.traffic.messages += 1
-        self.traffic.members = max(self.traffic.members, size)
-        self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, size)
-        return _TimedWork(work, self.traffic, self.traffic.rounds + 1)
+        transport, traffic = self.transport, self.traffic
+        size, work = transport.size, transport.start(message)
+        # Count only now: a message that was refused has cost nothing.
+        traffic.messages += 1
+        traffic.members = max(traffic.members, size)
+        traffic.message_bytes += message_bytes_of(message.collective, message.tensor.nbytes, size)
+        return CombinedWork(partial(self._wait, work, traffic.rounds + 1))
 
-
-class _TimedWork(NamedTuple):
-    work: Work
-    traffic: Traffic
-    number: int  # of its round
-
-    def wait(self) -> None:
+    def _wait(self, work: Work, rounds: int) -> None:
         with self.traffic.waiting():
-            self.work.wait()
-        self.traffic.rounds = max(self.traffic.rounds, self.number)
+            work.wait()
+        self.traffic.rounds = max(self.traffic.rounds, rounds)
 
 
 @dataclass
@@ -146,8 +135,8 @@ class Note:
 
     Attributes:
         collective: What carried it.
-        shape: Of the tensor that this member handed over.
-        dtype: Of the same.
+        shape: Of this rank's tensor.
+        dtype: Of the same tensor.
         purpose: As its sender gave it.
         sent_at: When it was sent, by the clock of `Recording`.
         awaited_at: When its sender first waited for it; None before that.
@@ -162,12 +151,12 @@ class Note:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes that this member handed over."""
+        """Bytes of this rank's tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class Recording(Wrapped):
-    """Notes what goes through a transport: for tests, and for reckoning what a step sends.
+    """Notes the messages of a transport: for tests, and for reckoning what a step sends.
 
     Args:
         transport: Carries the messages.
@@ -187,15 +176,9 @@ class Recording(Wrapped):
         tensor = message.tensor
         note = Note(message.collective, tuple(tensor.shape), tensor.dtype, message.purpose, self._clock())
         self.notes.append(note)
-        return _NotedWork(super().start(message), note, self._clock)
+        return CombinedWork(partial(self._wait, super().start(message), note))
 
-
-class _NotedWork(NamedTuple):
-    work: Work
-    note: Note
-    clock: Callable[[], Any]
-
-    def wait(self) -> None:
-        if self.note.awaited_at is None:  # the first time: later ones wait for nothing
-            self.note.awaited_at = self.clock()
-        self.work.wait()
+    def _wait(self, work: Work, note: Note) -> None:
+        if note.awaited_at is None:  # the first time: later ones wait for nothing
+            note.awaited_at = self._clock()
+        work.wait()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -18,15 +17,24 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllTo
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.comm.direct import ASKED_AHEAD, HEAD_BYTES, Direct, Post, Sum, as_bytes, combining
 from thinwire.comm.in_process import InProcessTransport
-from thinwire.comm.transport import Collective, Message, Operation, Transport, Work
+from thinwire.comm.p2p import (
+    HEAD_BYTES,
+    POSTED_AHEAD,
+    TAGS,
+    PeerExchange,
+    PeerWork,
+    TwoStepAllReduce,
+    as_bytes,
+    reduce_rows,
+)
+from thinwire.comm.transport import Collective, CombinedWork, Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 from thinwire.tensors import accelerators
 
 Result = TypeVar("Result")
-Works: TypeAlias = "Sequence[dist.Work | Direct | Sum]"
-Way: TypeAlias = Literal["directly", "in parts", "backend"]
+Works: TypeAlias = "Sequence[dist.Work | PeerWork | TwoStepAllReduce]"
+Route: TypeAlias = Literal["p2p", "reduce_scatter_p2p", "backend"]
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -41,18 +49,19 @@ WHY_IN_A_CHANGING_GROUP = (
     "averaging off because one of its messages failed"
 )
 
-# Between more than two members, long messages go by Gloo's ring, which was not slower than directly.
-MAX_DIRECT_MEMBERS, MAX_DIRECT_BYTES = 16, 1 << 20
+# Among more than two, long messages go by Gloo's ring, which was not slower than p2p.
+MAX_P2P_SIZE, MAX_P2P_BYTES = 16, 1 << 20
 # A longer sum is Gloo's own: in its thread, beside the backward pass.
-MAX_DIRECT_SUM_OF_TWO_BYTES, MAX_DIRECT_SUM_BYTES = 1 << 22, 1 << 19
-# A sum up to this size is sent whole to all others, so that it takes one message: 5 ms at 100 Mbit/s.
+MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_BYTES = 1 << 22, 1 << 19
+# A sum up to this size is sent whole to all peers, so that it takes one message: 5 ms at 100 Mbit/s.
 MAX_GATHERED_SUM_BYTES = 1 << 16
-# Groups that were made of a group's processes. Torch ends none by itself, and a handle still uses its groups
-# when it is detached: so they are made once, and belong to the group as well.
-_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
-# Belongs to the group, as what Gloo's collectives count by does: members may use several transports of it.
-_POSTS: WeakKeyDictionary[Any, Post] = WeakKeyDictionary()
 GLOO = ("gloo", "torchft-gloo")
+
+# Groups made of a group's processes. Torch ends none by itself, and a handle uses its groups until it is
+# detached, so they are made once and live as long as their parent.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Sequence[dist.ProcessGroup]]] = WeakKeyDictionary()
+# One for each group: Gloo matches by tags that count the group's messages, whichever transport sends them.
+_PEERS: WeakKeyDictionary[Any, PeerExchange] = WeakKeyDictionary()
 
 # Kinds of device that have no way here, and why: of others a message or a kernel says so by itself.
 NOT_SERVED = {
@@ -67,112 +76,106 @@ class GroupTransport(Transport):
     `torch.distributed` need not know the group. When the members change, take a new transport.
     """
 
-    directly = True  # whether Gloo's messages may be sent to each member directly: those have no futures
     why = WHY_IN_A_CHANGING_GROUP  # may have failed what a backend calls failed
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(
+        self, group: Any, rank: int, size: int, peers: PeerExchange | None = None, *, p2p: bool = True
+    ) -> None:
         self.group, self.rank, self.size = group, rank, size
-        self._post = Post(rank, size)  # a changed group begins again
+        self._peers = peers or PeerExchange(rank, size)  # a changed group begins again
+        is_p2p = p2p and size > 1 and self.backend_for(torch.device("cpu")) in GLOO
+        self._p2p_limits = {kind: p2p_limits(kind, size) if is_p2p else (0, 0) for kind in TAGS}
 
     def backend_for(self, device: torch.device) -> str:
         """Return the name of the backend that carries a device's tensors."""
         return str(self.group.getBackendName())
 
-    def start(self, message: Message) -> ProcessGroupWork:
-        tensor, what = message.tensor, f"{message.tensor.numel()} × {message.tensor.dtype}"
-        if message.collective == "all_reduce":
-            what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
-            return self._started(
-                f"{message.purpose}: {what}", partial(self._reduced, tensor, message.operation)
-            )
-        # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        sent, received = as_bytes(tensor), as_bytes(message.output)
-        start: Callable[[], Works]
-        if message.collective == "all_gather":
-            what, start = f"the gather of {what}", partial(self._gather, received.view(self.size, -1), sent)
-        elif message.collective == "all_to_all":
-            what, start = f"the exchange of {what}", partial(self._exchange, received, sent)
-        else:
-            what = f"the copy of {what} from process {message.source} of the group"
-            start = partial(self._copy, sent, message.source)
-        return self._started(f"{message.purpose}: {what}", start)
+    def start(self, message: Message) -> DistWork:
+        collective, tensor = message.collective, message.tensor
+        try:
+            if collective == "all_reduce":
+                works = self._all_reduce(tensor, message.operation)
+            elif collective == "all_gather":
+                # Send bytes: Gloo gathers some types only. Rows are views, so the result lies in `output`.
+                works = self._all_gather(as_bytes(message.output).view(self.size, -1), as_bytes(tensor))
+            elif collective == "all_to_all":
+                works = self._all_to_all(as_bytes(message.output), as_bytes(tensor))
+            else:
+                works = self._broadcast(as_bytes(tensor), message.source)
+        except RuntimeError as error:
+            raise failure(message, error, self.why) from error
+        return DistWork(works, message, self.why)
 
-    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
+    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> DistWork:
         """Send a tensor to one member, which calls `receive`."""
-        return self._started(purpose, lambda: [self.group.send([as_bytes(tensor)], to, 0)])
+        return self._started(purpose, lambda: self.group.send([as_bytes(tensor)], to, 0))
 
-    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
+    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> DistWork:
         """Receive what one member sends."""
-        return self._started(purpose, lambda: [self.group.recv([as_bytes(tensor)], source, 0)])
+        return self._started(purpose, lambda: self.group.recv([as_bytes(tensor)], source, 0))
 
-    def _started(self, where: str, start: Callable[[], Works]) -> ProcessGroupWork:
+    def _started(self, where: str, start: Callable[[], Any]) -> DistWork:
         """Return the started work, always asynchronous: a caller waits where it needs the result."""
-        with named_failure(where, self.why):
-            return ProcessGroupWork(start(), where, self.why)
+        try:
+            return DistWork([start()], where, self.why)
+        except RuntimeError as error:
+            raise failure(where, error, self.why) from error
 
-    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> Works:
+    def _route(self, collective: Collective, tensor: torch.Tensor) -> Route:
+        whole, most = self._p2p_limits[collective]
+        if tensor.device.type != "cpu" or not 0 < tensor.nbytes <= most:
+            return "backend"
+        return "p2p" if tensor.nbytes <= whole else "reduce_scatter_p2p"
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: Operation) -> Works:
+        route = self._route("all_reduce", tensor)
+        if route == "backend":
+            return [self._all_reduce_of_backend(tensor, operation)]
+        if operation == "mean":
+            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+        if route == "reduce_scatter_p2p":
+            return [TwoStepAllReduce(self._peers, self.group, tensor, operation)]
+        flat = tensor.view(-1)
+        theirs = flat.new_empty(self.size - 1, len(flat))
+        rows = [*theirs[: self.rank], flat, *theirs[self.rank :]]
+        received, sent = list(map(as_bytes, rows)), [as_bytes(flat)] * self.size
+        finish = partial(reduce_rows, rows, operation, flat)
+        return [self._peers.start(self.group, "all_reduce", received, sent, finish)]
+
+    def _all_reduce_of_backend(self, tensor: torch.Tensor, operation: Operation) -> dist.Work:
         options = AllreduceOptions()
         options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
         # NCCL divides what it reads anyway, which saves a pass over the message.
         # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        if operation == "mean" and self.backend_for(tensor.device) == "nccl" and self.size > 1:
+        if operation == "mean" and self.size > 1 and self.backend_for(tensor.device) == "nccl":
             options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
         elif operation == "mean":
-            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
-        return [self.group.allreduce([tensor], options)]
+            tensor.div_(self.size)  # before the sum, as above
+        work: dist.Work = self.group.allreduce([tensor], options)
+        return work
 
-    def _copy(self, tensor: torch.Tensor, source: int) -> Works:
+    def _all_gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
+        if self._route("all_gather", own) == "p2p":
+            rows[self.rank].copy_(own)
+            return [self._peers.start(self.group, "all_gather", list(rows), [own] * self.size)]
+        if self.backend_for(own.device) != "nccl":
+            return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
+        # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
+        # name if there is one, since the older one warns then.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
+        if self._route("all_to_all", sent) == "backend":
+            return [self.group.alltoall_base(received, sent, [], [], AllToAllOptions())]
+        to, rows = received.view(self.size, -1), sent.view(self.size, -1)
+        to[self.rank].copy_(rows[self.rank])
+        return [self._peers.start(self.group, "all_to_all", list(to), list(rows))]
+
+    def _broadcast(self, tensor: torch.Tensor, source: int) -> Works:
         options = BroadcastOptions()
         options.rootRank = source
         return [self.group.broadcast([tensor], options)]
-
-    def _way(self, collective: Collective, tensor: torch.Tensor) -> Way:
-        is_on_gloo = tensor.device.type == "cpu" and self.backend_for(tensor.device) in GLOO
-        if not (self.directly and is_on_gloo and self.size > 1 and tensor.numel() > 0):
-            return "backend"
-        return way_over_gloo(collective, tensor.nbytes, self.size)
-
-    def _direct(
-        self,
-        collective: Collective,
-        received: Sequence[torch.Tensor],
-        sent: Sequence[torch.Tensor],
-        finish: Callable[[], object] = lambda: None,
-    ) -> Works:
-        """Send a row to each of the other members, and receive the rows of bytes that they send."""
-        return [self._post.exchange(self.group, collective, received, sent, finish)]
-
-    def _reduced(self, tensor: torch.Tensor, operation: Operation) -> Works:
-        way = self._way("all_reduce", tensor)
-        if way == "backend":
-            return self._reduce(tensor, operation)
-        if operation == "mean":
-            tensor.div_(self.size)  # before the sum, as above
-        if way == "in parts":
-            return [Sum(self._post, self.group, tensor, operation)]
-        rows = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
-        sent, finish = [as_bytes(tensor)] * self.size, combining(rows, operation, tensor)
-        return self._direct("all_reduce", list(map(as_bytes, rows)), sent, finish)
-
-    def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
-        if self._way("all_gather", own) == "backend":
-            return [self.group.allgather([list(rows)], [own], AllgatherOptions())]
-        rows[self.rank].copy_(own)
-        return self._direct("all_gather", list(rows), [own] * self.size)
-
-    def _exchange(self, received: torch.Tensor, sent: torch.Tensor) -> Works:
-        if self._way("all_to_all", sent) == "backend":
-            return [self._exchange_parts(received, sent, [], [])]
-        into, rows = received.view(self.size, -1), sent.view(self.size, -1)
-        into[self.rank].copy_(rows[self.rank])
-        return self._direct("all_to_all", list(into), list(rows))
-
-    def _exchange_parts(
-        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
-    ) -> dist.Work:
-        """Start an all-to-all of these byte counts from and to each member; empty lists mean equal parts."""
-        work: dist.Work = self.group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
-        return work
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -181,12 +184,20 @@ class ProcessGroupTransport(GroupTransport):
     group: dist.ProcessGroup
     why = WHY_IN_A_FIXED_GROUP
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, *, p2p: bool = True
+    ) -> None:
         if device is not None and device.type in NOT_SERVED:
             raise AttachError(f"gradients on {device} can't be averaged: {NOT_SERVED[device.type]}")
         checked = checked_group(group)
-        super().__init__(checked, checked.rank(), checked.size())
-        self._post = _POSTS.setdefault(checked, Post(self.rank, self.size, ASKED_AHEAD))
+        rank, size = checked.rank(), checked.size()
+        # `dist.get_backend` has no name for several, nor for torch's own choice.
+        pairs = [pair.split(":") for pair in dist.get_backend_config(checked).split(",")]
+        # From torch 2.14 on there are nccl2, nccl-legacy and nccl-lazy.
+        self._backends = {kind: "nccl" if name.startswith("nccl") else name for kind, name, *_ in pairs}
+        # Work that goes to each peer has no future, which hooks return.
+        peers = _PEERS.setdefault(checked, PeerExchange(rank, size, POSTED_AHEAD))
+        super().__init__(checked, rank, size, peers, p2p=p2p)
         self.gradient_device = device
 
     @property
@@ -214,14 +225,6 @@ class ProcessGroupTransport(GroupTransport):
     def backend_for(self, device: torch.device) -> str:
         return self._backends.get(device.type, "none")
 
-    @cached_property
-    def _backends(self) -> dict[str, str]:
-        """The backend's name for each kind of device; "nccl" for all of torch's that are NCCL."""
-        # `dist.get_backend` has no name for several, nor for torch's own choice.
-        pairs = [pair.split(":") for pair in dist.get_backend_config(self.group).split(",")]
-        # From torch 2.14 on there are nccl2, nccl-legacy and nccl-lazy.
-        return {kind: "nccl" if name.startswith("nccl") else name for kind, name, *_ in pairs}
-
     def _own_gpu(self) -> torch.device:
         """Return the GPU that the group was made for, or else the current one."""
         if self.group.bound_device_id is not None:
@@ -237,14 +240,6 @@ class ProcessGroupTransport(GroupTransport):
             )
         return torch.device("cuda", index)
 
-    def _gather(self, rows: torch.Tensor, own: torch.Tensor) -> Works:
-        if self.backend_for(own.device) != "nccl":
-            return super()._gather(rows, own)
-        # For a list of tensors NCCL's gathers into a separate buffer, and copies from there. The newer
-        # name if there is one, since the older one warns then.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return [cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))]
-
     def _shares_evenly(self, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
         """Return whether NCCL has a collective for parts of these lengths."""
         return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
@@ -255,12 +250,20 @@ class ProcessGroupTransport(GroupTransport):
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._shares_evenly(flat, lengths):
             scatter = partial(dist.reduce_scatter_tensor, own, flat, dist.ReduceOp.AVG, self.group)
-            return self._started(where, lambda: [cast(dist.Work, scatter(async_op=True))])
-        received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
+            return self._started(where, lambda: scatter(async_op=True))
+        received = flat.new_empty(self.size, len(own))
+        to_come, to_go = [own.nbytes] * self.size, [flat.itemsize * length for length in lengths]
         # Send bytes, which Gloo exchanges of every type.
-        to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
-        work = self._started(where, lambda: [self._exchange_parts(to, sent, to_come, to_go)])
-        return _MeanOfRows(work, received, own)
+        buffers, options = (as_bytes(received), as_bytes(flat)), AllToAllOptions()
+        exchange = self._started(where, lambda: self.group.alltoall_base(*buffers, to_come, to_go, options))
+
+        def wait() -> None:
+            exchange.wait()
+            # In fp32 at least: a sum in half precision would overflow, and round after each member.
+            wide = torch.promote_types(own.dtype, torch.float32)
+            own.copy_(torch.sum(received, 0, dtype=wide).div_(self.size))
+
+        return CombinedWork(wait)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """NCCL's if parts are of one length, else copies of each part."""
@@ -268,7 +271,7 @@ class ProcessGroupTransport(GroupTransport):
             return super().gather_parts(flat, lengths, purpose)
         gather = partial(dist.all_gather_into_tensor, flat, flat.split_with_sizes(list(lengths))[self.rank])
         where = f"{purpose}: the gather of {flat.numel()} × {flat.dtype}"
-        return self._started(where, lambda: [cast(dist.Work, gather(self.group, async_op=True))])
+        return self._started(where, lambda: gather(self.group, async_op=True))
 
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
         """Send a message from the first member to the second and back; others need not call this.
@@ -290,82 +293,63 @@ class ProcessGroupTransport(GroupTransport):
         return (time.perf_counter() - start) / 2
 
 
-class ProcessGroupWork(NamedTuple):
-    """A collective under way that carries one message; `where` and `why` are as of `named_failure`."""
+class DistWork(NamedTuple):
+    """Work of a backend that carries one message; `where` and `why` word the `CommunicationError`."""
 
     works: Works
-    where: str
+    where: object
     why: str = WHY_IN_A_FIXED_GROUP
 
     def wait(self) -> None:
-        """Block until the result is there: the host, or on CUDA only the current stream."""
-        with named_failure(self.where, self.why):
+        try:
             for work in self.works:
                 work.wait()
-
-
-def way_over_gloo(collective: Collective, handed_bytes: float, members: int) -> Way:
-    """Return how a message travels."""
-    most, is_sum = math.inf, collective == "all_reduce"
-    if is_sum:
-        most = MAX_DIRECT_SUM_OF_TWO_BYTES if members == 2 else MAX_DIRECT_SUM_BYTES
-    elif collective == "all_gather" and members > 2:
-        most = MAX_DIRECT_BYTES
-    if members > MAX_DIRECT_MEMBERS or handed_bytes > most:
-        return "backend"
-    is_short = members == 2 or (members - 1) * handed_bytes <= MAX_GATHERED_SUM_BYTES
-    return "directly" if is_short or not is_sum else "in parts"
-
-
-def round_trips_over_gloo(collective: Collective, handed_bytes: float, members: int) -> tuple[float, int]:
-    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
-    way = way_over_gloo(collective, handed_bytes, members)
-    if way == "backend":
-        return (members - 1) * (2 if collective == "all_reduce" else 1), 0
-    if way == "in parts":
-        return 1.0, 0
-    sent_bytes = (members - 1) * handed_bytes / (members if collective == "all_to_all" else 1)
-    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
+        except RuntimeError as error:
+            raise failure(self.where, error, self.why) from error
 
 
 def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
-    """Return a future of what `result` makes of a finished collective; of a transport without `directly`."""
-    assert isinstance(work, ProcessGroupWork)
-    futures = [cast(dist.Work, torch_work).get_future() for torch_work in work.works]
+    """Return a future of what `result` makes of a finished collective; of a transport without p2p."""
+    assert isinstance(work, DistWork)
+    future = cast(dist.Work, work.works[0]).get_future()
 
-    def finished(_: Future[object]) -> Result:
+    def finish(_: Future[object]) -> Result:
         # Torch calls back for a failure, too; it is `value` that raises it.
-        with named_failure(work.where):
-            for future in futures:
-                future.value()
+        try:
+            future.value()
+        except RuntimeError as error:
+            raise failure(work.where, error, work.why) from error
         return result()
 
-    ended: Future[Any] = futures[0] if len(futures) == 1 else torch.futures.collect_all(futures)
-    return cast("Future[Result]", ended.then(finished))
+    return cast("Future[Result]", future.then(finish))
 
 
-class _MeanOfRows(NamedTuple):
-    """An exchange under way, and the room for the mean of what it brings."""
-
-    work: ProcessGroupWork
-    received: torch.Tensor
-    mean: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        # In fp32 at least: a sum in half precision would overflow, and round after each member.
-        wide = torch.promote_types(self.mean.dtype, torch.float32)
-        self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
+def failure(where: object, error: RuntimeError, why: str) -> CommunicationError:
+    """Return Thinwire's error for a backend's: of a dead peer, a timeout and a refused type alike."""
+    return CommunicationError(f"{where} failed: {error}. {why}")
 
 
-@contextmanager
-def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]:
-    """Turn a backend's error into Thinwire's."""
-    # Backends raise this for a dead peer, a timeout and a refused type alike.
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(f"{where} failed: {error}. {why}") from error
+def p2p_limits(kind: str, size: int) -> tuple[float, float]:
+    """Return the most bytes that go to each peer whole, and the most that go by p2p at all."""
+    if size > MAX_P2P_SIZE:
+        return 0, 0
+    if kind == "all_reduce":
+        if size <= 2:
+            return MAX_P2P_SUM_OF_TWO_BYTES, MAX_P2P_SUM_OF_TWO_BYTES
+        return MAX_GATHERED_SUM_BYTES / (size - 1), MAX_P2P_SUM_BYTES
+    most = MAX_P2P_BYTES if kind == "all_gather" and size > 2 else math.inf
+    return most, most
+
+
+def round_trips_over_gloo(collective: Collective, handed_bytes: float, size: int) -> tuple[float, int]:
+    """Return how many round trips a message waits, and the bytes of its head if its rest is asked for."""
+    whole, most = p2p_limits(collective, size)
+    if handed_bytes > most:
+        return (size - 1) * (2 if collective == "all_reduce" else 1), 0
+    if handed_bytes > whole:
+        return 1.0, 0
+    sent_bytes = (size - 1) * handed_bytes / (size if collective == "all_to_all" else 1)
+    return 0.5, HEAD_BYTES if sent_bytes > HEAD_BYTES else 0
 
 
 def checked_group(group: object, name: str = "process_group") -> dist.ProcessGroup:

@@ -16,8 +16,7 @@ def __getattr__(name: str) -> NoReturn:
     # Asked for, and not only missing: an AttributeError would not say what to do instead.
     if name in TORCHS:
         raise ConfigError(
-            f"{name} is not offered: the means of all buckets are known together, so an optimizer in the "
-            "hook would overlap nothing, and would take steps that are to be skipped; call optimizer.step() "
-            "after the backward pass"
+            f"{name} is not offered: the means of all buckets come together, so an optimizer in the hook "
+            "would overlap nothing, and take steps that are to be skipped; call it after backward()"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

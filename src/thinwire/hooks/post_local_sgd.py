@@ -3,8 +3,6 @@
 
 import logging
 import os
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,8 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from thinwire.adapters.common import divide_by_contributors
-from thinwire.adapters.ddp import DDPAdapter
-from thinwire.adapters.ddp_model import completed_future, dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, completed_future, dense_buffer
 from thinwire.algorithms.exact import WireDtype
 from thinwire.checks import true_or_false, whole_count
 from thinwire.comm import ProcessGroupTransport, agree, checked_group
@@ -31,18 +28,6 @@ NO_MACHINE = (
     "an accelerator or LOCAL_WORLD_SIZE; pass subgroup=, such as "
     "torch.distributed.new_subgroups(group_size=…)[0]"
 )
-
-
-# Checks of what can be set, in the constructor and later; each takes the name, for errors, and the value.
-CHECKS: dict[str, Callable[[str, object], object]] = {
-    "process_group": lambda name, group: None if group is None else checked_group(group, name),
-    "subgroup": lambda name, group: None if group is None else checked_group(group, name),
-    "start_localSGD_iter": partial(whole_count, minimum=0),
-    "post_local_gradient_allreduce": true_or_false,
-    "iter": partial(whole_count, minimum=0),
-    "on_nonfinite": lambda _, on_nonfinite: checked_on_nonfinite(on_nonfinite),
-    "is_agreed": true_or_false,
-}
 
 
 class PostLocalSGDState:
@@ -67,8 +52,6 @@ class PostLocalSGDState:
         iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
         is_agreed: Whether all processes have compared these settings.
 
-    All can be set, and are checked then as here; a name that there is not is refused.
-
     Raises:
         ConfigError: A setting is of the wrong type or out of range; or "raise" with subgroups, of which the
             others would not raise.
@@ -84,28 +67,23 @@ class PostLocalSGDState:
         *,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
-        self.process_group = process_group
-        self.subgroup = subgroup
-        self.start_localSGD_iter = start_localSGD_iter
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
-        self.on_nonfinite = on_nonfinite
+        for name, group in (("process_group", process_group), ("subgroup", subgroup)):
+            if group is not None:
+                checked_group(group, name)
+        self.process_group, self.subgroup = process_group, subgroup
+        self.start_localSGD_iter = whole_count("start_localSGD_iter", start_localSGD_iter, minimum=0)
+        self.post_local_gradient_allreduce = true_or_false(
+            "post_local_gradient_allreduce", post_local_gradient_allreduce
+        )
+        self.on_nonfinite = checked_on_nonfinite(on_nonfinite)
+        if self.on_nonfinite == "raise" and self.post_local_gradient_allreduce:
+            raise ConfigError(
+                'on_nonfinite="raise" does not go with averaging within subgroups: the processes of '
+                'other subgroups would not raise; use "zero", or post_local_gradient_allreduce=False'
+            )
         self.iter = 0
         self.is_agreed = False
         self._adapters: dict[dist.ProcessGroup, DDPAdapter] = {}
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Check what is set; a mistyped name is an error, as with torch's own state, which has slots."""
-        if not name.startswith("_"):
-            if name not in CHECKS:
-                raise ConfigError(f"a PostLocalSGDState has no setting {name!r}; it has {', '.join(CHECKS)}")
-            value = CHECKS[name](name, value)
-            then = {**vars(self), name: value}
-            if then.get("on_nonfinite") == "raise" and then["post_local_gradient_allreduce"]:
-                raise ConfigError(
-                    'on_nonfinite="raise" does not go with averaging within subgroups: the processes of '
-                    'other subgroups would not raise; use "zero", or post_local_gradient_allreduce=False'
-                )
-        object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
         """Return a state with the same settings and groups at step 0: a copied model has no hook."""

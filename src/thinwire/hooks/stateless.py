@@ -11,8 +11,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.adapters.common import divide_by_contributors
-from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook
-from thinwire.adapters.ddp_model import completed_future, dense_buffer
+from thinwire.adapters.ddp import DDPAdapter, adapter_of_hook, completed_future, dense_buffer
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.checks import whole_number
@@ -157,8 +156,8 @@ def sent_mean(
 ) -> Future[torch.Tensor]:
     """Average a bucket by one message, for which DDP waits; nothing is kept between steps."""
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
-    transport.directly = False  # for its future
-    work = transport.mean(message, purpose)
+    # Work that goes to each peer has no future.
+    work = ProcessGroupTransport(transport.group, flat.device, p2p=False).mean(message, purpose)
     # The closure keeps the message, which the backend reads and writes until then.
     return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
@@ -187,14 +186,13 @@ def _in_8_bits(
             "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)) sends once for each machine"
         )
     flat = dense_buffer(bucket)
-    transport = ProcessGroupTransport(process_group, flat.device)
+    transport = ProcessGroupTransport(process_group, flat.device, p2p=False)  # for its future
     scaled = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
     _agree(f"8 bits, a scale for {scaled}", transport, bucket.parameters())
     divide_by_contributors(bucket.parameters(), flat)
     message = _codes(flat, scaled_elements or flat.numel())
 
     gathered = message.new_empty(transport.size, message.numel())
-    transport.directly = False  # for its future
     work = transport.all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
 
     def mean() -> torch.Tensor:

@@ -4,6 +4,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+# The warning of all of them about a checkpoint.
+SAVED_WITHOUT = (
+    "%s was saved without Thinwire: training goes on from it, with nothing remembered of the steps before"
+)
+
 # `thinwire` itself does the same.
 if not TYPE_CHECKING:
 

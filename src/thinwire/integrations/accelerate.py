@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -34,6 +33,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.hooks import PowerSGDState
+from thinwire.integrations import SAVED_WITHOUT
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
@@ -108,8 +108,18 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
         return ["dp_shard_cp"]
 
 
+class _FoundAsStock(type):
+    """Lets a class be found where Accelerate looks up its own: in a dictionary that knows no subclasses."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is StockKwargs
+
+    def __hash__(cls) -> int:
+        return hash(StockKwargs)
+
+
 @dataclass
-class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accelerate is untyped
+class DistributedDataParallelKwargs(StockKwargs, metaclass=_FoundAsStock):  # type: ignore[misc] # untyped
     """Accelerate's handler of the same name; models it prepares are attached to Thinwire.
 
     Attaching knows the parameters' names and the Accelerator's `GradScaler`, and registers what is
@@ -140,26 +150,17 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         ()
     """
 
-    # Kept by the user's module, which the Accelerator holds until it is asked to free it.
-    _syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
-    strict: bool = field(default=True, init=False, repr=False, compare=False)
-    _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
-    _place: int = field(default=0, init=False, repr=False, compare=False)  # among the registered objects
-
     def __post_init__(self) -> None:
         # Made to be checked: a bad setting is an error here, and not when the model is prepared.
         _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
-
-    @property  # type: ignore[misc] # object's can be written to
-    def __class__(self) -> Any:
-        """Accelerate's own class: it looks handlers up by their exact class, and knows no subclasses."""
-        return StockKwargs
+        self.strict = True
+        # Kept by the user's module, which the Accelerator holds until it is asked to free it.
+        self._syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = WeakKeyDictionary()
+        self._accelerator: Accelerator | None = None
+        self._index = 0  # among the objects that the Accelerator saves
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the dictionary of Accelerate's own handler for the same settings."""
-        # Only Accelerate's own fields: its handler copies all attributes, and ours hold models.
+        """As of Accelerate's own handler, which copies all attributes: others than its hold models here."""
         settings = {setting.name: getattr(self, setting.name) for setting in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -177,9 +178,8 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         """
         return attached(
             self.syncs[0] if len(self._syncs) == 1 else None,
-            f"expected one attached model, got {len(self._syncs)}; a model is attached by "
-            "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
-            "and if there are several, handler.syncs has them all",
+            f"expected one attached model, got {len(self._syncs)}; accelerator.prepare(model) attaches in a "
+            "run of several processes with a comm_hook other than NO, and handler.syncs has all models",
         )
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -192,12 +192,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         algorithm = _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
         if algorithm is None:
             return
-        accelerator = self._calling_accelerator()
-        # Its models would be saved with the first one's checkpoints.
-        if self._accelerator not in (None, accelerator):
-            raise ConfigError("this handler is used by a different Accelerator already; make one for each")
-        # Models that were dropped are gone from here on, on every process alike.
+        # Models, and Accelerators, that were dropped are gone from here on, on every process alike.
         gc.collect()
+        accelerator = self._find_accelerator()
         self._syncs[model.module] = attach(
             model,
             algorithm,
@@ -206,48 +203,47 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         )
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
-            self._accelerator, self._place = accelerator, len(accelerator._custom_objects)
+            self._accelerator, self._index = accelerator, len(accelerator._custom_objects)
             accelerator.register_for_checkpointing(self)
-            accelerator.register_save_state_pre_hook(lambda *_: self._take_part())
+            accelerator.register_save_state_pre_hook(lambda *_: self._be_registered())
             accelerator.register_load_state_pre_hook(lambda _, folder: self._prepare_to_load(Path(folder)))
 
-    def _calling_accelerator(self) -> Accelerator:
-        """Return the Accelerator: its handler is given the model only, but it is one of the callers."""
-        frame = sys._getframe()
-        while (caller := frame.f_back) is not None:
-            frame = caller
-            # There may be several on the stack: find the one that has this handler.
-            candidate = frame.f_locals.get("self")
-            if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
-                return candidate
-        who = "accelerator.prepare(model), of the Accelerator that has this handler"
-        own = "for your own DDP model use thinwire.attach(ddp_model, algorithm)"
-        raise AttachError(f"register_comm_hook is called by {who}; {own}")
+    def _find_accelerator(self) -> Accelerator:
+        """Return the Accelerator that has this handler, which is given the model only."""
+        # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
+        everyone = [candidate for candidate in gc.get_objects() if Accelerator in type(candidate).__mro__]
+        accelerators = [accelerator for accelerator in everyone if accelerator.ddp_handler is self]
+        if not accelerators:
+            raise AttachError(
+                "register_comm_hook is called by accelerator.prepare(model), of an Accelerator that has this "
+                "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+            )
+        # The models of one would be saved with the checkpoints of the other.
+        if len(accelerators) > 1:
+            raise ConfigError("this handler is used by a different Accelerator already; make one for each")
+        return accelerators[0]
 
-    def _take_part(self) -> None:
-        """Be among what the Accelerator saves and loads, at the place of registering."""
-        objects = self._accelerator._custom_objects if self._accelerator is not None else [self]
+    def _be_registered(self) -> None:
+        """Be among the objects that the Accelerator saves and loads, after `_prepare_to_load` too."""
+        assert self._accelerator is not None
+        objects = self._accelerator._custom_objects
         if not any(registered is self for registered in objects):
-            objects.insert(self._place, self)
+            objects.insert(self._index, self)
 
     def _prepare_to_load(self, folder: Path) -> None:
         """Stand back if a checkpoint was saved without this handler: Accelerate counts its files."""
-        self._take_part()
+        self._be_registered()
         assert self._accelerator is not None
         objects = self._accelerator._custom_objects
         if len(list(folder.glob("custom_checkpoint_*.pkl"))) != len(objects) - 1:
             return
         try:
-            own = torch.load(folder / f"custom_checkpoint_{self._place}.pkl", weights_only=True, mmap=True)
+            saved = torch.load(folder / f"custom_checkpoint_{self._index}.pkl", weights_only=True, mmap=True)
         except (OSError, RuntimeError, UnpicklingError):  # there is none, or it is of an object of the user's
-            own = None
-        if not isinstance(own, Mapping) or own.keys() != {"models"}:
-            logger.warning(
-                "%s was saved without Thinwire: training goes on from it, with nothing remembered of the "
-                "steps before",
-                folder,
-            )
-            del objects[self._place]
+            saved = None
+        if not isinstance(saved, Mapping) or saved.keys() != {"models"}:
+            logger.warning(SAVED_WITHOUT, folder)
+            del objects[self._index]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each model. Collective; Accelerate calls it for a checkpoint.
@@ -291,9 +287,9 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
             raise ConfigError(f"comm_state_option must map {settings}, got {options!r}: {error}") from error
         return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
-        given = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
+        got = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"{given}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
+            f"{got}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
             "different hook: the first is for POWER_SGD and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None

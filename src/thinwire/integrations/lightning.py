@@ -26,6 +26,7 @@ from thinwire.checks import whole_number
 from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import (
@@ -38,7 +39,7 @@ from thinwire.integrations.local import (
     new_auto,
     new_local,
 )
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of
@@ -47,14 +48,14 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     # The same package under its older name. With both installed, Trainers of the two don't mix.
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
-        from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus  # type: ignore[assignment]
+        from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
     except ImportError:
         raise MissingExtraError(
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
@@ -133,28 +134,29 @@ class ThinwireStrategy(DDPStrategy):
             algorithm, positional = positional[0], positional[1:]
         if algorithm is not None:
             checked_averaging(algorithm)
-        # With DDPStrategy's own names, so that what is given by position is found as well.
-        given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
+        # By DDPStrategy's names, whether given by position or by name.
+        arguments = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
         # DDP itself would refuse it when the job has started; and an algorithm's setting is easily put here.
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
-        unknown = [name for name in given.get("kwargs", {}) if name not in of_ddp]
+        unknown = [name for name in arguments.get("kwargs", {}) if name not in of_ddp]
         if unknown:
-            found = f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}"
-            such = "ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
-            raise ConfigError(f"{found}; an algorithm's go into it, such as {such}")
-        state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
-        checked_hook(state, hook, given.get("ddp_comm_wrapper"))
+            raise ConfigError(
+                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; those of an "
+                "algorithm go into it: ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+            )
+        state, hook = arguments.get("ddp_comm_state"), arguments.get("ddp_comm_hook")
+        checked_hook(state, hook, arguments.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
         takes_steps = hook is None and isinstance(algorithm, Algorithm | None)
         self._steps = checked_steps(takes_steps, host_check, on_nonfinite, machines)
-        check_period(state, given.get("model_averaging_period"))
+        check_period(state, arguments.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self.local: ModelAverager | None = None
         self.auto: Auto | None = None
-        # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
-        self._is_training = False
+        # Enters `local`, which is made before a checkpoint is restored, and outlives the training.
+        self._averages: _AveragesModels | None = None
         self._sync: GradientSync | None = None
         self._before: GradientSync | None = None
         self._module: torch.nn.Module | None = None
@@ -177,7 +179,6 @@ class ThinwireStrategy(DDPStrategy):
         return self.local or self._sync or (state if isinstance(state, PowerSGDState) else None)
 
     def setup(self, trainer: Trainer) -> None:
-        """As `DDPStrategy.setup`; makes what averages models or chooses, since optimizers are known now."""
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -215,24 +216,15 @@ class ThinwireStrategy(DDPStrategy):
         return getattr(self.precision_plugin, "scaler", None)
 
     def on_train_start(self) -> None:
-        """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
         # Done here, since a checkpoint's states, ours and the optimizer's, are loaded after setup.
         super().on_train_start()
         if self.local is None:
             return
         if self.local.has_state:  # a learning-rate finder has trained before
             self._make_local()
-        # First of all at the end: others load the best model then, or a moving average.
         assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer  # its callbacks are not declared
-        trainer.callbacks = [_LeavesFirst(self), *trainer.callbacks]
-        self.local.__enter__()
-        self._is_training = True
-
-    def on_validation_start(self) -> None:
-        """Average the models first, so that one is validated. Collective."""
-        super().on_validation_start()
-        self._average()
+        self._averages = _AveragesModels(self.local)
+        self._averages.begin(self.lightning_module.trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, of the averaged model. Collective in training, as checkpoints are.
@@ -240,36 +232,12 @@ class ThinwireStrategy(DDPStrategy):
         But what is saved when an exception has ended the training is this process's own model.
         """
         # Lightning calls it on every process, and only then takes the callbacks' own states.
-        self._average()
+        if self._averages is not None:
+            self._averages.average()
         return super().lightning_module_state_dict()
 
-    def on_train_end(self) -> None:
-        """Average what is left of the models, unless that is done. Collective."""
-        super().on_train_end()
-        self._leave(None)
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Leave the models as they are: other processes may be anywhere."""
-        super().on_exception(exception)
-        self._leave(type(exception))
-
-    def _average(self) -> None:
-        # Before training, in its sanity check, and after it there is one model anyway.
-        if self.local is None or not self._is_training:
-            return
-        assert self.lightning_module is not None
-        # Callbacks save on an exception before `on_exception` here: other processes may be anywhere.
-        if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
-            self.local.average()
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
-        if self.local is not None and self._is_training:
-            self._is_training = False
-            self.local.__exit__(kind, None, None)
-
     def _register_ddp_hooks(self) -> None:
-        """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
-        self.local, self.auto, self._is_training = None, None, False
+        self.local, self.auto, self._averages = None, None, None
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
             register_ddp_comm_hook(
@@ -294,16 +262,39 @@ class ThinwireStrategy(DDPStrategy):
         self._sync, self._module = sync, self.model.module
 
 
-class _LeavesFirst(Callback):
-    """Lets a strategy average what is left before the other callbacks hear that training has ended."""
+class _AveragesModels(Callback):
+    """Averages models around a training: before validations and checkpoints, and at the end."""
 
-    def __init__(self, strategy: ThinwireStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, local: ModelAverager) -> None:
+        self._local, self._is_open = local, False
+
+    def begin(self, trainer: Any) -> None:  # whose callbacks are not declared
+        """Enter: all processes take the first one's model, unless a state was loaded. Collective."""
+        # First of all: at the end others load the best model, or a moving average.
+        trainer.callbacks = [self, *trainer.callbacks]
+        self._local.__enter__()
+        self._is_open = True
+
+    def average(self) -> None:
+        """Average the models. Collective in training; before and after it there is one model anyway."""
+        if self._is_open:
+            self._local.average()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.average()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._strategy._leave(None)
-        of_trainer: Any = trainer
-        of_trainer.callbacks = [callback for callback in of_trainer.callbacks if callback is not self]
+        self._end(trainer, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # Nothing is sent: other processes may be anywhere. Callbacks that save now do so after this.
+        self._end(trainer, type(exception))
+
+    def _end(self, trainer: Any, kind: type[BaseException] | None) -> None:
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+        if self._is_open:
+            self._is_open = False
+            self._local.__exit__(kind, None, None)
 
 
 class ThinwireCallback(Callback):
@@ -343,7 +334,6 @@ class ThinwireCallback(Callback):
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that has nothing to log or save, before all is built."""
         strategy, is_ours = trainer.strategy, False
         if isinstance(strategy, ThinwireStrategy):
             is_ours = strategy.algorithm is not None or strategy.remembering is not None
@@ -355,7 +345,6 @@ class ThinwireCallback(Callback):
             raise ConfigError(f"expected {expected}, got {type(strategy).__name__}")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what a checkpoint held."""
         # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._make is None and self._loaded is not None:
             remembering = _remembering(trainer)
@@ -364,43 +353,26 @@ class ThinwireCallback(Callback):
             self._loaded = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let a member that comes and goes join."""
         if self._make is None:
             return
         optimizer = trainer.optimizers if len(trainer.optimizers) > 1 else trainer.optimizers[0]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.local = new_local(self._make, pl_module, optimizer, scaler)
-        # First of all at the end, when others load the best model, or a moving average.
-        of_trainer: Any = trainer
-        of_trainer.callbacks = [self, *(other for other in of_trainer.callbacks if other is not self)]
         if self._loaded is not None:
             self.local.load_state_dict(self._loaded)
             self._loaded = None
-        self.local.__enter__()
+        _AveragesModels(self.local).begin(trainer)
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step":
                 catch_up(config.scheduler, self.local.steps // config.frequency)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average a member's model first."""
-        if self.local is not None:
-            self.local.average()
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average what is left of a member's model, and leave."""
-        self._leave(None)
+        self.local = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave at once; the others go on."""
-        self._leave(type(exception))
-
-    def _leave(self, kind: type[BaseException] | None) -> None:
-        local, self.local = self.local, None
-        if local is not None:
-            local.__exit__(kind, None, None)
+        self.local = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """Log every `log_every_n_steps`."""
         # A member that joins takes over the others' count, which is not its Trainer's.
         if self.local is not None and 0 <= trainer.max_steps <= self.local.steps:
             trainer.should_stop = True
@@ -416,7 +388,6 @@ class ThinwireCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put what is remembered into it. Collective."""
         remembering = self.local or (_remembering(trainer) if self._make is None else None)
         # Before training there is nothing: a learning-rate finder saves then.
         if remembering is None or (isinstance(remembering, ModelAverager) and not remembering.has_state):
@@ -429,13 +400,9 @@ class ThinwireCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep its state until the model is wrapped."""
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
         if self._loaded is None and trainer.state.fn == TrainerFn.FITTING:
-            logger.warning(
-                "the checkpoint was saved without Thinwire: training goes on from it, with nothing "
-                "remembered of the steps before"
-            )
+            logger.warning(SAVED_WITHOUT, "the checkpoint")
 
 
 def _remembering(trainer: Trainer) -> Remembering:

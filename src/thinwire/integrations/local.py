@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
@@ -19,47 +19,49 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
-from thinwire.local_sgd import elastic
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd import elastic_local_sgd as elastic
+from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.torch_private import takes_step_hooks
 
 A_LOCAL = "a thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30)"
 # Such as that, the same of thinwire.elastic, or thinwire.auto.
 Makes: TypeAlias = "Callable[..., ModelAverager] | Callable[..., Auto]"
 
 
-def checked_averaging(given: object) -> Algorithm | Makes:
+def checked_averaging(averaging: object) -> Algorithm | Makes:
     """Return how a framework's runs are averaged: an algorithm, a `LocalSGD`'s maker, or `thinwire.auto`."""
     # An algorithm's class can be called, too, and is a mistake.
-    makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, ModelAverager))
-    if not (isinstance(given, Algorithm) or makes_local):
-        such = "an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto"
-        raise ConfigError(f"expected {such}, or what makes {A_LOCAL}, got {no_algorithm(given)}")
-    if isinstance(given, partial):
+    makes_local = callable(averaging) and (
+        not isinstance(averaging, type) or issubclass(averaging, ModelAverager)
+    )
+    if not (isinstance(averaging, Algorithm) or makes_local):
+        raise ConfigError(
+            f"got {no_algorithm(averaging)}, expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), "
+            f"thinwire.auto, or what makes {A_LOCAL}"
+        )
+    if isinstance(averaging, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
-        takes = signature(given.func)
-        own = {
-            name: parameter
-            for name, parameter in takes.parameters.items()
-            if parameter.kind != Parameter.VAR_KEYWORD
-        }
-        # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
-        base = given.func.__base__ if isinstance(given.func, type) else None
-        handed_to = attach if makes_auto(given) else base
-        if handed_to is not None and len(own) < len(takes.parameters):
-            others = [
-                parameter
-                for parameter in signature(handed_to).parameters.values()
-                if parameter.name not in own
-            ]
-            takes = Signature([*own.values(), *(e for e in others if e.kind is Parameter.KEYWORD_ONLY)])
-        try:
-            takes.bind_partial(*given.args, **given.keywords)
-        except TypeError as error:
-            name = getattr(given.func, "__name__", given.func)
-            raise ConfigError(f"{name} {error}; it takes {', '.join(takes.parameters)}") from error
-    return given  # type: ignore[return-value]
+        names = _names_taken(averaging.func)
+        mistyped = [name for name in averaging.keywords if names and name not in names]
+        if mistyped:
+            function = getattr(averaging.func, "__name__", averaging.func)
+            got = f"got an unexpected keyword argument {mistyped[0]!r}"
+            raise ConfigError(f"{function} {got}; it takes {', '.join(names)}")
+    return averaging  # type: ignore[return-value]
+
+
+def _names_taken(function: Any) -> list[str]:
+    """Return the arguments of a function or class by name; none if it may take any."""
+    parameters = signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
+    if len(names) == len(parameters):
+        return names
+    # `auto` hands on what it does not take itself, and so does a `DiLoCo`.
+    handed_to = attach if function is auto else getattr(function, "__base__", None)
+    others = _names_taken(handed_to) if handed_to is not None else []
+    return [*names, *(name for name in others if name not in names)] if others else []
 
 
 def checked_steps(
@@ -78,11 +80,11 @@ def checked_steps(
     return steps
 
 
-def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
+def makes_auto(averaging: object) -> TypeGuard[Callable[..., Auto]]:
     """Return whether it is `thinwire.auto`, or a `functools.partial` of it."""
-    while isinstance(given, partial):
-        given = given.func
-    return given is auto
+    while isinstance(averaging, partial):
+        averaging = averaging.func
+    return averaging is auto
 
 
 def new_auto(
@@ -95,11 +97,11 @@ def new_auto(
     return make(model, optimizer, **settings | getattr(make, "keywords", {}))
 
 
-def makes_elastic(given: object) -> bool:
+def makes_elastic(averaging: object) -> bool:
     """Return whether it is a member that comes and goes, or a `functools.partial` of one's class."""
-    while isinstance(given, partial):
-        given = given.func
-    return isinstance(given, type) and issubclass(given, elastic.LocalSGD)
+    while isinstance(averaging, partial):
+        averaging = averaging.func
+    return isinstance(averaging, type) and issubclass(averaging, elastic.LocalSGD)
 
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> ModelAverager:
@@ -111,7 +113,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
     if sending is not None:
         sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
-    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+    while not takes_step_hooks(optimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     try:
         local = make(model, optimizer, grad_scaler=grad_scaler)

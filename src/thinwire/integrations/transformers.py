@@ -29,6 +29,7 @@ from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.comm import Layout
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
+from thinwire.integrations import SAVED_WITHOUT
 from thinwire.integrations.local import (
     Makes,
     catch_up,
@@ -39,7 +40,7 @@ from thinwire.integrations.local import (
     new_auto,
     new_local,
 )
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd.averager import ModelAverager
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.settings import HostCheck, OnNonfinite
 from thinwire.watch.writers import metrics_of
@@ -132,8 +133,7 @@ def attach(
         ):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
-                "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
-                "with the ParallelismConfig of thinwire.integrations.accelerate"
+                "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
             )
     steps = checked_steps(isinstance(algorithm, Algorithm), host_check, on_nonfinite, machines)
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
@@ -193,10 +193,6 @@ class ThinwireCallback(TrainerCallback):
         )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """See `TrainerCallback.on_train_begin`: attach the model, and load what a checkpoint holds.
-
-        Collective if models are averaged: all processes take the first one's.
-        """
         if args.world_size == 1 and not makes_elastic(self._algorithm):
             logger.warning(ALONE)
             return
@@ -236,7 +232,6 @@ class ThinwireCallback(TrainerCallback):
             catch_up(trainer.lr_scheduler, local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
-        """See `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
         if self.local is None:
             return
         # A member that joins takes over the others' count, which is not its Trainer's.
@@ -249,15 +244,10 @@ class ThinwireCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **unused: Any) -> None:
-        """See `TrainerCallback.on_train_end`: average what is left of the models. Collective."""
         if self.local is not None:
             self.local.__exit__(None, None, None)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        """See `TrainerCallback.on_save`: put what is remembered into the checkpoint.
-
-        Collective if models are averaged.
-        """
         # Weights alone are not resumed from.
         if self._sync is None or args.save_only_model:
             return
@@ -271,7 +261,6 @@ class ThinwireCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any] | None = None, **unused: Any
     ) -> None:
-        """See `TrainerCallback.on_log`: add the compression to a log of the loss."""
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of((self.local or self._sync).stats(), "thinwire_")
@@ -286,8 +275,8 @@ class ThinwireCallback(TrainerCallback):
 
     def _replicas(self) -> dict[str, Any]:
         """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
-        given = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
-        if given or not self._trainer.is_fsdp_enabled:
+        chosen = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
+        if chosen or not self._trainer.is_fsdp_enabled:
             return {}
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
@@ -302,12 +291,7 @@ class ThinwireCallback(TrainerCallback):
             raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
         files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
-            logger.warning(
-                "%s has no %s, so it was saved without Thinwire: training goes on from it, with nothing "
-                "remembered of the steps before",
-                folder,
-                files,
-            )
+            logger.warning(SAVED_WITHOUT, folder)
             return None
         return folder
 

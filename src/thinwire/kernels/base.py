@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
+from thinwire.kernels.matrices import MatmulBatch, Reconstruction, Rows, Subtraction, Write
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded
-from thinwire.tensors.rounding import Draws
+from thinwire.tensors.rounding import RandomBits
 
 # The largest matrix rank that Numba serves. It stands here to be known without importing Numba.
 NUMBA_FACTOR_ROWS = 4
@@ -33,10 +33,10 @@ class Kernels:
     gradient_types: Collection[torch.dtype]
     """Types of gradients that may be a group's matrices. Others are copied to fp32 first."""
 
-    products: Callable[[Sequence[Asked]], list[torch.Tensor]]
+    products: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]]
     """(M Q)ᵀ of every matrix, for each group (matrices, r, rows)."""
 
-    projections: Callable[[Sequence[Asked]], list[torch.Tensor]]
+    projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]]
     """P̂ᵀ M of every matrix, for each group (matrices, r, columns)."""
 
     subtract_own: Callable[[Sequence[Subtraction]], None]
@@ -50,8 +50,8 @@ class Kernels:
     stays bounded, and the mean of the residuals is the same.
     """
 
-    write: Callable[[Sequence[Write]], list[torch.Tensor]]
-    """Writes what a step leaves. Returns each item's target or, if that stays, a tensor in its place."""
+    write: Callable[[Sequence[Write]], None]
+    """Writes what a step leaves, in place."""
 
     orthonormal_rows: Callable[[Sequence[Rows]], list[torch.Tensor]]
     """An orthonormal basis of the rows of every matrix: new tensors of the same shapes and types.
@@ -68,21 +68,21 @@ class Kernels:
     """
 
 
-class Averaging(NamedTuple):
+class MeanArgs(NamedTuple):
     """Messages of members with some blocks, whose mean is to be coded again."""
 
     received: Coded  # a row of each member
     blocks: Blocks  # of the bucket
     own: slice  # which of them were received
     codebook: Codebook
-    draws: Draws | None  # of these blocks, for stochastic rounding; None for the nearest level
+    draws: RandomBits | None  # of these blocks, for stochastic rounding; None for the nearest level
     # Takes what coding the mean has lost, shape (blocks, block), with anything behind the end of a short
     # block. None to forget it.
     lost: torch.Tensor | None
     dtype: torch.dtype  # of the computation, fp32 or fp64
 
 
-class Keeping(NamedTuple):
+class ResidualArgs(NamedTuple):
     """The coded mean of a bucket, and what a residual is made of."""
 
     coded: Coded
@@ -104,19 +104,19 @@ class CodeKernels:
     times the scale, rounded once. What is encoded may differ in the last bit of a scale: all receive it.
     """
 
-    encoded: Callable[[torch.Tensor, Blocks, Codebook, Draws | None], Coded]
+    encoded: Callable[[torch.Tensor, Blocks, Codebook, RandomBits | None], Coded]
     """All blocks of a flat tensor as they travel: a row for each member, which averages it.
 
-    Draws are for stochastic rounding; without them the nearest level is taken.
+    Random bits are for stochastic rounding; without them the nearest level is taken.
     """
 
-    averaged: Callable[[Averaging], Coded]
+    averaged: Callable[[MeanArgs], Coded]
     """The mean of what members have sent of some blocks, coded again: one row."""
 
     decode: Callable[[Coded, Blocks, Codebook, torch.Tensor], None]
     """Writes the numbers that all blocks stand for to gradients; NaN if a scale is not finite."""
 
-    decode_and_keep: Callable[[Keeping], torch.Tensor]
+    decode_and_keep: Callable[[ResidualArgs], torch.Tensor]
     """The same, and returns the residual: what this member has not sent, what was lost when it coded a mean,
     and what the gradients' type can't hold.
 
@@ -149,7 +149,7 @@ class EntryLayout(NamedTuple):
     is_aligned: bool  # whether all chunks begin and end at a multiple of 8 elements
 
 
-class Wanted(NamedTuple):
+class TopKQuery(NamedTuple):
     """The values of a bucket that a member wants to send."""
 
     flat: torch.Tensor  # gradients
@@ -158,10 +158,10 @@ class Wanted(NamedTuple):
     loss_scale: torch.Tensor | None  # what gradients are divided by
 
 
-class Merging(NamedTuple):
+class ScatterArgs(NamedTuple):
     """The end of a step for a bucket: its mean, and its residuals."""
 
-    wanted: Wanted  # the mean is written to its gradients, and to its residuals what was not sent
+    wanted: TopKQuery  # the mean is written to its gradients, and to its residuals what was not sent
     rank: int  # this member's
     by_senders: bool  # as of `SentEntries`
     less: torch.Tensor  # takes how much less the squares of each chunk's residual have become, fp64
@@ -175,14 +175,14 @@ class EntryPasses:
     serves: Callable[[EntryLayout], bool]
     """Whether chunks are short enough."""
 
-    encoded: Callable[[Wanted, EntryLayout], torch.Tensor]
+    encoded: Callable[[TopKQuery, EntryLayout], torch.Tensor]
     """This member's message, uint8, of the entries of largest magnitude."""
 
     decoded: Callable[[torch.Tensor, EntryLayout], tuple[torch.Tensor, torch.Tensor]]
     """Positions in their chunks and values of what members have sent, (members, entries); not finite where
     something of a chunk was not."""
 
-    merge: Callable[[Merging, tuple[torch.Tensor, torch.Tensor], EntryLayout], None]
+    merge: Callable[[ScatterArgs, tuple[torch.Tensor, torch.Tensor], EntryLayout], None]
     """Turns gradients into the mean of what was sent."""
 
 

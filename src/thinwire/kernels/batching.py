@@ -12,11 +12,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def alike(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
+def group_indices(items: Sequence[Item], kind: Callable[[Item], Hashable]) -> list[list[int]]:
     """Return the items of each kind, by index."""
     found: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
-        found.setdefault(kind(item), []).append(index)
+        key = kind(item)
+        if key in found:
+            found[key].append(index)
+        else:
+            found[key] = [index]
     return list(found.values())
 
 
@@ -34,7 +38,9 @@ def batched(
     compute: Callable[[list[Item]], Sequence[Result]],
 ) -> list[Result]:
     """Compute results for all items, those of one kind in one call; return them in the items' order."""
-    groups = alike(items, kind)
+    groups = group_indices(items, kind)
+    if len(groups) == 1:
+        return list(compute(list(items)))
     return in_order(groups, [compute([items[index] for index in group]) for group in groups])
 
 

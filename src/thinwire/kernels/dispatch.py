@@ -13,15 +13,15 @@ from typing import Any, cast
 import torch
 
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryPasses, Kernels, Tables
-from thinwire.kernels.batching import alike, batched
-from thinwire.kernels.matrices import Asked, Reconstruction, Rows, Subtraction, Write
+from thinwire.kernels.batching import batched, group_indices
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Subtraction, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.tensors import accelerators
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Backend:
     """Tables of functions, and what they serve.
 
@@ -30,17 +30,14 @@ class Backend:
         load: Returns the tables, or None if they can't be used. Called only if they would serve, and cheap
             when called again.
         version: Returns that of the package, once the tables are loaded.
-        is_recordable: Whether its launches can be recorded as a CUDA graph: none waits for the device.
-        serves: Whether they serve matrices like this one at this matrix rank or, if that is None, a tensor
-            like this one in few bits and few entries; in this process as it is now. Asked for every group of
-            every step: cheap, reads nothing back from a device, imports nothing.
+        serves: Whether they serve matrices of a type on a device at a matrix rank or, if that is None,
+            tensors in few bits and few entries. Depends on nothing else but the number of threads.
     """
 
     name: str
     load: Callable[[], Tables | None]
     version: Callable[[], str] = lambda: ""
-    serves: Callable[[torch.Tensor, int | None], bool] = lambda like, matrix_rank: True
-    is_recordable: bool = False
+    serves: Callable[[torch.device, torch.dtype, int | None], bool] = lambda *_: True
 
 
 @cache
@@ -60,14 +57,14 @@ def _load_numba() -> Tables | None:
         return None
 
 
-def _numba_serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
-    if like.device.type != "cpu" or like.dtype == torch.float64:
+def _numba_serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
+    if device.type != "cpu" or dtype == torch.float64:
         return False
     # With more threads PyTorch's products run on all of them, and compiled code on one. Few bits and entries
     # take PyTorch many passes over a part that stays in cache, which gain little by more threads.
     if matrix_rank is None:
         return True
-    is_served = like.dtype == torch.float32 and matrix_rank <= NUMBA_FACTOR_ROWS
+    is_served = dtype == torch.float32 and matrix_rank <= NUMBA_FACTOR_ROWS
     return is_served and torch.get_num_threads() == 1
 
 
@@ -85,7 +82,6 @@ TRITON = Backend(
     lambda: _load_triton() if triton_limits.can_be_used() else None,
     lambda: triton_limits.installed() or "",
     triton_limits.serves,
-    is_recordable=True,
 )
 # Wheels for a CPU and for a GPU are of one version.
 TORCH = Backend("PyTorch", lambda: TORCH_TABLES, lambda: torch.__version__.partition("+")[0])
@@ -98,24 +94,23 @@ backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 
 def _serving(like: torch.Tensor, matrix_rank: int | None) -> tuple[Backend, Tables]:
     """Return the first backend that serves, as `Backend.serves`, and its tables."""
-    for backend in backends:
-        # A backend that can't be loaded has said so, once; the next one serves in its place.
-        if backend.serves(like, matrix_rank) and (tables := backend.load()) is not None:
-            return backend, tables
-    names = ", ".join(backend.name for backend in backends)
-    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
-
-
-def are_recordable(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
-    """Return whether those who serve such gradients can be recorded."""
-    return _are_recordable(backends, device, dtype, matrix_rank)
+    return _first_that_serves(backends, like.device, like.dtype, matrix_rank, torch.get_num_threads())
 
 
 @cache
-def _are_recordable(
-    known: tuple[Backend, ...], device: torch.device, dtype: torch.dtype, matrix_rank: int | None
-) -> bool:
-    return _serving(torch.empty(0, dtype=dtype, device=device), matrix_rank)[0].is_recordable
+def _first_that_serves(
+    known: tuple[Backend, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    matrix_rank: int | None,
+    num_threads: int,
+) -> tuple[Backend, Tables]:
+    for backend in known:
+        # A backend that can't be loaded has said so, once; the next one serves in its place.
+        if backend.serves(device, dtype, matrix_rank) and (tables := backend.load()) is not None:
+            return backend, tables
+    names = ", ".join(backend.name for backend in known)
+    raise AssertionError(f"no backend of {names} serves {dtype} on {device}; PyTorch's serves all")
 
 
 def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
@@ -143,19 +138,29 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
     return f"{name} on {gpu.gcnArchName if torch.version.hip else f'sm_{gpu.major}{gpu.minor}'}"
 
 
+def choice() -> tuple[object, ...]:
+    """Return what the choice of backends depends on beside tensors: whoever keeps kernels looks at it."""
+    return backends, torch.get_num_threads()
+
+
+def _kernels_of(group: MatrixGroup) -> tuple[Kernels, torch.device]:
+    """Return the kernels that serve a group, and its device; found once."""
+    found: tuple[Kernels, torch.device] | None = group.bound.get("kernels")
+    if found is None:
+        like = group.matrices[0]
+        found = group.bound["kernels"] = kernels_for(like, group.matrix_rank), like.device
+    return found
+
+
 def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
     """Call a function of `Kernels` on items, all of a backend and device in one call; return its results."""
 
     # One launch may serve many shapes, but only on one device, and a model's parameters may lie on several. A
     # kernel that got an address in a different device's memory would fault, or write anywhere.
     def kind(item: Any) -> tuple[Kernels, torch.device]:
-        if isinstance(item, Rows):
-            like, matrix_rank = item.rows, item.rows.shape[1]
-        elif isinstance(item, Write):
-            like, matrix_rank = item.target, 1  # writing is the same at every matrix rank
-        else:
-            like, matrix_rank = item.group.matrices[0], item.group.matrix_rank
-        return kernels_for(like, matrix_rank), like.device
+        if item.group is None:
+            return kernels_for(item.rows, item.rows.shape[1]), item.rows.device
+        return _kernels_of(item.group)
 
     def compute(some: list[Any]) -> Sequence[Any]:
         return getattr(kind(some[0])[0], name)(some) or [None] * len(some)
@@ -164,12 +169,21 @@ def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
 
 
 # `Kernels` describes them; they are for `Jointly`, which batches the requests of all buckets for one.
-products: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "products")
-projections: Callable[[Sequence[Asked]], list[torch.Tensor]] = partial(_by_backend, "projections")
+products: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "products")
+projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "projections")
 subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
 reconstruct: Callable[[Sequence[Reconstruction]], list[None]] = partial(_by_backend, "reconstruct")
-write: Callable[[Sequence[Write]], list[torch.Tensor]] = partial(_by_backend, "write")
 orthonormal_bases: Callable[[Sequence[Rows]], list[torch.Tensor]] = partial(_by_backend, "orthonormal_rows")
+
+
+def write(items: Sequence[Write]) -> list[None]:
+    """Call `Kernels.write` for all items of a device and type; it is the same at every matrix rank."""
+
+    def compute(some: list[Write]) -> list[None]:
+        kernels_for(some[0].target, 1).write(some)
+        return [None] * len(some)
+
+    return batched(items, lambda item: (item.target.device, item.target.dtype), compute)
 
 
 def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -186,9 +200,9 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     if not filled:
         return torch.tensor(True)
     answers = []
-    for kind in alike(filled, lambda tensor: (tensor.device, tensor.dtype)):
+    for kind in group_indices(filled, lambda tensor: (tensor.device, tensor.dtype)):
         some = [filled[index] for index in kind]
-        if accelerators.pays_per_launch(some[0].device):
+        if accelerators.is_accelerator(some[0].device):
             # Kernels get no strides: only where a tensor begins and how long it is.
             whole = [tensor.contiguous() for tensor in some]
             answers.append(kernels_for(whole[0], 1).all_finite(whole))

@@ -8,8 +8,8 @@ skinny products are several times faster that way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,9 +24,14 @@ DEPENDENT_BELOW = 1e-10
 ROUNDED_ELEMENTS = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MatrixGroup:
-    """Matrices of one shape and matrix rank."""
+    """Matrices of one shape and matrix rank.
+
+    A plan keeps it from step to step, as long as matrices and residuals lie where they lay: so what kernels
+    find out about it (`bound`) is found out once. The views of the gradients are made in each step, since
+    they would keep a bucket that is not used any more.
+    """
 
     labels: Sequence[str]  # the key of each one's factor in memory
     # M, each (rows, columns), in fp32 or fp64, or in one of the backend's types of gradients; on entry the
@@ -34,6 +39,7 @@ class MatrixGroup:
     matrices: Sequence[torch.Tensor]
     errors: Sequence[torch.Tensor | None]  # the residual of each, (rows, columns), if there is one
     matrix_rank: int  # r
+    bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
 
 
-class Asked(NamedTuple):
+class MatmulBatch(NamedTuple):
     """A group that is to be multiplied by a factor."""
 
     group: MatrixGroup
@@ -67,6 +73,7 @@ class Asked(NamedTuple):
     # The loss scale, one tensor for all of a device in a step; None for 1.
     loss_scale: torch.Tensor | None
     add_error: bool  # whether this is the first time in the step: so of all that are asked together
+    out: torch.Tensor | None = None  # room for the result, which backends of accelerators take
 
 
 class Subtraction(NamedTuple):
@@ -84,7 +91,7 @@ class Reconstruction(NamedTuple):
     # None to forget it.
     errors: Sequence[torch.Tensor] | None
     terms: Terms
-    loss_scale: torch.Tensor | None  # as of `Asked`
+    loss_scale: torch.Tensor | None  # as of `MatmulBatch`
     # One bool for the step, not read back: if it is false, errors stay and gradients become NaN.
     is_healthy: torch.Tensor | None = None
 
@@ -100,11 +107,11 @@ class Reconstruction(NamedTuple):
 
 
 class Write(NamedTuple):
-    """A write to a tensor at the end of a step; all are contiguous."""
+    """A write to a tensor at the end of a step; both are contiguous."""
 
-    target: torch.Tensor  # given away if it is to stay in a healthy step
-    healthy: torch.Tensor | None  # what it becomes, in any floating type; None to leave it as it is
-    unhealthy: torch.Tensor | None  # what it becomes in other steps, of the target's type; None for NaN
+    target: torch.Tensor
+    healthy: torch.Tensor  # what it becomes, in any floating type
+    stays: bool  # whether it stays as it is in a step that is not healthy; otherwise it becomes NaN
     is_healthy: torch.Tensor | None  # as of `Reconstruction`
 
 
@@ -115,11 +122,13 @@ class Rows(NamedTuple):
     rows: torch.Tensor
     # Replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
     drawn: torch.Tensor | None = None
+    group: MatrixGroup | None = None  # they are factors of, if any
+    out: torch.Tensor | None = None  # as of `MatmulBatch`
 
 
 def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor."""
-    if accelerators.pays_per_launch(rows.device):
+    if accelerators.is_accelerator(rows.device):
         is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
         return torch.where(is_dead, drawn, rows)
     is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
@@ -131,7 +140,7 @@ def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
     """Return flat gradients in a wider type: copies, on accelerators all in one tensor."""
     if not gradients or gradients[0].dtype == dtype:
         return list(gradients)
-    if not accelerators.pays_per_launch(gradients[0].device):
+    if not accelerators.is_accelerator(gradients[0].device):
         return [gradient.to(dtype) for gradient in gradients]
     sizes = [gradient.numel() for gradient in gradients]
     wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
@@ -145,7 +154,7 @@ def round_all_into(
     is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them."""
-    if not items or not accelerators.pays_per_launch(items[0][0].device):
+    if not items or not accelerators.is_accelerator(items[0][0].device):
         for item in items:
             round_into(*item, loss_scale)
         return

@@ -8,25 +8,25 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.kernels.base import Averaging, CodeKernels, Keeping
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.matrices import round_into
-from thinwire.tensors.accelerators import pays_per_launch
+from thinwire.tensors.accelerators import is_accelerator
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
-from thinwire.tensors.rounding import Draws
+from thinwire.tensors.rounding import RandomBits
 
 # Elements that are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
     """Code a row for each block; if some are short, rows of a copy that is filled up with zeros."""
     codes, scales = _encoded(blocks.rows(flat), blocks, slice(blocks.total), codebook, draws)
     return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
 
-def averaged(item: Averaging) -> Coded:
+def averaged(item: MeanArgs) -> Coded:
     """Add up, member after member, and code again."""
     received, blocks, own, codebook, draws, lost, dtype = item
     members, num_blocks = len(received.message), own.stop - own.start
@@ -86,10 +86,10 @@ def rounding(decode: Decode) -> Decode:
     return decode_rounded
 
 
-def keeping(remainder: Remainder, decode: Decode) -> Callable[[Keeping], torch.Tensor]:
+def keeping(remainder: Remainder, decode: Decode) -> Callable[[ResidualArgs], torch.Tensor]:
     """Return a function that decodes and keeps a residual, made of those that do either in fp32 and fp64."""
 
-    def decode_and_keep(item: Keeping) -> torch.Tensor:
+    def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
         coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
         rest = remainder(values, sent, blocks, codebook)
         _add_lost(rest, blocks, lost, own)
@@ -135,7 +135,7 @@ def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
 
 
 def _encoded(
-    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook, draws: Draws | None
+    rows: torch.Tensor, blocks: Blocks, own: slice, codebook: Codebook, draws: RandomBits | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales of the rows of some blocks."""
     num_blocks, block = rows.shape
@@ -216,7 +216,7 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         return (units.round().clamp_(-last, last) + last).nan_to_num_(0).to(torch.uint8)
     middles = (levels[1:] + levels[:-1]) / 2
     # On the CPU a search costs as much as several comparisons.
-    if len(middles) > MAX_COMPARISONS or pays_per_launch(units.device):
+    if len(middles) > MAX_COMPARISONS or is_accelerator(units.device):
         return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
     places = torch.zeros_like(units, dtype=torch.uint8)
     for middle in middles.tolist():
@@ -225,7 +225,7 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
     return places
 
 
-def _drawn(units: torch.Tensor, draws: Draws, levels: torch.Tensor) -> torch.Tensor:
+def _drawn(units: torch.Tensor, draws: RandomBits, levels: torch.Tensor) -> torch.Tensor:
     """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
     # Without the end levels: a number beyond those is rounded to one of the last two.
     lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
@@ -250,7 +250,7 @@ def _decoded(
 
 
 def _levels_at(places: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    if pays_per_launch(places.device):
+    if is_accelerator(places.device):
         return levels[places.int()]
     # On the CPU arithmetic on whole parts is faster than a look-up for each number.
     if codebook.is_linear or codebook.cubic:

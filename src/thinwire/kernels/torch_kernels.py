@@ -16,10 +16,10 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.batching import alike, batched, in_order, split_as
+from thinwire.kernels.batching import group_indices, in_order, split_as
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
-    Asked,
+    MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
@@ -28,7 +28,7 @@ from thinwire.kernels.matrices import (
     replaced,
 )
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import as_one, stacked
+from thinwire.tensors.layout import concat_view, stack_view
 
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
@@ -38,10 +38,10 @@ PRODUCT: dict[int, Callable[..., torch.Tensor]] = {2: torch.mm, 3: torch.bmm}
 SUM: dict[int, Callable[..., torch.Tensor]] = {2: torch.addmm, 3: torch.baddbmm}
 
 
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once, and write it once if its residual is added."""
     lefts = []
-    for group, right, loss_scale, add_error in items:
+    for group, right, loss_scale, add_error, _ in items:
         # It has the factor's type: the message is made of what is written here, without a copy.
         left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
         for k, rows, matrix, error in _parts(group.matrices, group.errors if add_error else None):
@@ -52,10 +52,10 @@ def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     return lefts
 
 
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; if its residual is added, that is done before."""
     owns = []
-    for group, left, loss_scale, add_error in items:
+    for group, left, loss_scale, add_error, _ in items:
         own = left.new_empty(len(left), group.matrix_rank, group.matrices[0].shape[1])
         if add_error:
             add_errors(group, loss_scale)
@@ -111,30 +111,20 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
                 SUM[matrix.dim()](matrix, left[k, :, rows].mT, right[k], out=matrix)
 
 
-def write(items: Sequence[Write]) -> list[torch.Tensor]:
-    """Take a few launches for all items of one type."""
+def write(items: Sequence[Write]) -> None:
+    """Take a few launches for all items of one pair of types."""
     is_healthy = items[0].is_healthy
-
-    def written(some: list[Write]) -> Sequence[torch.Tensor]:
-        targets = [item.target for item in some]
-        healthy = [item.healthy for item in some if item.healthy is not None]
-        if healthy:
-            torch._foreach_copy_(targets, healthy)
-            if is_healthy is not None:
-                # One times a number is that number, to the bit. There is no operation that fills many tensors
-                # where a condition holds.
-                torch._foreach_mul_(targets, _one_or_nan(is_healthy).to(targets[0].dtype))
-        old = [item.unhealthy for item in some if item.unhealthy is not None]
-        if healthy or not old or is_healthy is None:
-            return targets
-        # The old ones are one already, if the step before has returned them.
-        chosen = torch.where(is_healthy, as_one(targets), as_one(old))
-        return split_as(chosen, [target.shape for target in targets])
-
-    def kind(item: Write) -> tuple[torch.dtype, torch.dtype | None, bool]:
-        return item.target.dtype, None if item.healthy is None else item.healthy.dtype, item.unhealthy is None
-
-    return batched(items, kind, written)
+    for indices in group_indices(items, lambda item: (item.target.dtype, item.healthy.dtype, item.stays)):
+        targets, healthy = [items[i].target for i in indices], [items[i].healthy for i in indices]
+        stays = items[indices[0]].stays
+        if is_healthy is not None and stays:
+            chosen = torch.where(is_healthy, concat_view(healthy), concat_view(targets))
+            healthy = split_as(chosen, [target.shape for target in targets])
+        torch._foreach_copy_(targets, healthy)
+        if is_healthy is not None and not stays:
+            # One times a number is that number, to the bit. There is no operation that fills many tensors
+            # where a condition holds.
+            torch._foreach_mul_(targets, _one_or_nan(is_healthy).to(targets[0].dtype))
 
 
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
@@ -148,8 +138,8 @@ def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     # On accelerators those of one shape are joined: they are copied, which costs less than launches. On the
     # CPU there is only the copy.
     indices = range(len(items))
-    is_joined = accelerators.pays_per_launch(items[0].rows.device)
-    shapes = alike(
+    is_joined = accelerators.is_accelerator(items[0].rows.device)
+    shapes = group_indices(
         indices,
         lambda i: (items[i].rows.shape[1:], items[i].rows.dtype, items[i].drawn is None) if is_joined else i,
     )
@@ -246,17 +236,17 @@ def _parts(
     On accelerators all matrices are one batch, if they lie so. On the CPU rows are cut to fit in a core's
     cache, unless told otherwise.
     """
-    pays_per_launch = accelerators.pays_per_launch(matrices[0].device)
+    is_accelerator = accelerators.is_accelerator(matrices[0].device)
     errors = errors or [None] * len(matrices)
     known = [error for error in errors if error is not None]
-    if pays_per_launch and len(known) in (0, len(errors)):
-        batch, of_errors = stacked(matrices), stacked(known) if known else None
+    if is_accelerator and len(known) in (0, len(errors)):
+        batch, of_errors = stack_view(matrices), stack_view(known) if known else None
         if batch is not None and (of_errors is not None or not known):
             yield slice(None), slice(None), batch, of_errors
             return
     for k, (matrix, error) in enumerate(zip(matrices, errors, strict=True)):
         height, columns = matrix.shape
-        is_cut = are_cut and not pays_per_launch
+        is_cut = are_cut and not is_accelerator
         step = max(1, BLOCK_BYTES // (matrix.itemsize * columns)) if is_cut else height
         for start in range(0, height, step):
             rows = slice(start, start + step)

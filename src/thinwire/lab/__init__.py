@@ -177,6 +177,15 @@ class Network:
         """Return a command line that runs `command`, or what is written behind it, on a machine."""
         return self._namespaces[machine].command(*command)
 
+    def kept_command(self, machine: int, *command: str) -> list[str]:
+        """Return a command line that runs `command` on a machine; all that it has started ends with it."""
+        # A PID namespace: when its first process ends, the kernel kills all others in there, in other
+        # sessions as well. That is a shell, for a first process hears no signal that it does not handle; it
+        # says nothing itself of how the command ended.
+        first = 'exec 3>&2 2>/dev/null; "$@" 2>&3 3>&-; exit $?'
+        inside = ["unshare", "--pid", "--fork", "--kill-child", "--", "sh", "-c", first, "sh", *command]
+        return self.command_in(machine, "setpriv", "--pdeathsig", "KILL", "--", *inside)
+
     def check_link(self) -> str:
         """Measure the link from machine 0 to 1, for some seconds; return what was found, as a sentence.
 

@@ -1,11 +1,11 @@
 """Averaging less often: local SGD, post-local SGD, hierarchical averaging and DiLoCo.
 
-`core` is common to what users enter: `local_sgd`, and with members that come and go `elastic` and `steps`,
-on `member`. `groups` say who averages. A `schedule` says when which `fragment` is sent, as a
-`pending_average`.
+An `averager` counts the steps of a loop. At those that its `schedule` says, a `membership` averages what a
+`contributor` puts in, over a group: one that never changes, or (`elastic_membership`) whoever is there.
 """
 
-from thinwire.local_sgd.local_sgd import DiLoCo, LocalSGD
+from thinwire.local_sgd.diloco import DiLoCo
+from thinwire.local_sgd.local_sgd import LocalSGD
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
 
 __all__ = ["DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"]

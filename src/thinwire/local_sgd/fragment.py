@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.local_sgd.loads import checksum_of
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.layout import held_of
+from thinwire.sync.state import digest_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Averaged(NamedTuple):
@@ -30,7 +30,7 @@ class Averaged(NamedTuple):
     @property
     def value(self) -> torch.Tensor:
         """The model's own values, as real numbers; of a sharded parameter, those on this process."""
-        tensor = held_of(self.tensor)
+        tensor = local_tensor(self.tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     @property
@@ -87,12 +87,12 @@ class Fragment(Buckets):
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
         self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
 
-    def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
+    def set_last(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
         for tensor, last in self.lasts:
             last.copy_(tensor.value if last_average is None else last_average[tensor.name])
 
-    def take_parameters(self) -> None:
+    def set_last_parameters(self) -> None:
         """Take over what the model holds now, on all processes alike, but for buffers."""
         for tensor, last in self.lasts:
             if not tensor.is_buffer:
@@ -128,13 +128,13 @@ class Fragment(Buckets):
                 change.masked_fill_(is_same, 0)
         return changes
 
-    def write(self, means: Iterable[torch.Tensor]) -> None:
+    def write_means(self, means: Iterable[torch.Tensor]) -> None:
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
         for (tensor, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
             # In the means' own memory: their sum needs no other.
             tensor.value.copy_(mean.add_(last.to(mean)))
 
-    def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
+    def outer_step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
         """Make the last average the last average plus mean changes, which are overwritten."""
         for (tensor, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
             # A statistic is no parameter: a step with momentum could make a variance negative.
@@ -150,18 +150,18 @@ class Fragment(Buckets):
                 # It holds all fragments' parameters, and leaves those alone that have no gradient.
                 outer.zero_grad(set_to_none=True)
 
-    def move(
+    def apply(
         self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
     ) -> None:
-        """As `step`, and let the model follow."""
-        self.step(means, outer)
+        """As `outer_step`, and let the model follow."""
+        self.outer_step(means, outer)
         if not local_weight:
-            self.show()
+            self.restore_last()
             return
         for tensor, last in self.lasts:
             tensor.value.mul_(local_weight).add_(last.to(tensor.value.device), alpha=1 - local_weight)
 
-    def show(self) -> None:
+    def restore_last(self) -> None:
         """Make the model the last average."""
         for tensor, last in self.lasts:
             tensor.value.copy_(last)
@@ -182,7 +182,7 @@ class Fragments(tuple[Fragment, ...]):
 
     def checksum(self) -> int:
         """Return a CRC-32 of the model's parameters."""
-        return checksum_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
+        return digest_of([tensor.value for tensor, _ in self.lasts if not tensor.is_buffer])
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
         """Return the last averages that an outer optimizer steps: all but those of buffers."""

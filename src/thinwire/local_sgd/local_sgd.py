@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +16,34 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.adapters.common import Shadow
 from thinwire.adapters.start import tell_start
-from thinwire.algorithms import Algorithm, Quantize
+from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.local_sgd.core import ModelAverager
+from thinwire.local_sgd.averaged_model import (
+    AveragedModel,
+    Optimizers,
+    check_gradient_settings,
+    checked_optimizers,
+    replica_of,
+    unwrapped,
+)
+from thinwire.local_sgd.averager import ModelAverager
+from thinwire.local_sgd.engines import Engines, engines_of
 from thinwire.local_sgd.fragment import Averaged, fragments_of
-from thinwire.local_sgd.groups.fixed import Fixed
-from thinwire.local_sgd.loop import check_ddp
-from thinwire.local_sgd.model import AveragedModel, Optimizers, checked_optimizers, replica_of, unwrapped
-from thinwire.local_sgd.outer import Outer, described_outer, warn_of_momentum
-from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
-from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.local_sgd.state import checked_state, go_on_from, packed_state
-from thinwire.sync.precision import full_precision
-from thinwire.tensors.layout import held_of
+from thinwire.local_sgd.groups.group import StaticGroup
+from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.outer import Outer, check_outer, described_outer, saved_outer
+from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.saved_state import LoadedState, checked_state, load_fragments, packed_state
+from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
+from thinwire.local_sgd.settings import Streaming, Warmup
+from thinwire.local_sgd.static_averages import StaticAverages
+from thinwire.local_sgd.training_loop import check_ddp
+from thinwire.sync import Engine
+from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,7 +98,7 @@ class LocalSGD(ModelAverager, Joinable):
     whole model if `fully_shard` has cut it over a mesh of one dimension, else of each process's part.
 
     Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
-    `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
+    `algorithm` and `outer` keep. An averaging first sends 136 bytes for each process, to compare step counts,
     and synchronises with the host three times.
 
     Attributes:
@@ -128,27 +140,22 @@ class LocalSGD(ModelAverager, Joinable):
         module, ddp = unwrapped(model)
         has_subgroup, warmup = subgroup is not None, NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, ddp is not None, has_subgroup, streaming)
-        self._configure(schedule, outer, grad_scaler)
+        check_outer(outer)
+        check_gradient_settings(schedule, grad_scaler)
         replica = replica_of(module, replicas, has_subgroup=has_subgroup)
-        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers, make_outer=outer)
         optimizers = checked_optimizers(optimizer, held.tensors(), module, replica)
         group, within = held.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
-        elif warmup.algorithm is not None:
-            raise ConfigError(
-                f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
-                "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
-                "leave it out"
-            )
-        self._averagings = Fixed(held, schedule, algorithm, group, within)
-        engine = self._averagings.engine
-        super().__init__(held, optimizers, engine, replica.sync_of(engine))
-
-    @property
-    def steps(self) -> int:
-        """Attempted steps."""
-        return self._averagings.step
+        engines = engines_of(held, schedule, algorithm, group, replica.shards, within)
+        static = StaticGroup(group)
+        changes = ModelChanges(held, schedule, engines, optimizers, static)
+        membership = Membership(static, changes)
+        sync = replica.sync_of(engines.main)
+        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
+        self._engines = engines
+        self._averages = StaticAverages(engines, membership, changes)
 
     @torch.inference_mode(False)
     def __enter__(self) -> LocalSGD:
@@ -159,78 +166,33 @@ class LocalSGD(ModelAverager, Joinable):
                 "with load_state_dict(state_dict())"
             )
         self._check_copies()  # before models are made equal: copies are of each process's own
-        loaded, group, model = self._loaded, self._engine.transport, self._model
+        group, model, engines = self._engine.transport, self._model, self._engines
         averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
-        self._check_models(averaged)
-        algorithm, num_members = self._engine.algorithm, self._averagings.num_members
-        model.divide(averaged, self._schedule, self._make_outer, num_members, algorithm)
+        _check_models(model, self._engine, averaged, type(self).__name__)
+        self._contributor.begin(averaged, engines.num_members, self._engine.algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        self._agree_on(self._described())
-        if loaded is None:
+        _agree_on(_described(self._contributor, engines, self._loaded), model, self._engine)
+        if self._loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
-            copy_from(group.rank == 0, map(held_of, tensors), group)
+            copy_from(group.rank == 0, map(local_tensor, tensors), group)
             for fragment in model.fragments:
-                fragment.take()
+                fragment.set_last()
         else:
-            self._averagings.pending_averages = go_on_from(loaded, model)
-        warn_of_momentum(model.outer, algorithm, stacklevel=3)
+            _go_on_from(self._loaded, self._contributor, self._membership)
+        self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
             attached.enter_context(self._in_loop())
-            attached.enter_context(self._averagings.gradients(self))
+            attached.enter_context(engines.driving(self, model, self._gradients_in))
             self._attached = attached.pop_all()
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        self._averagings.end_warmup()
+        engines.end_warmup(self._schedule, self.steps)
         tell_start(self._engine, (), str(self))
         return self
-
-    def _check_models(self, averaged: Sequence[Averaged]) -> None:
-        """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
-        group = self._engine.transport
-        alike_on_all_shards(
-            self._model.replica.inside,
-            "entering LocalSGD",
-            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
-            lambda: self._engine.agree(averaged[0].value.device),
-        )
-        # The plan is of what was trained then: messages of other lengths would end the process, and those of
-        # equal lengths be averaged with other parameters'.
-        others = sorted({spec.name for spec in {*self._engine.specs} ^ {tensor.spec for tensor in averaged}})
-        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
-        self._agree_on(changed)
-        if others:
-            raise StepError(
-                "the model's trainable parameters or buffers are others than when this "
-                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
-                "make it"
-            )
-
-    def _agree_on(self, described: dict[str, str]) -> None:
-        transport, replica, purpose = self._engine.transport, self._model.replica, "entering LocalSGD"
-        of_all = dict(described)
-        if replica.saves_parts:  # each process has loaded its own
-            of_all.pop(LOADED, None)
-        alike_on_all_shards(
-            replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose)
-        )
-
-    def _described(self) -> dict[str, str]:
-        """Return the settings that must be the same on all processes, by subject."""
-        schedule = self._schedule
-        described = {
-            "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup.steps,
-            "algorithm of the warm-up": self._averagings.warmup.algorithm,
-            "streaming": schedule.streaming,
-            "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(self._model.outer),
-            LOADED: self._loaded is not None and self._loaded.checksum,
-        }
-        return {subject: str(value) for subject, value in described.items()}
 
     @torch.inference_mode(False)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -240,8 +202,8 @@ class LocalSGD(ModelAverager, Joinable):
             if kind is None:
                 self.average()
         finally:
-            # After an average nothing is in flight; after an exception no one waits for what is.
-            self._averagings.abandon()
+            # After an average nothing is under way; after an exception no one waits for what is.
+            self._membership.abandon()
             self._is_inside = False
             self._attached.close()
 
@@ -259,50 +221,25 @@ class LocalSGD(ModelAverager, Joinable):
                 steps pending, or the settings of `outer` differ; nothing was averaged.
             CommunicationError: A collective failed.
         """
-        with self._averaging("average()"):
-            self._averagings.average_all()
+        with self._collective("average()"):
+            self._averages.average_all()
 
-    # The schedule, after each step.
+    # After each step.
 
     def _after_own_step(self) -> None:
-        """Count a step that the optimizer, or the scaler, has attempted."""
         # Before all that the step sends: processes that shadow it are waiting for this message.
         notify_of_step(self)
-        self._averagings.own_pending_steps += 1
-        if self._steps_here == 0:  # optimizers make their state in their first step
-            self._check_copies()
-        self._after_step()
+        super()._after_own_step()
 
-    def _after_step(self) -> None:
-        """Count a step, of this process or (in a join context) of others while it has no more input.
+    def _average_if_due(self) -> None:
+        if self._averages.has_subgroup:
+            with self._collective("a step"):
+                self._averages.average_within()
+        super()._average_if_due()
+        self._engines.end_warmup(self._schedule, self.steps)
 
-        If an averaging is due, it takes part with what it has changed since the last one: without input,
-        its own last steps at first, then nothing.
-        """
-        # `_check_inside` looks at the whole model, which is too much for every step.
-        self._model.check_own("a step")
-        self._steps_here += 1
-        self._averagings.step += 1
-        self._averagings.end_warmup()
-        if self._averagings.is_due:
-            with self._averaging("a step"):
-                self._averagings.go_on()
-        self._tell_observers()
-
-    @contextmanager
-    def _averaging(self, call: str) -> Iterator[None]:
-        """Check the model first; if anything fails inside, forget what is in flight."""
-        self._check_inside(call)
-        self._check_copies()
-        if not self._engine.has_agreed:  # perhaps because of a new algorithm since the last averaging
-            warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
-        try:
-            # The step may stand under autocast, which would round the arithmetic on changes.
-            with full_precision(self._fragments.device):
-                yield
-        except BaseException:
-            self._averagings.abandon()
-            raise
+    def _gradients_in(self) -> Level | None:
+        return self._schedule.gradients_in(self.steps)
 
     # Uneven inputs: see thinwire.join.
 
@@ -335,8 +272,8 @@ class LocalSGD(ModelAverager, Joinable):
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        self._averagings.divides_by_contributors = by_contributors
-        return Shadow(self, self._after_step, lambda _: self.average())
+        self._membership.group.weigh_by = "contributors" if by_contributors else "members"
+        return Shadow(self, lambda: self._after_step(is_own=False), lambda _: self.average())
 
     @property
     def join_device(self) -> torch.device:
@@ -346,7 +283,7 @@ class LocalSGD(ModelAverager, Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._fragments.device
+        return self._contributor.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -378,16 +315,34 @@ class LocalSGD(ModelAverager, Joinable):
             CommunicationError: A collective failed.
             AgreementError: The processes have made different steps, or have other algorithms.
         """
-        now = self._averagings
-        if not self._model.entered:
+        model, pending, warm_engine = self._model, self._membership.pending, self._engines.gradients
+        if not model.entered:
             raise StepError("there is nothing to save before the context is entered: with local: …")
         # The memory of an algorithm is known when its step has ended.
-        if any(not pending_average.has_landed for pending_average in now.pending_averages):
-            with self._averaging("state_dict()"):
-                now.finish_all()
-        # Once it is over, nothing of it is needed.
-        warmup = now.warmup if now.warmup.algorithm != EXACT else None
-        return packed_state(self._model, now.step, now.pending_averages, self.sync, warmup)
+        if pending is not None and not pending.is_done:
+            with self._collective("state_dict()"):
+                self._membership.settle()
+        fragments, replica, in_flight = (
+            model.fragments,
+            model.replica,
+            {} if pending is None else pending.changes,
+        )
+        sent_at = self._contributor.sent_at
+        lasts = dict(chain.from_iterable(fragment.named(fragment.last).items() for fragment in fragments))
+        # Several of these are collective: in one order on all processes, of the shards of a replica too.
+        return packed_state(
+            step=self.steps,
+            sent_after=[sent_at if fragment in in_flight else fragment.sent_after for fragment in fragments],
+            in_flight=[
+                (fragments.index(fragment), replica.whole(fragment.named(means)))
+                for fragment, means in in_flight.items()
+            ],
+            last_average=replica.whole(lasts),
+            sync=self.sync.state_dict(),
+            outer=None if model.outer is None else saved_outer(model.outer, fragments.lasts, replica),
+            # Once it is over, nothing of it is needed.
+            warmup=warm_engine.state_dict() if warm_engine.algorithm != EXACT else None,
+        )
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -409,7 +364,10 @@ class LocalSGD(ModelAverager, Joinable):
             {tensor.name: replica.shape_of(tensor.name, tensor.value) for tensor in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        has_outer, has_warmup = self._make_outer is not None, self._schedule.warmup.algorithm is not None
+        has_outer, has_warmup = (
+            self._model.make_outer is not None,
+            self._schedule.warmup.algorithm is not None,
+        )
         loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
@@ -417,52 +375,74 @@ class LocalSGD(ModelAverager, Joinable):
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)
-        of_warmup = self._averagings.warmup
-        warmup = None if loaded.warmup is None else of_warmup.check_state_dict(loaded.warmup)
+        warm_engine = self._engines.gradients
+        warmup = None if loaded.warmup is None else warm_engine.check_state_dict(loaded.warmup)
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded.sync)
         if warmup is not None:
-            of_warmup.load(warmup)
+            warm_engine.load(warmup)
         self._loaded = loaded
-        self._averagings.step = loaded.step
+        self._contributor.steps = loaded.step
 
 
-class DiLoCo(LocalSGD):
-    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+def _check_models(model: AveragedModel, engine: Engine, averaged: Sequence[Averaged], name: str) -> None:
+    """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
+    group = engine.transport
+    alike_on_all_shards(
+        model.replica.inside,
+        "entering LocalSGD",
+        lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(engine.algorithm)},
+        lambda: engine.agree(averaged[0].value.device),
+    )
+    # The plan is of what was trained then: messages of other lengths would end the process, and those of
+    # equal lengths be averaged with other parameters'.
+    others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})
+    changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+    _agree_on(changed, model, engine)
+    if others:
+        raise StepError(
+            "the model's trainable parameters or buffers are others than when this "
+            f"{name} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+            "make it"
+        )
 
-    `LocalSGD` with other defaults: see there what is averaged, when, and what is refused. The outer optimizer
-    is SGD with Nesterov's momentum on the last averaged parameters; changes travel in four bits a number.
-    With `streaming` it is Streaming DiLoCo: the model is averaged in parts, while training goes on. With Muon
-    inside, and AdamW for what is no matrix, it is MuLoCo: `DiLoCo(model, [muon, adamw])`. Arguments, cost and
-    errors are those of `LocalSGD`; a subgroup counts as one member.
 
-    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
-    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
+def _agree_on(described: dict[str, str], model: AveragedModel, engine: Engine) -> None:
+    """Refuse, on all processes alike, to enter with other settings. Collective."""
+    transport, replica, purpose = engine.transport, model.replica, "entering LocalSGD"
+    of_all = dict(described)
+    if replica.saves_parts:  # each process has loaded its own
+        of_all.pop(LOADED, None)
+    alike_on_all_shards(replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose))
 
-    Examples:
-        >>> import thinwire
-        >>> model = nn.Linear(64, 32)  # in a process group
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
-        ...     for _ in range(60):
-        ...         optimizer.zero_grad()
-        ...         model(torch.ones(1, 64)).sum().backward()
-        ...         optimizer.step()
-        >>> print(local)
-        DiLoCo(every_steps=30), Quantize(bits=4)
-        >>> local.stats().compression_ratio > 200
-        True
-    """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        *,
-        every_steps: int = 30,
-        algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
-        outer: Outer | None = Nesterov(),  # noqa: B008
-        **settings: Any,
-    ) -> None:
-        settings |= {"every_steps": every_steps, "algorithm": algorithm, "outer": outer}
-        super().__init__(model, optimizer, **settings)
+def _described(changes: ModelChanges, engines: Engines, loaded: LoadedState | None) -> dict[str, str]:
+    """Return the settings that must be the same on all processes, by subject."""
+    schedule = changes.schedule
+    described = {
+        "every_steps": schedule.every_steps,
+        "warmup_steps": schedule.warmup.steps,
+        "algorithm of the warm-up": engines.gradients.algorithm,
+        "streaming": schedule.streaming,
+        "subgroup": schedule.has_subgroup,
+        "outer optimizer": described_outer(changes.model.outer),
+        LOADED: None if loaded is None else loaded.digest,
+    }
+    return {subject: str(value) for subject, value in described.items()}
+
+
+def _go_on_from(loaded: LoadedState, changes: ModelChanges, membership: Membership) -> None:
+    """Let fragments and what was under way go on from a state."""
+    load_fragments(loaded, changes.model)
+    membership.abandon()  # of an attempt to enter that has failed
+    changes.go_by_steps(loaded.step)
+    changes.end_warmup()
+    for place, means in loaded.in_flight:
+        # Version 0.2 had several under way: those before the last are applied here.
+        if membership.is_open:
+            membership.finish()
+        fragment = changes.fragments[place]
+        changes.sent_at = fragment.sent_after
+        changes.go_by_steps(fragment.sent_after)
+        pending = PendingAverage({fragment: fragment.flat(means)}, None)
+        membership.resume(pending, fragment.sent_after)

@@ -7,86 +7,80 @@ import signal
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.adapters.ddp_model import plain_name
-from thinwire.algorithms import Algorithm
-from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import Description
-from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
-from thinwire.local_sgd.core import Averager
-from thinwire.local_sgd.fragment import Averaged, layouts_of
-from thinwire.local_sgd.groups.averageable import Averageable
-from thinwire.local_sgd.groups.elastic import Elastic
-from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.groups.inner_settings import InnerSettings, inner_settings
-from thinwire.local_sgd.groups.machine import MachineGroup
-from thinwire.local_sgd.groups.presence import MembershipStats
-from thinwire.local_sgd.groups.state_transfer import plain
-from thinwire.local_sgd.model import (
+from thinwire.comm import Transport
+from thinwire.errors import AttachError, ConfigError, LeftError, StepError
+from thinwire.local_sgd.averaged_model import (
     AveragedModel,
     Optimizers,
-    as_sharded,
     checked_optimizers,
     replica_of,
     unwrapped,
 )
-from thinwire.local_sgd.outer import held_by
+from thinwire.local_sgd.averager import Averager
+from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.fragment import Averaged
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.machine_group import MachineGroup
+from thinwire.local_sgd.groups.state_transfer import plain
+from thinwire.local_sgd.member_status import MembershipStats
+from thinwire.local_sgd.outer import Outer, held_by
 from thinwire.local_sgd.replica import Replica
-from thinwire.local_sgd.settings import Streaming
-from thinwire.local_sgd.state import MEMBERS_KEY, STATE_VERSION, LoadedState, checked_state, members_of
-from thinwire.sync import Engine, Settings
-from thinwire.sync.checksum import with_checksum
+from thinwire.local_sgd.saved_state import members_of
 from thinwire.sync.precision import full_precision
-from thinwire.sync.state import in_memory_order
-from thinwire.tensors.layout import held_of
 
 Entered = TypeVar("Entered", bound="Member")
 
 
-class Member(Averager, Averageable):
-    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
+class Joining(NamedTuple):
+    """A model and optimizers whose member is about to join a group."""
 
-    def __init__(
-        self,
+    model: AveragedModel
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    group: Group
+    health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
+
+    @classmethod
+    def of(
+        cls,
         model: nn.Module,
         optimizer: Optimizers,
-        algorithm: Algorithm,
         group: Group | None,
-        streaming: Streaming,
-    ) -> None:
+        *,
+        average_buffers: bool,
+        outer: Outer | None = None,
+    ) -> Joining:
+        """Check a user's model and optimizers, and find the group."""
         module, ddp = unwrapped(model)
         in_job = dist.get_world_size() if dist.is_initialized() else 1
         _check_model(module, ddp, in_job if group is None else group.inside.size)
-        self._group = _group_of_environment() if group is None else group
-        replica = Replica()
-        if self._group.inside.size > 1:
-            self._group = MachineGroup(self._group, has_parts=ddp is None)
+        group, replica = _group_of_environment() if group is None else group, Replica()
+        if group.inside.size > 1:
+            group = MachineGroup(group, has_parts=ddp is None)
             if ddp is None:
-                replica = replica_of(module, self._group.transport, has_subgroup=False)
-        held = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+                replica = replica_of(module, group.transport, has_subgroup=False)
+        held = AveragedModel(module, replica, ddp, buffers=average_buffers, make_outer=outer)
         averaged = held.tensors()
         optimizers = checked_optimizers(optimizer, averaged, module, replica)
-        self._sent_optimizers = optimizers if self._group.send_optimizer else ()
-        if self._sent_optimizers:
-            _check_hold_all(self._sent_optimizers, averaged)
-        specs, parts = [tensor.spec for tensor in averaged], layouts_of(averaged, streaming.fragments)
-        # If each process has a part, a mean is finite if those of all are.
-        settings = Settings(together=self._group.inside if self._group.has_parts else None)
-        engine = Engine(algorithm, self._group.transport, specs, settings, parts=parts)
-        super().__init__(held, optimizers, engine, replica.sync_of(engine))
-        self._device = averaged[0].tensor.device
-        self._membership = Elastic(self._group, engine, self, self._device)
-        self._turns = self._pending_steps = 0
+        if group.send_optimizer:
+            _check_hold_all(optimizers, averaged)
+        return cls(held, optimizers, group, group.inside if group.has_parts else None)
+
+
+class Member(Averager):
+    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
+
+    _membership: ElasticMembership
+    _group: Group
 
     @property
     def is_leaving(self) -> bool:
@@ -117,151 +111,35 @@ class Member(Averager, Averageable):
         With `elastic.Steps` it takes part in a step of the others, to which it adds nothing. After
         `load_state_dict` it starts from the state, with all that have loaded it.
         """
+        membership = self._membership
         if self._model.entered:
             raise StepError("this context has been entered before; make a new one")
-        self._begin()
         with ExitStack() as attached:
-            attached.callback(self._membership.leave)
+            attached.callback(membership.leave)
             if self._loaded is not None:
-                self._start_from(self._loaded)
+                self._contributor.start_from(self._loaded)
                 members = members_of(self._loaded)
-                self._membership.resume(members["lineage"], members["commits"])
+                membership.stand_at(members["lineage"], members["commits"])
                 self._loaded = None
             self._model.enter(self._model.tensors())
             # A state that can't be sent fails here, before training; else the first newcomer would stop all.
-            plain(self._state())
+            plain(membership.state())
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
             if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
-            with suppress(LeftError):
-                self._transact(self._membership.average)
+            with suppress(LeftError), full_precision(self._contributor.device):
+                membership.average()
             self._is_inside = True
             attached.enter_context(self._in_loop())
             self._attached = attached.pop_all()
         return self
 
-    def _begin(self) -> None:
-        """Make what a member needs only inside the context."""
-
-    def _in_loop(self) -> AbstractContextManager[None]:
-        """Count the steps of the user's loop while this is open."""
-        return nullcontext()
-
-    def _transact(self, average: Callable[[], Any]) -> Any:
-        """Average, or a part of it. Collective."""
-        if self._membership.stats.averagings == 1:
-            plain(self._state())  # again: optimizers have their state only since the first step
-        with full_precision(self._device):  # the step may stand under autocast
-            return average()
-
-    def _check_inside(self, call: str) -> None:
-        self._check_there(call)
-        super()._check_inside(call)
-
-    def _check_there(self, call: str) -> None:
-        """Refuse a call of a member that has left, or while the model shows the last average."""
-        if self.has_left:
-            raise LeftError(f"{call} came after this member has left its group; end the loop")
-        self._model.check_own(call)
-
-    def _not_averaged(self) -> dict[str, torch.Tensor]:
-        """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
-        # Found by identity: a compiled block's names are not those it is averaged under.
-        averaged = {id(item.tensor) for item in self._model.tensors()}
-        held = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {plain_name(name): held_of(tensor) for name, tensor in held if id(tensor) not in averaged}
-
     @abstractmethod
-    def _held(self) -> dict[str, torch.Tensor]:
-        """Return by name what is the same on all members after an averaging, the tensors themselves."""
-
-    # Members compare this, and a newcomer starts from it.
-
-    def _described(self) -> Description:
-        sent = ", ".join(type(optimizer).__name__ for optimizer in self._sent_optimizers)
-        return {
-            **self._engine.described("an averaging", self._device),
-            "torch": torch.__version__.partition("+")[0],
-            "group": self._group.kind,
-            "kind": type(self).__name__,
-            "optimizer": sent or "each its own",
-        }
-
-    @property
-    def _may_be_set_otherwise(self) -> bool:
-        return not self._sent_optimizers
-
-    def _inner_settings(self) -> InnerSettings:
-        return inner_settings(self._optimizers)
-
-    def _follow(self, step: int) -> None:
-        """Use the algorithm that the others do after this step."""
-
-    def _state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
-        # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
-        step = self._steps - self._pending_steps
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "step": step,
-            "sent_after": (step,),
-            "in_flight": (),
-            "last_average": self._held(),
-            "sync": self._engine.common_state() if sync is None else sync,
-            "outer": None if self._model.outer is None else self._model.outer.state_dict(),
-        }
-        state[MEMBERS_KEY] = {
-            "lineage": self._membership.lineage,
-            "commits": self._membership.commits,
-            "turns": self._turns,
-            "not_averaged": self._not_averaged(),
-            "residual_of": tuple(sorted(self._engine.memory[ERROR])),
-            "optimizers": [_own_state(optimizer) for optimizer in self._sent_optimizers],
-        }
-        return with_checksum(state)
-
-    def _checked(self, state: Mapping[str, Any]) -> LoadedState:
-        """Return a state that was saved or received, if it is one of this model."""
-        shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self._model.tensors()}
-        loaded = checked_state(state, [shapes], has_outer=self._make_outer is not None)
-        if loaded.in_flight:
-            raise StateError(
-                "the state was saved while an average was in flight, and members that come and go start from "
-                "an average; save after average()"
-            )
-        return loaded
-
-    def _adopt(self, state: Mapping[str, Any]) -> None:
-        self._start_from(self._checked(state))
-
-    def _start_from(self, loaded: LoadedState) -> None:
-        """Go on from a state; what was made until then counts no more."""
-        # All that may refuse comes first: then nothing has changed.
-        held, others, members = self._held(), self._not_averaged(), members_of(loaded)
-        if loaded.members is not None:  # a fixed group's has no others
-            _check_like(members["not_averaged"], others)
-        of_engine = self._engine.check_state_dict(loaded.sync)
-        outer = self._model.outer if loaded.outer is not None else None
-        optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
-        if loaded.members is not None:
-            optimizers, states = [*optimizers, *self._sent_optimizers], [*states, *members["optimizers"]]
-        _load_optimizers(optimizers, states)
-        errors = of_engine.slots.get(ERROR, {})
-        common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
-        self._engine.load(of_engine._replace(slots=common))
-        for spec in self._engine.specs:
-            # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
-            if spec.name in errors or spec.name in members["residual_of"]:
-                error = errors.get(spec.name, torch.zeros(spec.shape))
-                self._engine.put_error(spec.name, in_memory_order(ERROR, error, spec, self._device))
-        for tensors, targets in (loaded.last_average, held), (members["not_averaged"], others):
-            for name, tensor in tensors.items():
-                targets[name].copy_(tensor)
-        self._model.loads.forget()
-        self._steps, self._turns, self._pending_steps = loaded.step, members["turns"], 0
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Watch the user's loop while this is open."""
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -278,13 +156,10 @@ class Member(Averager, Averageable):
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
         """
         self._check_inside("state_dict()")
-        self._transact(self._average_pending)
-        state = self._state(self._transact(self._membership.save))
+        with full_precision(self._contributor.device):
+            state = self._membership.state(self._membership.save())
         copied: dict[str, Any] = plain(state)
         return copy.deepcopy(copied)
-
-    def _average_pending(self) -> None:
-        """Average what has not been averaged yet. Collective."""
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -299,7 +174,7 @@ class Member(Averager, Averageable):
         """
         if self._model.entered:
             raise StepError("load the state before the context is entered")
-        self._loaded = self._checked(copy.deepcopy(state))
+        self._loaded = self._contributor.check_state(copy.deepcopy(state))
 
 
 def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
@@ -308,11 +183,8 @@ def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_pro
     inside = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
     if inside != num_processes:
         raise AttachError(
-            f"the model is on {inside} processes, and this member has {num_processes}. Call "
-            "init_process_group() for the processes of this member alone, before its group is made, and give "
-            "its DDP model, or one of DTensors over them (fully_shard, tensor or expert parallelism); or, if "
-            "each process is a member, call no init_process_group, and give the plain module: members find "
-            "each other through the lighthouse"
+            f"this member has {num_processes} processes but the model spans {inside}. Pass its DDP model or "
+            "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
         )
 
 
@@ -323,10 +195,8 @@ def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Seque
     others = [parameter.name for parameter in trained if id(parameter.tensor) not in held]
     if others:
         raise ConfigError(
-            f"{len(others)} of the model's {len(trained)} trainable parameters, such as {others[0]!r}, are "
-            "in none of the optimizers that were passed, and a member that joins is given the state of these "
-            "only: pass all that train the model, [first, second], in the order of their steps, and freeze "
-            "what none of them trains: requires_grad_(False)"
+            f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in no optimizer passed, and a "
+            "member that joins is given the state of these only; pass every optimizer or freeze them"
         )
 
 
@@ -351,64 +221,3 @@ def _group_of_environment() -> Group:
     from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
 
     return TorchftGroup()
-
-
-def _check_like(tensors: object, own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a state whose tensors that are not averaged are others than this member's."""
-
-    def kind(of: object) -> object:
-        return (of.shape, of.dtype) if isinstance(of, torch.Tensor) else None
-
-    is_like = isinstance(tensors, Mapping) and tensors.keys() == own.keys()
-    if not is_like or any(kind(tensors[name]) != kind(own[name]) for name in own):  # type: ignore[index]
-        raise StateError(
-            "the state's not_averaged is of other tensors than this member's model; start the same script as "
-            "the others, or load the state of the same model"
-        )
-
-
-def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, of sharded parameters that of what this process holds."""
-    state = optimizer.state_dict()
-    held = {
-        number: {key: held_of(it) if hasattr(it, "to_local") else it for key, it in of_one.items()}
-        for number, of_one in state["state"].items()
-    }
-    return {**state, "state": held}
-
-
-def _as_held(states: Mapping[Any, Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return an optimizer's state of each parameter, by number, as this process holds the parameter."""
-    parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-    held: dict[Any, Any] = dict(states)
-    for number, state in states.items():
-        parameter = parameters[number]
-        if hasattr(parameter, "to_local"):
-            shape = held_of(parameter).shape
-            held[number] = {
-                key: as_sharded(parameter, value.clone()) if getattr(value, "shape", None) == shape else value
-                for key, value in state.items()
-            }
-    return held
-
-
-def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Let optimizers go on from a state: all of them, or none."""
-    if len(states) != len(optimizers):
-        raise StateError(
-            f"the state is of {len(states)} optimizers, expected {len(optimizers)}; start the same script as "
-            "the others"
-        )
-    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
-    for optimizer, its_state in zip(optimizers, states, strict=True):
-        try:
-            # Loading does not look into them, and the next step would.
-            if not all(isinstance(values, Mapping) for values in its_state["state"].values()):
-                raise TypeError("it has a parameter's state that is no mapping")
-            optimizer.load_state_dict({**its_state, "state": _as_held(its_state["state"], optimizer)})
-        except Exception as error:  # optimizers raise what they like
-            for restored, (state, groups) in zip(optimizers, before, strict=True):
-                restored.state, restored.param_groups = state, groups
-            raise StateError(
-                f"the state is of a different {type(optimizer).__name__} than this member's: {error}"
-            ) from error

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
 
 from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
@@ -17,6 +16,7 @@ from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.settings import Nesterov
+from thinwire.torch_private import tree_map
 
 Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """The outer step; or what makes an optimizer of the last averaged parameters."""

@@ -1,11 +1,11 @@
-"""Averagings in flight: changes are sent round by round until they are averaged."""
+"""Averages under way: changes are sent round by round until they are averaged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -25,19 +25,18 @@ Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 class PendingAverage(Generic[Part]):
     """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
 
-    `consensus` is what was asked before the latest round was sent: to be read before that is waited for.
+    Without an engine the changes are their means already: from a saved state.
     """
 
     def __init__(
         self,
         changes: Mapping[Part, list[torch.Tensor]],
         engine: Engine | None,
-        consensus: Any = None,
         *,
         is_delayed: bool = False,
-        what: str = "change of the parameters",
+        subject: str = "change of the parameters",
     ) -> None:
-        self.changes, self.consensus, self._what = changes, consensus, what
+        self.changes, self.is_delayed, self._subject = changes, is_delayed, subject
         self.num_rounds = 1  # sent so far
         self._engine = engine
         self._step: Step | None = None
@@ -51,53 +50,38 @@ class PendingAverage(Generic[Part]):
         self._step = engine.start(buckets, pipelined=not is_delayed, is_agreed=True)
 
     @property
-    def has_landed(self) -> bool:
+    def is_done(self) -> bool:
         """Whether the changes are their means."""
         return self._step is None
 
-    def send(
-        self, num_rounds: float = math.inf, read: Callable[[Any], object] = bool, asked: Any = None
-    ) -> None:
-        """Wait for rounds and send the next ones, until this many were sent or all have come."""
-        assert self._step is not None, "sent after it has landed"
+    def send(self, num_rounds: float = math.inf, before: Callable[[], object] = bool) -> None:
+        """Wait for rounds and send the next ones, until this many were sent or all have come.
+
+        `before` is called before each is waited for.
+        """
+        assert self._step is not None, "sent after it was done"
         while self.num_rounds < num_rounds:
-            # After answers that differ, later messages would never be matched.
-            read(self.consensus)
+            before()
             if not self._step.advance():
                 return
             self.num_rounds += 1
-            self.consensus = asked
 
-    def finish(self, read: Callable[[Any], object], asked: Any) -> None:
-        """Send what is left, as `send`, and land; nothing if it has landed."""
-        if self.has_landed:
-            return
-        self.send(math.inf, read, asked)
-        self.land()
-        # Only now is it known; the next averaging of this fragment spreads them over the delay.
-        for fragment in self.changes:
-            fragment.num_rounds = self.num_rounds
-
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait until all changes are their means, and let memory be written."""
         assert self._engine is not None
-        assert self._step is not None, "landed before"
+        assert self._step is not None, "waited for before"
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits whatever has come: no one has looked at its means.
-        together = self._engine.settings.together if self._engine.partition is None else None
+        together = self._engine.settings.health_group if self._engine.partition is None else None
         if not committed or not are_finite(self.changes, together):
             # Memory is written before it is known what comes of it in the model's type.
-            residual_moved = committed and self._engine.memory_bytes() > 0
+            residual_moved = committed and self._engine.state.memory_bytes() > 0
+            became = "No model has moved, but the residual has: load a checkpoint"
             raise StepError(
-                f"the mean {self._what} is not finite though that of each process is: it has left the range "
-                "of the type it travels in, on all alike. "
-                + (
-                    "No model has moved, but the residual has: load a checkpoint"
-                    if residual_moved
-                    else "Nothing was averaged"
-                )
-                + "; average more often, or in a different type"
+                f"the averaged {self._subject} overflowed the type it travels in, on all alike. "
+                f"{became if residual_moved else 'Nothing was averaged'}; average more often, or choose a "
+                "wider type"
             )
         # Last: what has raised above is still to be abandoned.
         self._step = None
@@ -120,10 +104,10 @@ def have_moved(changes: Changes, together: Transport | None) -> bool:
     # Buffers do in every forward pass.
     moved = [
         flat.any()
-        for fragment, of_one in changes.items()
-        for specs, flat in zip(fragment.layout, of_one, strict=True)
+        for fragment, flats in changes.items()
+        for specs, flat in zip(fragment.layout, flats, strict=True)
         if not specs[0].is_statistic
     ]
-    # One shard may hold nothing but statistics; it is asked as well.
+    # A shard without parameters must still join the collective.
     still = ~torch.stack([flag.to(moved[0].device) for flag in moved]).any() if moved else torch.tensor(True)
     return not (still if together is None else true_for_all(still, together, "whether all shards are still"))

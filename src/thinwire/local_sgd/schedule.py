@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -54,10 +53,13 @@ class Schedule:
                 f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
                 "separate step, so take at most as many"
             )
-        if delay_steps >= every_steps:
+        # At most one average is under way.
+        if delay_steps * fragments >= every_steps:
+            longest = (every_steps - 1) // fragments
             raise ConfigError(
-                f"delay_steps must be less than every_steps={every_steps}, got {delay_steps}: a change is to "
-                "be there before the next one is sent"
+                f"delay_steps={delay_steps} does not go with every_steps={every_steps} / "
+                f"fragments={fragments}: an average must be there before the next one is sent; take "
+                f"delay_steps={longest} or less"
             )
 
     def __str__(self) -> str:
@@ -74,13 +76,17 @@ class Schedule:
         return USUAL_LOCAL_WEIGHT if self.streaming.delay_steps and not algorithm.sends_few_entries else 0.0
 
     @property
-    def meets_in_subgroups(self) -> bool:
+    def has_inner_averagings(self) -> bool:
         """Whether parameters are averaged within subgroups."""
         return self.has_subgroup and not self.has_ddp
 
     def is_warm_up(self, step: int) -> bool:
         """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
-        return step <= self.warmup.steps
+        return 0 < step <= self.warmup.steps
+
+    def is_delayed(self, step: int) -> bool:
+        """Return whether an averaging after `step` steps goes on while training does."""
+        return self.streaming.delay_steps > 0 and not self.is_warm_up(step)
 
     def gradients_in(self, step: int) -> Level | None:
         """Return over whom the gradients of the step after `step` steps are averaged."""
@@ -90,37 +96,31 @@ class Schedule:
             return "group"
         return "subgroup" if self.has_subgroup else None
 
-    def after(self, step: int) -> Level | None:
-        """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
-        if self.fragments_after(step):
-            return "group"
-        return "subgroup" if self.meets_in_subgroups and not self.is_warm_up(step) else None
+    def is_due(self, step: int, turn: int, steps: int, seconds: float = 0.0) -> bool:
+        """Return whether members average after `step` steps.
 
-    def fragments_after(self, step: int) -> Sequence[int]:
-        """Return which fragments' changes are sent to the group after `step` steps.
-
-        In the warm-up that of all. Then they take turns, evenly spread over `every_steps`; the last one is
-        sent at its multiples.
+        In the warm-up all fragments, after each step. Then fragments take turns, evenly spread over
+        `every_steps`: at `turn`, if so many steps and seconds lie between it and the last one.
         """
-        num_fragments = self.streaming.fragments
         if self.is_warm_up(step):
             # A DDP model only at the end, so that all start the local phase from the same bits.
-            return range(num_fragments) if not self.has_ddp or step == self.warmup.steps else ()
-        # From 1 to every_steps: the last place is that of the multiples.
-        place = (step - self.warmup.steps - 1) % self.every_steps + 1
-        turn, rest = divmod(place * num_fragments, self.every_steps)
-        # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
-        return (turn - 1,) if turn and rest < num_fragments else ()
-
-    def ends_turn(self, turn: int, steps: int, seconds: float) -> bool:
-        """Return whether a member averages now, given the steps and seconds since its last averaging."""
-        num_fragments = self.streaming.fragments
-        place = turn % num_fragments
+            return not self.has_ddp or step == self.warmup.steps
         if self.every_seconds is None:
-            first, second = (-(-count * self.every_steps // num_fragments) for count in (place, place + 1))
-            return steps >= second - first
+            return steps >= self._turn_ends(turn + 1) - self._turn_ends(turn)
         # At the step that ends next to the time: who is slow is waited for by half of its step.
-        return seconds + seconds / steps / 2 >= self.every_seconds / num_fragments
+        return seconds + seconds / max(1, steps) / 2 >= self.every_seconds / self.streaming.fragments
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Return how many turns there have been after `step` steps, and after which step the last one."""
+        local_steps = step - self.warmup.steps
+        if local_steps < 0:
+            return 0, step
+        turns = local_steps * self.streaming.fragments // self.every_steps
+        return turns, self.warmup.steps + self._turn_ends(turns)
+
+    def _turn_ends(self, turns: int) -> int:
+        """Return behind which step of the local phase so many turns have ended."""
+        return -(-turns * self.every_steps // self.streaming.fragments)
 
     def rounds_sent(self, age: int, num_rounds: int) -> int:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.

@@ -32,8 +32,8 @@ class Streaming:
             from all depths. Each is averaged every `every_steps` steps, each after a different step, so that
             a message is that much shorter.
         delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
-            meanwhile, and waits for the link only if that takes longer. Less than `every_steps`. An algorithm
-            with several rounds waits for each after its share of the delay.
+            meanwhile, and waits for the link only if that takes longer. Less than `every_steps / fragments`.
+            An algorithm with several rounds waits for each after its share of the delay.
         local_weight: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an
             average arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt
             on its way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual
@@ -60,10 +60,8 @@ class Streaming:
             weight = checked["local_weight"] = float(number("local_weight", self.local_weight, minimum=0))
             if not checked["delay_steps"] or weight >= 1:
                 raise ConfigError(
-                    "local_weight is the share, from 0 to below 1, that the model keeps of what it has "
-                    f"become while an average was on its way; got {weight!r} with "
-                    f"delay_steps={self.delay_steps}: "
-                    + ("take less" if checked["delay_steps"] else "leave it out, or give delay_steps")
+                    f"local_weight must be in [0, 1), and 0 without delay_steps; got {weight!r} with "
+                    f"delay_steps={self.delay_steps}"
                 )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -77,8 +75,8 @@ class Warmup:
 
     Args:
         steps: How many.
-        algorithm: How a DDP model's gradients become their mean in them; None for exactly. What it has not
-            transmitted goes, uncompressed, with the last of these steps.
+        algorithm: How a DDP model's gradients, or a plain module's changes, become their mean in them; None
+            for exactly. What it has not transmitted goes, uncompressed, with the last of these steps.
         on_nonfinite: What becomes of a DDP model's gradients that are averaged in these steps, and in all
             steps within a subgroup, and that are not finite: see `thinwire.attach`. What no group averages is
             left alone; parameters that are not finite raise `StepError` at the next averaging.

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.adapters.ddp_model import is_fsdp2
 from thinwire.adapters.sharded.fsdp import attached_to, refuse_attached
 from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
-from thinwire.adapters.sharded.state import ShardedSync
+from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.comm import ProcessGroupTransport, Transport, group_of
 from thinwire.errors import AttachError
 from thinwire.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
+from thinwire.torch_private import root_mesh
 
 
 def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
@@ -125,7 +126,7 @@ def _lies_outside(replicas: object, meshes: list[DeviceMesh]) -> bool:
 def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     """Return the processes that hold this replica together, as far as is known."""
     if isinstance(replicas, DeviceMesh):
-        root = replicas._get_root_mesh() if hasattr(replicas, "_get_root_mesh") else replicas
+        root = root_mesh(replicas)
         names, name = root.mesh_dim_names or (), (replicas.mesh_dim_names or ("",))[0]
         if replicas.ndim != 1:
             raise AttachError(
@@ -143,7 +144,7 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
     if not all(set(widest).issuperset(ranks) for ranks in places):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
-            f"parameters lie on unlike meshes, {shown}, so it is not known which processes hold the replica; "
-            'give replicas as a dimension of the mesh that all are parts of, such as mesh["replicate"]'
+            f"parameters use different meshes, {shown}; pass replicas=mesh['replicate'] of their common "
+            "parent mesh"
         )
     return widest

@@ -11,16 +11,18 @@ from torch import nn
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
-from thinwire.local_sgd.fragment import Averaged, Buckets
-from thinwire.local_sgd.groups.averageable import Part
+from thinwire.local_sgd.averaged_model import AveragedModel, Optimizers
+from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.elastic_membership import ElasticMembership
+from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.loads import checksum_of
-from thinwire.local_sgd.member import Member
-from thinwire.local_sgd.model import Optimizers, as_sharded
+from thinwire.local_sgd.member import Joining, Member
+from thinwire.local_sgd.optimizer_state import as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.local_sgd.settings import Streaming
-from thinwire.local_sgd.state import LoadedState
-from thinwire.tensors.layout import held_of
+from thinwire.sync import Engine, Settings
+from thinwire.sync.precision import full_precision
+from thinwire.sync.state import digest_of
+from thinwire.tensors.layout import local_tensor
 
 
 class Steps(Member):
@@ -44,7 +46,7 @@ class Steps(Member):
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 112 bytes from each member before it
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 136 bytes from each member before it
     and 8 bytes after it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
@@ -66,15 +68,23 @@ class Steps(Member):
         3
     """
 
+    _contributor: Gradients
+
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        super().__init__(model, optimizer, algorithm, group, Streaming(average_buffers=False))
+        joining = Joining.of(model, optimizer, group, average_buffers=False)
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
-        if not self._group.send_optimizer:
+        if not joining.group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        self._buckets = Buckets(self._model.tensors())
-        self._work = 0.0  # that this member's gradients are of; 0 once they are applied
+        held, optimizers, group, health_group = joining
+        specs, parts = [parameter.spec for parameter in held.tensors()], layouts_of(held.tensors(), 1)
+        settings = Settings(health_group=health_group)
+        engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
+        gradients = Gradients(held, engine, optimizers, group)
+        membership = ElasticMembership(group, gradients, type(self).__name__)
+        super().__init__(held, optimizers, gradients, membership, held.replica.sync_of(engine))
+        self._group = group
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
@@ -86,7 +96,8 @@ class Steps(Member):
 
     def _in_loop(self) -> AbstractContextManager[None]:
         # Looked at in `step`: the optimizers' own steps come when an averaging is committed.
-        return self._model.loads.noted(self.module, (), lambda: checksum_of(list(self._held().values())))
+        tensors = list(self._contributor.shared_tensors().values())
+        return self._model.loads.noted(self.module, (), lambda: digest_of(tensors))
 
     def step(self, work: float = 1.0) -> None:
         """Average the gradients with all who are there, and let the optimizer step. Collective.
@@ -94,8 +105,8 @@ class Steps(Member):
         The gradients are the means afterwards. A parameter without one counts as zeros.
 
         Args:
-            work: What this member's gradients weigh: such as the tokens that their mean is over. 0 to add
-                nothing to the step of the others, of whom one at least must weigh something.
+            work: The weight of this member's gradients, such as the tokens that their mean is over. 0
+                contributes nothing; the members' weights must not all be 0.
 
         Raises:
             StepError: Outside the context; or this member's gradients are not finite, or its optimizers are
@@ -107,16 +118,32 @@ class Steps(Member):
         """
         self._check_inside("step()")
         self._model.loads.check()
-        self._work = float(number("work", work, minimum=0))
-        self._transact(self._membership.average)
+        self._contributor.work = float(number("work", work, minimum=0))
+        with full_precision(self._contributor.device):  # the step may stand under autocast
+            self._membership.average()
         self._tell_observers()
+
+
+class Gradients(Contributor):
+    """Puts in a model's gradients, and lets its optimizers step with their means."""
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        engine: Engine,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+    ) -> None:
+        super().__init__(model, [engine], optimizers, group)
+        self._buckets = Buckets(model.tensors())
+        self.work: float | None = None  # that gradients are of; None once they are applied
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros for missing ones."""
         # Copies: an averaging that fails is repeated with the same gradients.
         flats = self._buckets.empty()
         for parameter, part in self._parts(flats):
-            part.zero_() if parameter.tensor.grad is None else part.copy_(held_of(parameter.tensor.grad))
+            part.zero_() if parameter.tensor.grad is None else part.copy_(local_tensor(parameter.tensor.grad))
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
@@ -124,46 +151,44 @@ class Steps(Member):
         for parameter, part in self._buckets.parts(flats):
             yield parameter, torch.view_as_complex(part) if parameter.tensor.is_complex() else part
 
-    # The members' view.
-
-    def _part(self, turns_ahead: int = 0) -> Part:
+    def contribution(self, turns_ahead: int = 0) -> Contribution:
         flats = self._gradients()
-        return Part(0.0 if turns_ahead else self._work, bool(all_finite(*flats)), flats)
+        return Contribution(0.0 if turns_ahead else self.work or 0.0, bool(all_finite(*flats)), flats)
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        return {parameter.name: parameter.value for parameter in self._buckets}
-
-    def _start_from(self, loaded: LoadedState) -> None:
-        super()._start_from(loaded)
-        self._work = 0.0
-
-    def _start(self, tensors: list[torch.Tensor] | None, scale: float, step: int) -> PendingAverage[Buckets]:
+    def start(
+        self, tensors: list[torch.Tensor] | None, scale: float, step: int, *, is_delayed: bool
+    ) -> PendingAverage[Buckets]:
         flats = tensors or self._gradients()
         for flat in flats:
             flat.mul_(scale)
-        return PendingAverage({self._buckets: flats}, self._engine, what="gradient")
+        return PendingAverage({self._buckets: flats}, self.engine, subject="gradient")
 
-    def _committed(
-        self,
-        pending_average: PendingAverage[Buckets] | None,
-        step: int,
-        num_members: int,
-        *,
-        may_be_empty: bool,
+    def commit(
+        self, pending: PendingAverage[Buckets] | None, step: int, num_members: int, *, may_be_empty: bool
     ) -> None:
-        if pending_average is None:
+        if pending is None:
             # No mistake while this member, or a newcomer, joins: next time it puts something in.
-            if self._is_inside and not may_be_empty:
+            if self.work is not None and not may_be_empty:
                 raise StepError(
-                    "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
-                    "and no step was taken; give the work that they are of, or leave the step out on all"
+                    "all members passed work=0, so the mean is undefined; no step was taken. Pass the work "
+                    "of the gradients, or leave the step out on all"
                 )
             return
-        for parameter, mean in self._parts(pending_average.changes[self._buckets]):
+        for parameter, mean in self._parts(pending.changes[self._buckets]):
             parameter.tensor.grad = as_sharded(parameter.tensor, mean)
         # Here, for a member that joins, or learns late that a step was committed, takes it as well.
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.step()
-        self._work = 0.0
-        self._steps = step + 1
-        self._steps_here += 1
+        self.work = None
+        self.steps = step + 1
+        self.steps_here += 1
+
+    @property
+    def averaged_steps(self) -> int:
+        return self.steps
+
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        return {parameter.name: parameter.value for parameter in self._buckets}
+
+    def reset(self, step: int, turns: int) -> None:
+        self.steps, self.work = step, None

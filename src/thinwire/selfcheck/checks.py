@@ -18,7 +18,7 @@ from thinwire.algorithms.registry import REGISTRY
 from thinwire.comm import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings
+from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.settings import LossScale, loss_scale_of
 
 # Enough that an overflow in the middle would show in the steps behind it.
@@ -109,7 +109,7 @@ def loses_nothing(context: CheckContext, algorithm: Algorithm, tolerance: float)
     lost = gap(sent + torch.cat(residual).to(context.device), true)
     context.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
     # If nothing was compressed, nothing could have been lost either.
-    ratio = engine.counts().compression_ratio
+    ratio = engine.reporter.counts().compression_ratio
     context.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
 
 
@@ -127,7 +127,7 @@ def overflow_leaves_no_trace(context: CheckContext, *, host_check: bool) -> None
             context.expect(is_skipped, "the gradients of that step are not all NaN")
         a, b = (context.average(engine, context.gradient(step)) for engine in (plain, hit))
         context.expect(torch.equal(a, b), f"step {step} differs from that without the overflow")
-    nonfinite_steps = hit.stats().nonfinite_steps
+    nonfinite_steps = hit.reporter.stats().nonfinite_steps
     context.expect(nonfinite_steps == 1, f"{nonfinite_steps} steps were not finite, expected 1")
 
 
@@ -137,7 +137,7 @@ def state_resumes(context: CheckContext) -> None:
     for step in range(STEPS):
         context.average(first, context.gradient(step))
     second = context.engine(PowerSGD(matrix_rank=2))
-    second.load_state_dict(first.state_dict())
+    GradientSync(second).load_state_dict(first.state_dict())
     a, b = (context.average(engine, context.gradient(STEPS)) for engine in (first, second))
     context.expect(torch.equal(a, b), f"they differ by {gap(a, b):.1e}")
 

@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import CheckContext, gap
 from thinwire.sync import Engine, Settings
@@ -67,9 +67,9 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
     with full_precision(context.device):  # as in steps: TF32, if it is on, would be judged here
-        (left,) = dispatch.products([Asked(group, right, None, add_error=True)])
+        (left,) = dispatch.products([MatmulBatch(group, right, None, add_error=True)])
         (basis,) = dispatch.orthonormal_rows([left])
-        (own,) = dispatch.projections([Asked(group, basis, None, add_error=False)])
+        (own,) = dispatch.projections([MatmulBatch(group, basis, None, add_error=False)])
         dispatch.reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
     wide = basis.cpu().double()
     return {
@@ -82,7 +82,7 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
 
 
 def _step(context: CheckContext, buckets: list[tuple[ParameterSpec, ...]], algorithm: Algorithm) -> Row:
-    engine = Engine(algorithm, context.transport, settings=Settings(host_check="auto", gradients_stay=True))
+    engine = Engine(algorithm, context.transport, settings=Settings(host_check="auto"))
     gradients = [torch.randn(sum(spec.numel for spec in bucket), device=context.device) for bucket in buckets]
     copies = [torch.empty_like(gradient) for gradient in gradients]  # steps work in place
     copy = partial(torch._foreach_copy_, copies, gradients)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from thinwire.comm import Traffic
-from thinwire.sync.streams import marked
+from thinwire.sync.streams import WITHOUT_STREAMS, record_event
 
 
 class StepClock:
@@ -46,7 +46,11 @@ class StepClock:
         start, waited = time.perf_counter(), traffic.waiting_seconds
         self._is_inside = True
         if are_ready:
-            self._ready = (start, self.device, marked(self.device))
+            self._ready = (
+                start,
+                self.device,
+                None if self.device.type in WITHOUT_STREAMS else record_event(self.device),
+            )
         try:
             yield
         finally:
@@ -57,10 +61,9 @@ class StepClock:
     def end_step(self) -> None:
         """Note that all means are there."""
         start, device, event = self._ready
-        # Both events on one device: two devices have no common clock.
-        end = None if event is None else marked(device)
-        # The host is ahead of an accelerator: its own clock would tell when the work was issued.
-        if event is None or end is None:
+        # The host is ahead of an accelerator: its own clock would tell when the work was issued. Both events
+        # are on one device: two devices have no common clock.
+        if event is None or (end := record_event(device)) is None:
             self._exposed_seconds += time.perf_counter() - start
         else:
             self._unread.append((event, end))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.errors import AttachError, StateError
+from thinwire.errors import AttachError, StateError, StepError
 from thinwire.plan import Plan
+from thinwire.sync.algorithm_state import Remembered
 from thinwire.sync.engine import Engine
-from thinwire.sync.local_state import Position
+from thinwire.sync.precision import full_precision
+from thinwire.sync.state import Cuts, Position, SavedState, pack
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class GradientSync:
 
         Cost: one norm for each compressed parameter and one host synchronisation.
         """
-        return self._engine.stats()
+        return self._engine.reporter.stats()
 
     @torch.inference_mode(False)
     def use(self, algorithm: Algorithm) -> None:
@@ -78,7 +80,8 @@ class GradientSync:
             GradientError: A parameter's gradient can't be averaged by it.
             StepError: A step is under way.
         """
-        self._engine.use(algorithm)
+        self._engine.check_between_steps("use()")
+        self._engine.buckets.use(algorithm)
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
@@ -94,7 +97,7 @@ class GradientSync:
             `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
 
         Cost: a gather of 32 bytes from each process, one exact average of all error memory (none if there was
-        no step since the last time), a copy of it to the CPU and its checksum. The average sends as much as
+        no step since the last time), and a copy of it to the CPU. The average sends as much as
         exact averaging of fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between
         two processes at 100 Mbit/s (`thinwire advise` tells it for your model and link;
         `local_state_dict` sends nothing). `Quantize` and `Cast` have none. If other processes do not call it
@@ -119,23 +122,34 @@ class GradientSync:
 
         Of an FSDP2 model each has its own shards, and may be loaded on the same mesh.
 
-        Cost: a copy of what is remembered to the CPU, and its checksum. On machines of several processes
+        Cost: a copy of what is remembered to the CPU. On machines of several processes
         each state has zeros for the parts that other processes of the machine remember.
 
         Raises:
             StepError: A step is under way.
         """
-        return self._engine.local_state_dict()
+        engine = self._engine
+        engine.check_between_steps("local_state_dict()")
+        engine.check_whole("local_state_dict()")
+        with full_precision(torch.device("cpu")):
+            return pack(engine.state.save_local(engine.algorithm, self.position, self._cuts()))
+
+    def _cuts(self) -> Cuts:
+        """Return how a sharded model is cut."""
+        return {}
 
     @property
     def position(self) -> Position:
         """Which process of how many this is, for a file of its own; see `thinwire.checkpoint.save_local`."""
-        return self._engine.position
+        engine, local_rank, local_size = self._engine, 0, 1
+        if engine.partition is not None:
+            local_rank, local_size = engine.partition.intra_node.rank, engine.partition.intra_node.size
+        return Position(engine.transport.rank, engine.transport.size, local_rank, local_size, engine.machines)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
 
-        Of `local_state_dict`, each process loads its own.
+        Each process must pass its own `local_state_dict()`.
 
         The number of processes may differ, and so may the buckets. The algorithm in use is kept: a state
         saved with other settings (what does not fit is cut or extended, with a warning), or by a different
@@ -153,7 +167,10 @@ class GradientSync:
             StepError: A step is under way.
         """
         with torch.inference_mode(False):  # no decorator: a warning points at the caller's line
-            self._engine.load_state_dict(state, strict=strict)
+            self._engine.load(self._checked(state, strict=strict))
+
+    def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
+        return self._engine.check_state_dict(state, strict=strict, position=self.position)
 
     def distributed_state(self) -> Stateful:
         """Return a state for `torch.distributed.checkpoint` to save and load, beside model and optimizer.
@@ -176,7 +193,8 @@ class GradientSync:
         """
         return self
 
-    def dry(self) -> AbstractContextManager[Callable[[], None]]:
+    @contextmanager
+    def dry(self) -> Iterator[Callable[[], None]]:
         """Return a context whose steps leave no trace: for gradients that are dropped, or may be.
 
         What a step can't send is remembered, and added to the next gradient. If the step's own gradients are
@@ -211,7 +229,29 @@ class GradientSync:
             >>> sync.steps
             1
         """
-        return self._engine.dry()
+        engine = self._engine
+        engine.check_between_steps("dry()", also_dry=False)
+        before: Remembered | None = engine.state.remembered()
+        opened, is_over = engine.buckets.open_now(), False
+
+        def keep() -> None:
+            nonlocal before
+            if is_over:
+                raise StepError("keep() was called after its dry() had ended; call it inside")
+            before = None
+
+        engine.num_dry += 1
+        try:
+            yield keep
+        finally:
+            engine.num_dry -= 1
+            is_over = True
+            if before is not None:
+                engine.state.go_back(before)
+                # Buckets that were opened since then have made memory fit their plans.
+                if engine.buckets.open_now() != opened:
+                    engine.buckets.close_all()
+                engine.reporter.forget_errors()
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
@@ -257,7 +297,7 @@ class Synced(Protocol):
 
 @runtime_checkable
 class Handle(Protocol):
-    """Makes steps and counts them: an `Engine`, and an adapter that has one but counts different steps."""
+    """Counts steps: an engine's `Reporter`, and an adapter that has one but counts different steps."""
 
     observers: list[Callable[[bool], None]]  # are called after every step, with whether it was committed
 
@@ -297,7 +337,7 @@ def engine_of(target: GradientSync | Synced) -> Engine:
 def handle_of(target: object) -> Handle | None:
     """Return the counter of the steps that the user of `target` knows; None if it makes none."""
     if isinstance(target, GradientSync):
-        return target._engine
+        return target._engine.reporter
     # A local SGD counts optimizer steps, of which its engine averages but some.
     if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
         return target

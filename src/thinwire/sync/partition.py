@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -16,20 +15,20 @@ from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, R
 from thinwire.algorithms.registry import SLOTS
 from thinwire.comm import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
-from thinwire.sync.checksum import with_checksum
-from thinwire.sync.state import names_in, tensors_of_all
+from thinwire.sync.state import names_in
+from thinwire.sync.state_messages import StatePart
 
 Specs = tuple[ParameterSpec, ...]
 
 Ranges = tuple[slice, ...]
-"""The elements of a parameter that each place of a machine averages, in the order of places."""
+"""The elements of a parameter that each local rank averages, in their order."""
 
 
 @dataclass(frozen=True)
 class _NothingPlan(BucketPlan):
     """The plan of a process that averages nothing of a bucket."""
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """Send nothing: this process averages no part of the bucket."""
         yield Commit(all_finite, writes=False)
 
@@ -38,17 +37,17 @@ NOTHING = _NothingPlan((), ())
 
 
 class Partitioner:
-    """Divides parameters evenly among the places of a machine: all processes ask alike, and find the same."""
+    """Divides parameters evenly among local ranks: all processes ask alike, and find the same."""
 
     # If the algorithm remembers, a parameter that was divided stays so. If not, a bucket is divided as it
     # lies, so nothing is copied.
 
-    def __init__(self, algorithm: Algorithm, num_places: int, model: Specs) -> None:
-        self._indivisible = algorithm.indivisible
+    def __init__(self, algorithm: Algorithm, num_local_ranks: int, model: Specs) -> None:
+        self._indivisible = algorithm.split_granularity
         self._as_it_lies = isinstance(self._indivisible, int) and not algorithm.remembers
         self._ranges: dict[str, Ranges] = {}
-        self._loads = [0] * num_places
-        self._buckets = set[int]()  # that were given to one place as a whole
+        self._loads = [0] * num_local_ranks
+        self._buckets = set[int]()  # that were given to one local rank as a whole
         # All at once if that is possible, so that the largest come first. Buckets are not known yet.
         if self._indivisible != "bucket" and not self._as_it_lies:
             self.of(model)
@@ -66,40 +65,40 @@ class Partitioner:
                 num_units = -(-spec.numel // unit) if unit else 0
                 share, left = divmod(num_units, len(self._loads))
                 more = sorted(range(len(self._loads)), key=self._loads.__getitem__)[:left]
-                self._give(spec, [unit * (share + (place in more)) for place in range(len(self._loads))])
+                self._give(spec, [unit * (share + (rank in more)) for rank in range(len(self._loads))])
         return [self._ranges[spec.name] for spec in specs]
 
     def _cut(self, specs: Specs) -> Iterator[Ranges]:
-        """Yield ranges that follow each other in the bucket, of as many elements for each place."""
+        """Yield ranges that follow each other in the bucket, as many elements for each local rank."""
         assert isinstance(self._indivisible, int)
-        num_places, total, start = len(self._loads), sum(spec.numel for spec in specs), 0
+        num_local_ranks, total, start = len(self._loads), sum(spec.numel for spec in specs), 0
         for spec in specs:
             ends = [0]
-            for place in range(1, num_places):
-                units = round((place * total / num_places - start) / self._indivisible)
+            for local_rank in range(1, num_local_ranks):
+                units = round((local_rank * total / num_local_ranks - start) / self._indivisible)
                 ends.append(min(max(units * self._indivisible, 0), spec.numel))
             yield tuple(map(slice, ends, [*ends[1:], spec.numel]))
             start += spec.numel
 
     def _keep_together(self, specs: Specs) -> None:
         known = [self._ranges[spec.name] for spec in specs if spec.numel and spec.name in self._ranges]
-        owners = {max(range(len(ranges)), key=lambda place: _length(ranges[place])) for ranges in known}
+        owners = {max(range(len(ranges)), key=lambda rank: _length(ranges[rank])) for ranges in known}
         bucket = hash(tuple(spec.name for spec in specs))
         # DDP has one bucket in its first step, and others from then on: not all may stay with its owner.
         if len(owners) > 1 or bucket not in self._buckets:
             self._buckets.add(bucket)
-            held = [sum(_length(ranges[place]) for ranges in known) for place in range(len(self._loads))]
+            held = [sum(_length(ranges[rank]) for ranges in known) for rank in range(len(self._loads))]
             others = [load - own for load, own in zip(self._loads, held, strict=True)]
             owner = others.index(min(others))
             for spec in specs:
-                self._give(spec, [spec.numel * (place == owner) for place in range(len(self._loads))])
+                self._give(spec, [spec.numel * (rank == owner) for rank in range(len(self._loads))])
 
     def _give(self, spec: ParameterSpec, counts: Sequence[int]) -> None:
         # The last unit of a parameter may be shorter.
         ends = [min(end, spec.numel) for end in accumulate(counts, initial=0)]
         old, self._ranges[spec.name] = self._ranges.get(spec.name), tuple(map(slice, ends[:-1], ends[1:]))
-        for place, new in enumerate(self._ranges[spec.name]):
-            self._loads[place] += _length(new) - (_length(old[place]) if old else 0)
+        for local_rank, new in enumerate(self._ranges[spec.name]):
+            self._loads[local_rank] += _length(new) - (_length(old[local_rank]) if old else 0)
 
 
 def _length(some: slice) -> int:
@@ -115,52 +114,52 @@ def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
 class BucketParts:
     """How a bucket is divided among the processes of a machine."""
 
-    def __init__(self, specs: Specs, ranges: Sequence[Ranges], place: int) -> None:
-        self.specs, self.ranges, self._place = specs, ranges, place
+    def __init__(self, specs: Specs, ranges: Sequence[Ranges], local_rank: int) -> None:
+        self.specs, self.ranges, self._local_rank = specs, ranges, local_rank
         offsets = list(accumulate((spec.numel for spec in specs), initial=0))
-        places = range(len(ranges[0]))
-        # Elements of the bucket of each place.
-        self.lengths = [sum(_length(of_spec[owner]) for of_spec in ranges) for owner in places]
-        # Slices of the bucket, in the order of places.
+        local_ranks = range(len(ranges[0]))
+        # Elements of the bucket of each local rank.
+        self.lengths = [sum(_length(of_spec[owner]) for of_spec in ranges) for owner in local_ranks]
+        # Slices of the bucket, in the order of local ranks.
         self._slices = _joined(
             slice(offset + of_spec[owner].start, offset + of_spec[owner].stop)
-            for owner in places
+            for owner in local_ranks
             for offset, of_spec in zip(offsets, ranges, strict=False)
         )
 
-    def specs_of(self, place: int) -> Specs:
-        """Return a place's parts, in the order of the bucket."""
-        # A parameter without elements goes to the place with most elements, so that it has a route.
+    def specs_of(self, local_rank: int) -> Specs:
+        """Return a local rank's parts, in the order of the bucket."""
+        # A parameter without elements goes to the local rank with most elements, so that it has a route.
         busiest = self.lengths.index(max(self.lengths))
         return tuple(
-            part_of(spec, ranges[place])
+            part_of(spec, ranges[local_rank])
             for spec, ranges in zip(self.specs, self.ranges, strict=True)
-            if _length(ranges[place]) or (not spec.numel and place == busiest)
+            if _length(ranges[local_rank]) or (not spec.numel and local_rank == busiest)
         )
 
     @property
     def own_specs(self) -> Specs:
         """This process's parts."""
-        return self.specs_of(self._place)
+        return self.specs_of(self._local_rank)
 
     @property
     def inside_bytes(self) -> int:
         """Bytes that this process sends to others of its machine in a step."""
-        own, others = self.lengths[self._place], len(self.lengths) - 1
+        own, others = self.lengths[self._local_rank], len(self.lengths) - 1
         return (sum(self.lengths) + (others - 1) * own) * self.specs[0].dtype.itemsize
 
-    def by_place(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a bucket in the order of places: itself, if it has that order."""
+    def by_rank(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a bucket in the order of local ranks: itself, if it has that order."""
         return flat if len(self._slices) < 2 else torch.cat([flat[part] for part in self._slices])
 
-    def own(self, by_place: torch.Tensor) -> torch.Tensor:
+    def own(self, by_rank: torch.Tensor) -> torch.Tensor:
         """Return this process's part, a view."""
-        return by_place.split_with_sizes(self.lengths)[self._place]
+        return by_rank.split_with_sizes(self.lengths)[self._local_rank]
 
-    def write(self, flat: torch.Tensor, by_place: torch.Tensor) -> None:
-        """Write what `by_place` has returned back to the bucket."""
-        if by_place is not flat:
-            parts = by_place.split_with_sizes(list(map(_length, self._slices)))
+    def write(self, flat: torch.Tensor, by_rank: torch.Tensor) -> None:
+        """Write what `by_rank` has returned back to the bucket."""
+        if by_rank is not flat:
+            parts = by_rank.split_with_sizes(list(map(_length, self._slices)))
             torch._foreach_copy_([flat[part] for part in self._slices], parts)
 
 
@@ -179,7 +178,7 @@ class IntraNodePartition:
     """Which process of this machine averages and remembers which part of each parameter."""
 
     def __init__(self, inside: Transport) -> None:
-        self.intra_node = inside  # the processes of this machine, by place
+        self.intra_node = inside  # the processes of this machine, by local rank
         self.forget()
 
     def divide(self, algorithm: Algorithm, model: Specs) -> None:
@@ -197,16 +196,16 @@ class IntraNodePartition:
         return BucketParts(bucket, self._partitioner.of(bucket), self.intra_node.rank)
 
     def routes(self, bucket: Specs, planned: Callable[[Specs], BucketPlan]) -> Iterator[Route]:
-        """Yield how the parameters of a bucket travel, with what all places send of them."""
+        """Yield how the parameters of a bucket travel, with what all local ranks send of them."""
         found, parts = defaultdict(list), self.parts(bucket)
-        for place in range(self.intra_node.size):
-            for route in planned(parts.specs_of(place)).routes:
-                found[route.label].append((place, route))
+        for local_rank in range(self.intra_node.size):
+            for route in planned(parts.specs_of(local_rank)).routes:
+                found[route.label].append((local_rank, route))
         whole = {route.label: route for route in planned(bucket).routes}
         for label, routes in found.items():
             if len(routes) == 1:
-                ((place, route),) = routes
-                yield replace(route, detail=f"{route.detail}, by process {place}")
+                ((local_rank, route),) = routes
+                yield replace(route, detail=f"{route.detail}, by process {local_rank}")
             else:
                 sent_bytes = sum(route.message_bytes for _, route in routes)
                 detail = f"{whole[label].detail}, by {len(routes)} processes"
@@ -216,23 +215,17 @@ class IntraNodePartition:
 
     def forget(self) -> None:
         """Remember that memory holds nothing yet."""
-        self._held: dict[str, Ranges] = {}
-
-    def held_of_all(self) -> dict[str, Ranges]:
-        """Return which elements of each parameter memory holds, on all places."""
-        return dict(self._held)
-
-    def hold_again(self, held: dict[str, Ranges]) -> None:
-        """Take note that memory holds what it held when `held_of_all` was asked."""
-        self._held = dict(held)
+        self.held_ranges: dict[str, Ranges] = {}  # of each parameter in memory, on all local ranks
 
     def held(self, name: str) -> slice:
         """Return which elements of a parameter memory holds here."""
-        return self._held[name][self.intra_node.rank]
+        return self.held_ranges[name][self.intra_node.rank]
 
     def held_parts(self, specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
         """Return those parts of parameters of which memory may hold something here."""
-        held = [(spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self._held]
+        held = [
+            (spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self.held_ranges
+        ]
         return [part for spec, part in held if part.numel or not spec.numel]
 
     def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
@@ -241,11 +234,11 @@ class IntraNodePartition:
         moved = {
             spec.name: spec
             for spec in parts.specs
-            if self._held.get(spec.name, ranges[spec.name]) != ranges[spec.name]
+            if self.held_ranges.get(spec.name, ranges[spec.name]) != ranges[spec.name]
         }
         if moved:
             self._move(moved, ranges, memory, device)
-        self._held |= ranges
+        self.held_ranges |= ranges
         for slot, tensors in memory.slots.items():
             # Loaded for the other processes of the machine.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
@@ -274,33 +267,6 @@ class IntraNodePartition:
             if _length(some):
                 tensors[name] = whole[some].clone()
 
-    def whole_state(
-        self,
-        own: Mapping[str, Any],
-        specs: Mapping[str, ParameterSpec],
-        unclaimed: Mapping[str, Mapping[str, torch.Tensor]],
-        *,
-        of_all: bool = True,
-    ) -> dict[str, Any]:
-        """Return the state of the whole model from the packed ones of all processes. Collective inside.
-
-        To it belongs what was loaded and is `unclaimed`: by slot, in the shape of the parameters. If it is
-        not to be `of_all`, it is of this process alone, with zeros for the parts of others; no message.
-        """
-        is_elementwise, tensors = {name: kind[1] for name, kind in own["slots"]}, {}
-        whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-        mine = ((self.intra_node.rank, (slot, *pair)) for slot in is_elementwise for pair in own[slot])
-        everyone = tensors_of_all(own, is_elementwise, self.intra_node) if of_all else mine
-        for place, (slot, label, tensor) in everyone:
-            spec = specs.get(label)
-            # From one process alone it is packed in the parameter's shape.
-            if not is_elementwise[slot] or spec is None or tensor.numel() == spec.numel:
-                whole[slot].setdefault(label, tensor)
-                continue
-            if label not in whole[slot]:
-                whole[slot][label] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).zero_()
-            whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
-        for slot, of_slot in whole.items():
-            named = sorted({**of_slot, **unclaimed.get(slot, {})}.items())
-            tensors[slot] = tuple((label, tensor.contiguous()) for label, tensor in named)
-        return with_checksum({**own, **tensors})
+    def view_of(self, part: StatePart, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a parameter that a process of this machine holds, flat."""
+        return whole.as_strided((whole.numel(),), (1,))[self.held_ranges[part.label][part.rank]]

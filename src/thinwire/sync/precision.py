@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-FULL_PRECISION = ("ieee", "none")
+from thinwire import torch_private
+
+_precision: Any = torch_private.fp32_precision
+_set_precision: Any = torch_private.set_fp32_precision
+
+# The setting of products is the whole process's, and backward passes of several devices run on separate
+# threads: the first to come sets it, and the last to go restores it.
+_lock, _num_inside, _restored = threading.Lock(), 0, ExitStack()
 
 
 @contextmanager
@@ -18,77 +25,41 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     Afterwards every setting of the user's is as it was.
     """
-    # A backward pass may run under the first two, and autocast refuses to mix 16-bit types. What a product in
-    # TF32 rounds off would neither be sent nor stay in the residual.
-    inside: frozenset[str] = getattr(_threads, "inside", frozenset())
-    if device.type in inside:  # calls of a step are often nested
-        yield
-        return
-    _threads.inside = inside | {device.type}
+    global _num_inside  # noqa: PLW0603
+    with _lock:
+        for backend in ("cuda", "mkldnn") if _num_inside == 0 else ():
+            # What a product in TF32 rounds off would neither be sent nor stay in the residual.
+            if _precision is None or _precision(backend, "matmul") not in ("ieee", "none"):
+                _set_full(backend)
+        _num_inside += 1
     try:
-        with _outside_inference(), torch.no_grad(), _products, ExitStack() as restored:
-            for kind in (device.type, "cpu"):
+        with ExitStack() as inside:
+            # Tensors made in inference mode could not be written to outside of it: residuals, say.
+            if torch.is_inference_mode_enabled():
+                inside.enter_context(torch.inference_mode(False))
+            inside.enter_context(torch.no_grad())
+            for kind in (device.type, "cpu"):  # autocast refuses to mix 16-bit types
                 if torch.is_autocast_enabled(kind):  # to enter it costs more than to ask
-                    restored.enter_context(torch.autocast(kind, enabled=False))
+                    inside.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
-        _threads.inside = inside
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                _restored.close()
 
 
-def _outside_inference() -> AbstractContextManager[Any]:
-    # Tensors made in inference mode could not be written to outside of it any more: residuals, say.
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-_threads = threading.local()  # on which devices' types each thread is inside
-
-
-class _FullProducts:
-    """Products in full precision while anybody is inside."""
-
-    # The setting is the whole process's, and backward passes of several devices run on separate threads:
-    # the first to come sets it, and the last to go restores it.
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._restored = ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_inside += 1
-            if self._num_inside == 1:
-                self._set()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._restored.close()
-
-    def _set(self) -> None:
-        if _precision is None:  # before torch 2.9
-            self._restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
-            return
-        for backend in ("cuda", "mkldnn"):
-            if _precision(backend, "matmul") not in FULL_PRECISION:
-                self._restored.callback(_set_precision, backend, "matmul", _own_precision(backend))
-                _set_precision(backend, "matmul", "ieee")
-
-
-_products = _FullProducts()
-
-# A backend ("generic" for all) and an operation of it ("all" for all).
-_precision: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-_set_precision: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
-
-
-def _own_precision(backend: str) -> str:
-    """Return the setting of a backend's products themselves, "none" if they follow a wider setting."""
-    # Torch tells only what is in effect, so the wider settings are put out of effect while it is asked.
-    # Written back as the products' own, the setting in effect would stay when the user changes the wider one.
-    with ExitStack() as restored:
+def _set_full(backend: str) -> None:
+    if _precision is None:  # before torch 2.9
+        _restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        return
+    # Torch tells only what is in effect, so the wider settings are put out of effect while it is asked for
+    # the products' own. The setting in effect, written back as their own, would outlive the wider one.
+    with ExitStack() as wider_restored:
         for wider in ("generic", backend):
-            restored.callback(_set_precision, wider, "all", _precision(wider, "all"))
+            wider_restored.callback(_set_precision, wider, "all", _precision(wider, "all"))
             _set_precision(wider, "all", "none")
-        return str(_precision(backend, "matmul"))
+        own = _precision(backend, "matmul")
+    _restored.callback(_set_precision, backend, "matmul", own)
+    _set_precision(backend, "matmul", "ieee")

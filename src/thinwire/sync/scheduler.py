@@ -1,11 +1,22 @@
-"""One step's exchange: carries the requests of its buckets, in rounds, up to the commit."""
+"""The collectives of one step: carries what its buckets ask for, in rounds, up to the commit.
+
+How a gradient passes through, with two buckets `a` and `b`:
+
+    backward pass             step.start(a, gradients)      plan.run(a, memory) is a generator: it runs to its
+                                │                           first request, which is sent (round 1 of a)
+                              step.start(b, gradients)      the same of b, while a's message travels
+    last gradient is there    step.finish()
+                                ├ advance()                 waits, answers a and b, which go on to their next
+                                │                           requests: those of a kind travel as one (round 2)
+                                ├ advance() …               until both stand at their Commit
+                                └ commit()                  all received numbers are finite? both are resumed,
+                                                            and write means and memory; or neither is
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,31 +27,32 @@ from thinwire.algorithms import (
     AllFinite,
     AllGather,
     AllToAll,
-    Bucket,
+    CollectiveRequest,
     Commit,
     Jointly,
     Mean,
-    Message,
     Request,
     Requests,
     all_finite,
 )
 from thinwire.comm import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.tensors.layout import as_one
+from thinwire.tensors.layout import concat_view
+from thinwire.torch_private import is_profiling
 
 
 class Task:
-    """A generator of requests, standing at one."""
+    """A bucket's generator of requests, standing at one."""
 
     def __init__(self, requests: Requests) -> None:
         if not isinstance(requests, Generator):
             raise ConfigError(
-                f"an exchange has returned {type(requests).__name__}, expected a generator; yield each "
+                f"a plan has returned {type(requests).__name__}, expected a generator; yield each "
                 "request, and Commit as the last one"
             )
         self.requests = requests
-        self.request: Request | tuple[Message, ...] | None = None  # what it asks for; None at its end
+        # What it asks for; None at its end.
+        self.request: Request | tuple[CollectiveRequest, ...] | None = None
         self.gate: Commit | None = None  # its commit, once it has come there
         self.is_committed = False  # whether it has passed that
         self.answer(None)  # a generator that has not begun takes nothing else
@@ -55,52 +67,48 @@ class Task:
                 return
             # Without one it would have written its memory whether or not the step was healthy.
             raise ConfigError(
-                "an exchange has ended without Commit, expected it as the last request; yield "
+                "a plan's run has ended without Commit, expected it as the last request; yield "
                 "Commit(lambda: all_finite(…)) before memory is written"
             ) from None
         # A message behind the commit could fail where other buckets have written their memory already.
         if self.is_committed and not isinstance(self.request, Jointly):
             raise ConfigError(
-                f"an exchange has asked for {self.request!r} behind its Commit, expected its end"
+                f"a plan's run has asked for {self.request!r} behind its Commit, expected its end"
             )
         if isinstance(self.request, Commit):
             self.gate = self.request
-
-    def commit(self, is_healthy: torch.Tensor | None = None) -> None:
-        """Let it pass its commit; going on to its end is what writes memory."""
-        self.is_committed = True
-        self.answer(is_healthy)
+            if not isinstance(self.gate.is_healthy, AllFinite) and not callable(self.gate.is_healthy):
+                raise ConfigError(
+                    f"Commit takes a function, got {type(self.gate.is_healthy).__name__}; write "
+                    "Commit(lambda: all_finite(mean))"
+                )
 
 
 class CollectiveScheduler:
     """Drives the buckets of one step through their rounds."""
 
-    # Backends match collectives by nothing but their order: members that disagree in it wait forever, or
-    # mix messages up. So one thread sends all, at points of the caller's code, which are the same on every
-    # member; never when something has happened to arrive, which differs.
+    # Backends match collectives by nothing but their order. If rank 0 sent bucket a's second message first,
+    # since a's answer came first there, and rank 1 bucket b's, the one would be taken for the other, or both
+    # would wait forever. So one thread sends all, at points of the caller's code that are the same on every
+    # rank; never when something has happened to arrive.
 
     def __init__(self, transport: Transport, name: str) -> None:
         self.tasks: list[Task] = []
-        self._closing: list[Task] = []  # of `close_with`; among `tasks` once their first message is sent
-        self._transport, self._name = transport, name
+        self.writes = False  # whether memory is written behind some commit that a task has come to
+        self._closing: list[Task] = []  # of `close_with`
+        self._transport, self._size, self._name = transport, transport.size, name
         self._rounds: list[Round] = []  # under way
         self._previous: Round | None = None  # the first message of the last bucket
         self._number = 1
 
-    def loss_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the loss scale that the buckets of this step take."""
-        return scale
-
-    def start(self, requests: Requests, name: str, bucket: Bucket | None = None) -> None:
+    def start(self, requests: Requests, name: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
-        with shown("thinwire: round 1"):
-            with self._computing():
-                task = Task(requests)
-                # Compute this bucket alone: waiting for the others would delay the first message until after
-                # the backward pass.
-                _compute_jointly([task])
-                first = Round([task], self._transport.size, f"{self._name}, round 1 of the bucket of {name}")
-            self._send(first)
+        with profiler_range("thinwire: round 1"):
+            task = Task(requests)
+            # Compute this bucket alone: waiting for the others would delay the first message until after
+            # the backward pass.
+            _compute_jointly([task])
+            self._send([task], f"{self._name}, round 1 of the bucket of {name}")
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
 
@@ -115,19 +123,13 @@ class CollectiveScheduler:
         if previous is None:
             return
         end = self._rounds.index(previous) + 1
-        earlier = self._rounds[:end]
-        with shown("thinwire: wait for earlier buckets"):
-            self._wait(earlier)
-        with shown("thinwire: earlier buckets"):
-            tasks = [task for round_ in earlier for task in round_.tasks]
-            purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-            with self._computing():
-                for round_ in earlier:
-                    round_.answer()
-                del self._rounds[:end]
-                _compute_jointly(tasks)
-                later = Round(_waiting(tasks), self._transport.size, purpose)
-            self._send(later)
+        earlier, self._rounds = self._rounds[:end], self._rounds[end:]
+        self._wait(earlier, "earlier buckets")
+        with profiler_range("thinwire: earlier buckets"):
+            waiting = self._answer(earlier, [task for round_ in earlier for task in round_.tasks])
+            if waiting:
+                purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
+                self._send(waiting, purpose)
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -139,58 +141,68 @@ class CollectiveScheduler:
         To be called when all buckets have been started, as `Step.advance` says. Returns whether there is a
         round under way; if not, all buckets stand at their commit.
         """
-        with shown(f"thinwire: wait for round {self._number}"):
-            self._wait(self._rounds)
+        self._wait(self._rounds, f"round {self._number}")
         self._number += 1
-        with shown(f"thinwire: round {self._number}"):
-            with self._computing():
-                # All before anything is sent: so the next messages of all buckets travel as one.
-                for round_ in self._rounds:
-                    round_.answer()
-                # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
-                self._rounds, self._previous = [], None
-                _compute_jointly(self.tasks)
-                purpose = f"{self._name}, round {self._number} of all buckets"
-                later = Round([*_waiting(self.tasks), *self._closed()], self._transport.size, purpose)
-            self._send(later)
-        return bool(later.tasks)
+        with profiler_range(f"thinwire: round {self._number}"):
+            # All before anything is sent: so the next messages of all buckets travel as one.
+            rounds, self._rounds, self._previous = self._rounds, [], None
+            waiting = self._answer(rounds, self.tasks)
+            if self._closing:
+                waiting += self._waiting_to_close()
+            if waiting:
+                self._send(waiting, f"{self._name}, round {self._number} of all buckets")
+        return bool(waiting)
 
-    def _closed(self) -> list[Task]:
-        """Add what closes the step to its tasks, and return it if that was not done before."""
+    def _wait(self, rounds: Sequence[Round], what: str) -> None:
+        with profiler_range(f"thinwire: wait for {what}"):
+            for round_ in rounds:
+                for work in round_.works:
+                    work.wait()
+
+    def _answer(self, rounds: Sequence[Round], tasks: Sequence[Task]) -> list[Task]:
+        """Hand tasks what has come; return those that then stand at a message."""
+        for round_ in rounds:
+            round_.answer()
+            # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
+            round_.packed, round_.works = [], []
+        _compute_jointly(tasks)
+        waiting = []
+        for task in tasks:
+            if isinstance(task.request, Commit):
+                self.writes |= task.request.writes
+            elif task.request is not None:
+                waiting.append(task)
+        return waiting
+
+    def _waiting_to_close(self) -> list[Task]:
+        """Return what closes the step, as far as it stands at a message."""
         means = [task.request.tensor.dtype for task in self.tasks if isinstance(task.request, Mean)]
-        closing = [task for task in self._closing if task not in self.tasks]
-        for task in closing if means else ():
+        for task in self._closing if means else ():
             if isinstance(task.request, Mean):
                 # In the type of what is sent anyway: a separate message would cost a latency more.
                 task.request = Mean(task.request.tensor.to(means[0]))
-        self.tasks += closing
-        return closing
+        self.writes = True
+        return [task for task in self._closing if task.gate is None]
 
-    def _computing(self) -> AbstractContextManager[object]:
-        """Return a context of what is computed between messages; `Recorder` records it."""
-        return nullcontext()
+    def _send(self, tasks: Sequence[Task], purpose: str) -> None:
+        later = Round(tasks, self._size, purpose)
+        for packed in later.packed:
+            later.works.append(self._transport.start(packed.message))
+        self._rounds.append(later)
 
-    def _wait(self, rounds: Sequence[Round]) -> None:
-        for round_ in rounds:
-            for work in round_.works:
-                work.wait()
-
-    def _send(self, later: Round) -> None:
-        if later.tasks:
-            later.send(self._transport)
-            self._rounds.append(later)
-
-    @property
-    def commits(self) -> Sequence[Commit]:
-        """The commits that tasks wait at, or have already passed, once `advance` has returned False."""
-        return [task.gate for task in self.tasks if task.gate is not None]
+    # The commit.
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
-        asked = [commit.is_healthy for commit in self.commits]
+        received, answers = list[torch.Tensor](), list[torch.Tensor]()
+        for task in (*self.tasks, *self._closing):
+            if task.gate is None:
+                continue
+            if isinstance(task.gate.is_healthy, AllFinite):
+                received += task.gate.is_healthy.tensors
+            else:
+                answers.append(_one_bool(task.gate.is_healthy()))
         # Check all buckets at once: on an accelerator the number of launches is what costs.
-        received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
-        answers = [_one_bool(ask()) for ask in asked if not isinstance(ask, AllFinite)]
         if received:
             answers.insert(0, all_finite(*received))
         if not answers:
@@ -205,21 +217,28 @@ class CollectiveScheduler:
 
         Only if no one goes back to the gradients as they were: if the step is dropped, they are filled.
         """
-        self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
+        passed = []
+        for task in self.tasks:
+            if task.gate is not None and not task.gate.writes:
+                passed.append(task)
+        if passed:
+            self.commit(passed)
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Let some tasks pass their commits and write memory."""
-        # The closing tasks read the buckets' means, and those are there when all is computed together.
-        for is_closing in (False, True):
-            some = [task for task in tasks if (task in self._closing) is is_closing]
-            for task in some:
-                if not task.is_committed:
-                    task.commit(is_healthy)
-            _compute_jointly(some)
+        """Let tasks pass their commits: going on to their ends is what writes memory."""
+        for task in tasks:
+            if not task.is_committed:
+                task.is_committed = True
+                task.answer(is_healthy)
+        _compute_jointly(tasks)
+
+    def commit_closing(self) -> None:
+        """Let what closes the step pass: it reads the means of all buckets."""
+        self.commit(self._closing)
 
     def close(self) -> None:
         """Forget all buckets; they write nothing any more."""
-        for task in [*self.tasks, *self._closing]:
+        for task in (*self.tasks, *self._closing):
             task.requests.close()
         self.tasks, self._closing = [], []  # with what they have received
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
@@ -236,10 +255,9 @@ class CollectiveScheduler:
         self._rounds = []
 
 
-def shown(name: str) -> AbstractContextManager[object]:
+def profiler_range(name: str) -> AbstractContextManager[object]:
     """Return a context that is a range in `torch.profiler`'s picture; nothing while that is off."""
-    is_on: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return record_function(name) if is_on else nullcontext()
+    return record_function(name) if is_profiling() else nullcontext()
 
 
 def _one_bool(answer: object) -> torch.Tensor:
@@ -253,35 +271,39 @@ def _one_bool(answer: object) -> torch.Tensor:
     )
 
 
-def _waiting(tasks: Sequence[Task]) -> list[Task]:
-    """Return the tasks that stand at a message."""
-    return [task for task in tasks if not (task.request is None or isinstance(task.request, Commit))]
-
-
 def _compute_jointly(tasks: Sequence[Task]) -> None:
     """Serve what tasks want computed, those that name one function together, until none wants anything."""
     # Again and again: with its answer a task may want the next thing computed.
-    while wanted := [(task, task.request) for task in tasks if isinstance(task.request, Jointly)]:
+    while True:
+        wanted = []
+        for task in tasks:
+            if isinstance(task.request, Jointly):
+                wanted.append((task, task.request))
+        if not wanted:
+            return
         function = wanted[0][1].function
-        served = [(task, request.items) for task, request in wanted if request.function is function]
-        items = [item for _, of_task in served for item in of_task]
+        served, items = list[tuple[Task, int]](), list[Any]()
+        for task, request in wanted:
+            if request.function is function:
+                served.append((task, len(request.items)))
+                items += request.items
         results = list(function(items))
         if len(results) != len(items):
             raise ConfigError(
                 f"a function of Jointly has returned {len(results)} results, expected one for each of its "
                 f"{len(items)} items"
             )
-        for task, of_task in served:
-            task.answer(results[: len(of_task)])
-            del results[: len(of_task)]
+        for task, count in served:
+            task.answer(results[:count])
+            del results[:count]
 
 
 class Packed(NamedTuple):
-    """Requests of one operation, type and device, as one message."""
+    """Requests of one collective, type and device, as one message."""
 
-    owners: list[tuple[int, int]]  # the task of the round, and the place in its tuple
+    owners: list[tuple[int, int]]  # the task of the round, and which of its requests
     message: comm.Message
-    answers: Callable[[], Iterable[torch.Tensor]]
+    widths: list[int]  # of the answers, along the last dimension
 
 
 class Round:
@@ -289,83 +311,74 @@ class Round:
 
     def __init__(self, tasks: Sequence[Task], num_members: int, purpose: str) -> None:
         self.tasks, self.packed, self.works = tasks, list[Packed](), list[Work]()
-        asked: list[tuple[str, int, int, Any]] = []
+        kinds: dict[str, list[tuple[int, int, CollectiveRequest]]] = {}
         for number, task in enumerate(tasks):
             requests = task.request if isinstance(task.request, tuple) else (task.request,)
-            for place, request in enumerate(() if isinstance(task.request, Commit) else requests):
-                tensor = _checked(request, num_members, task.requests)
-                kind = f"{tensor.device} {tensor.dtype} {type(request).__name__}"
-                asked.append((kind, number, place, request))
+            for index, request in enumerate(() if isinstance(task.request, Commit) else requests):
+                sent = _checked(request, num_members, task.requests)
+                kind = f"{sent.tensor.device} {sent.tensor.dtype} {type(sent).__name__}"
+                kinds.setdefault(kind, []).append((number, index, sent))
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
-        for _, of_kind in groupby(sorted(asked, key=lambda entry: entry[:3]), key=lambda entry: entry[0]):
-            alike = list(of_kind)
-            tensors = [request.tensor for *_, request in alike]
-            owners = [(number, place) for _, number, place, _ in alike]
-            self.packed.append(Packed(owners, *_packed(type(alike[0][3]), tensors, num_members, purpose)))
-
-    def send(self, transport: Transport) -> None:
-        """Start its messages."""
-        # One by one: if a later one is refused, the earlier ones are known to be under way.
-        for packed in self.packed:
-            self.works.append(transport.start(packed.message))
+        for kind in sorted(kinds):
+            self.packed.append(_packed(kinds[kind], num_members, purpose))
 
     def answer(self) -> None:
         """Hand its tasks what has come."""
-        answers: list[dict[int, torch.Tensor]] = [{} for _ in self.tasks]
-        for packed in self.packed:
-            for (number, place), answer in zip(packed.owners, packed.answers(), strict=True):
-                answers[number][place] = answer
-        for task, of_task in zip(self.tasks, answers, strict=True):
+        answers: dict[int, dict[int, torch.Tensor]] = {}  # by task and request
+        for owners, message, widths in self.packed:
+            received = message.output
+            parts = (received,) if len(owners) == 1 else received.split_with_sizes(widths, dim=-1)
+            for (number, index), part in zip(owners, parts, strict=True):
+                answers.setdefault(number, {})[index] = part
+        for number, task in enumerate(self.tasks):
+            of_task = answers.get(number, {})
             if isinstance(task.request, tuple):
-                task.answer(tuple(of_task[place] for place in range(len(of_task))))
+                task.answer(tuple(map(of_task.__getitem__, range(len(of_task)))))
             elif of_task:
                 task.answer(of_task[0])
 
 
-def _checked(message: object, num_members: int, asker: Requests) -> torch.Tensor:
-    """Return a message's tensor, if it can be sent."""
+def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRequest:
+    """Return a request, if it can be sent."""
     name = getattr(asker, "__qualname__", "an algorithm")
-    if not isinstance(message, Message):
+    if not isinstance(request, CollectiveRequest):
         raise ConfigError(
-            f"{name} has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            f"{name} has asked for {request!r}, expected Mean, AllGather or AllToAll, of which several "
             "may stand in a tuple; or, alone, Jointly or Commit"
         )
-    tensor: object = message.tensor
+    tensor: object = request.tensor
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         wrong = f"{got}, expected a dense tensor"
-    elif isinstance(message, AllToAll) and (tensor.dim() != 2 or len(tensor) != num_members):
+    elif isinstance(request, AllToAll) and (tensor.dim() != 2 or len(tensor) != num_members):
         wrong = f"shape {tuple(tensor.shape)}, expected a row for each of the {num_members} members"
-    elif not isinstance(message, AllToAll) and tensor.dim() != 1:
+    elif not isinstance(request, AllToAll) and tensor.dim() != 1:
         wrong = f"shape {tuple(tensor.shape)}, expected a flat tensor; send tensor.view(-1)"
-    elif isinstance(message, Mean) and not tensor.is_contiguous():
+    elif isinstance(request, Mean) and not tensor.is_contiguous():
         wrong = f"strides {tensor.stride()}, expected a contiguous tensor; send tensor.contiguous()"
-    elif isinstance(message, Mean) and not tensor.is_floating_point():
+    elif isinstance(request, Mean) and not tensor.is_floating_point():
         wrong = f"{tensor.dtype}, expected a floating type; AllGather and AllToAll carry every type"
     else:
-        return tensor
-    raise ConfigError(f"{name} has asked for {type(message).__name__} of {wrong}")
+        return request
+    raise ConfigError(f"{name} has asked for {type(request).__name__} of {wrong}")
 
 
-def _packed(
-    kind: type, tensors: list[torch.Tensor], num_members: int, purpose: str
-) -> tuple[comm.Message, Callable[[], Iterable[torch.Tensor]]]:
-    """Return requests of one kind as one message, and what gives the answers."""
-    if kind is AllToAll:
-        # Side by side: of each request row i is for member i.
-        rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
-        received, widths = torch.empty_like(rows), [tensor.shape[1] for tensor in tensors]
-        answers = partial(received.split_with_sizes, widths, dim=1)
-        return comm.Message("all_to_all", rows, received, purpose), answers
-    sizes = [tensor.numel() for tensor in tensors]
+def _packed(requests: Sequence[tuple[int, int, CollectiveRequest]], num_members: int, purpose: str) -> Packed:
+    """Return requests of one kind as one message: of an all-to-all side by side, else one after the other."""
+    owners, tensors, widths = [], [], []
+    for number, index, request in requests:
+        owners.append((number, index))
+        tensors.append(request.tensor)
+        widths.append(request.tensor.shape[-1])
+    kind = type(requests[0][2])
+    if kind is Mean:
+        # One alone is not copied, so its mean comes to lie where the request was.
+        flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
+        return Packed(owners, comm.Message("all_reduce", flat, flat, purpose, "mean"), widths)
+    # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
+    sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
     if kind is AllGather:
-        # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
-        flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-        gathered = flat.new_empty(num_members, flat.numel())
-        answers = partial(gathered.split_with_sizes, sizes, dim=1)
-        return comm.Message("all_gather", flat, gathered, purpose), answers
-    # One alone is not copied, so its mean comes to lie where the request was.
-    flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
-    mean = comm.Message("all_reduce", flat, flat, purpose, "mean")
-    return mean, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes)
+        gathered = sent.new_empty(num_members, len(sent))
+        return Packed(owners, comm.Message("all_gather", sent, gathered, purpose), widths)
+    return Packed(owners, comm.Message("all_to_all", sent, torch.empty_like(sent), purpose), widths)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, TypeAlias, cast, get_args
 
 import torch
@@ -16,7 +15,7 @@ from thinwire.checks import shown
 from thinwire.comm import Transport
 from thinwire.errors import ConfigError
 from thinwire.tensors import accelerators
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 
 OnNonfinite = Literal["nan", "zero", "raise"]
 
@@ -72,7 +71,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
         except (TypeError, ValueError, RuntimeError) as error:
             what = "the function given as grad_scaler must return a number above 0 within fp32"
             raise ConfigError(f"{what}, got {scale!r}") from error
-        return sent_to(device, in_fp32)
+        return to_device_async(device, in_fp32)
 
     return scale_on
 
@@ -86,8 +85,7 @@ class Settings:
     may_be_unused: bool = False
     host_check: HostCheck = True
     on_nonfinite: OnNonfinite = "nan"
-    together: Transport | None = None
-    gradients_stay: bool = False  # in the same memory from step to step, as in DDP's buckets
+    health_group: Transport | None = None  # shards of a model, which agree whether a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,24 +101,14 @@ class Settings:
         if other and not self.host_check:
             raise ConfigError(f"host_check=False does not go with {other}; leave out one of them")
 
-    def decided(self, algorithm: Algorithm, device: torch.device) -> Settings:
-        """Return these with an "auto" decided: by what is the same on all processes, and on all shards."""
+    def resolved(self, algorithm: Algorithm, device: torch.device) -> Settings:
+        """Return these with an "auto" resolved: by what is the same on all processes, and on all shards."""
         if self.host_check != "auto":
             return self
         # On the CPU it makes no one wait, and what the host knows it can count.
-        can_do_without = algorithm.decides_on_device and accelerators.pays_per_launch(device)
+        can_do_without = algorithm.decides_on_device and accelerators.is_accelerator(device)
         needs_host = self.may_be_unused or self.on_nonfinite == "raise"
-        return self._unchecked if can_do_without and not needs_host else self._checked
-
-    # Kept, since several things ask for them in each step.
-
-    @cached_property
-    def _checked(self) -> Settings:
-        return replace(self, host_check=True)
-
-    @cached_property
-    def _unchecked(self) -> Settings:
-        return replace(self, host_check=False)
+        return replace(self, host_check=needs_host or not can_do_without)
 
     @classmethod
     def of(
@@ -139,7 +127,7 @@ class Settings:
 
     def described(self) -> Mapping[str, str]:
         """Return the settings that must be the same on all processes, by subject."""
-        # `together` joins others than those that are compared.
+        # `health_group` joins others than those that are compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",
             "find_unused_parameters": str(self.may_be_unused),

@@ -42,8 +42,6 @@ class Stats:
         relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step; M is gradient plus
             error. Only with error feedback.
         error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.
-        shortfalls: Why slower kernels than those made for an accelerator have served it, or why processes of
-            a machine send by themselves; a sentence each.
     """
 
     steps: int = 0
@@ -60,7 +58,6 @@ class Stats:
     exposed_seconds: float = 0.0
     relative_error: Mapping[str, float] = field(default_factory=dict)
     error_norm: Mapping[str, float] = field(default_factory=dict)
-    shortfalls: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return some lines to read, the compression ratio among them; `repr` has every figure."""
@@ -92,7 +89,7 @@ class Stats:
             lines.append(
                 f"relative error of the last step: {smallest:.2f} to {largest:.2f}, most that of {worst}"
             )
-        return "\n".join([*lines, *self.shortfalls])
+        return "\n".join(lines)
 
     @property
     def compression_ratio(self) -> float:

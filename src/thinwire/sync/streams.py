@@ -1,4 +1,4 @@
-"""The streams of accelerators that a step runs on: all of them before its end, and all again behind it."""
+"""Streams of accelerators: one beside the backward pass for each device, on which steps run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 
 from thinwire.errors import StepError
 
+WITHOUT_STREAMS = ("cpu", "meta")
+
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which this thread launches a device's kernels; None where there is none."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+    return None if device.type in WITHOUT_STREAMS else torch.accelerator.current_stream(device)
 
 
-def marked(device: torch.device) -> torch.Event | None:
+def record_event(device: torch.device) -> torch.Event | None:
     """Return an event of this thread's stream of a device, timed; None where there is no stream."""
     stream = current_stream(device)
     if stream is None:
@@ -45,6 +47,9 @@ class CommStream:
     What a step computes there, and the messages that it waits for, hold up no gradient that is still to come.
     """
 
+    # DDP runs all hooks on the stream that was current when it was built. In the first step of a static
+    # graph, in a join's shadow steps and with several devices they may differ: all of them lead here.
+
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
 
@@ -72,53 +77,10 @@ class CommStream:
                 here.wait_stream(stream)
 
 
-class Streams:
-    """Orders what a step does on several streams."""
-
-    # DDP runs all hooks on the stream that was current when it was built. In the first step of a static
-    # graph, in a join's shadow steps and with several devices they may differ.
-
-    def __init__(self) -> None:
-        self._used: dict[torch.device, list[torch.Stream]] = {}
-
-    def note(self, device: torch.device) -> None:
-        """Take note that a bucket is started on the current stream of its device."""
-        stream, used = current_stream(device), self._used.setdefault(device, [])
-        if stream is not None and stream not in used:
-            # Wait for earlier buckets, which may have made tensors that all buckets share.
-            for earlier in used:
-                stream.wait_stream(earlier)
-            used.append(stream)
-
-    def gather(self) -> None:
-        """Let the current streams wait for those that were noted. Cost: none where they are the same."""
-        for here, noted in self._pairs():
-            here.wait_stream(noted)
-
-    def release(self) -> None:
-        """Let those that were noted wait for the current ones."""
-        # Freed memory goes back to the stream that allocated it, even if a different stream still reads it.
-        for here, noted in self._pairs():
-            noted.wait_stream(here)
-
-    def _pairs(self) -> list[tuple[torch.Stream, torch.Stream]]:
-        here = {device: current_stream(device) for device in self._used}
-        return [
-            (stream, noted)
-            for device, stream in here.items()
-            for noted in self._used[device]
-            if stream is not None and noted != stream
-        ]
-
-
-def refuse_capture(device: torch.device) -> None:
-    """Refuse to be captured in a CUDA graph.
-
-    Each replay would start from the memory of before the capture, and count no step.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def refuse_capture() -> None:
+    """Refuse to be captured in a CUDA graph: each launch would start from the same memory, and not count."""
+    if torch.cuda.is_current_stream_capturing():
         raise StepError(
-            "a step was started while a CUDA graph is captured: each replay would start from the same "
-            "memory and count no step; capture the forward and backward pass without averaging, and average "
-            "outside"
+            "a step was started while a CUDA graph is captured: replays would start from the same memory; "
+            "capture the forward and backward pass only, and average outside"
         )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-_shortfalls: dict[str, None] = {}  # in the order in which they were found
-_threads = threading.local()  # where each thread keeps those of the step that it is inside of
+warned: set[str] = set()  # by `warn_once`
 
 
-def pays_per_launch(device: torch.device) -> bool:
+def is_accelerator(device: torch.device) -> bool:
     """Return whether few operations on many tensors are worth more than what stays in a core's cache.
 
     Tests put a different function in its place, to run on the CPU what runs on accelerators.
@@ -23,7 +19,7 @@ def pays_per_launch(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
+def to_device_async(device: torch.device, made: torch.Tensor) -> torch.Tensor:
     """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU."""
     if device.type == "cuda":
         # From pageable memory the host would wait until all that was launched before the copy is done.
@@ -55,7 +51,7 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float64: on the CPU, for which the host waits, if its own device has none."""
     if has_float64(tensor.device):
         return tensor.double()
-    note_shortfall(
+    warn_once(
         f"a device of type {tensor.device.type} does not compute in float64: the CPU makes the bases of "
         "low-rank steps, for which the host waits"
     )
@@ -67,26 +63,8 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
-@contextmanager
-def shortfalls_kept_in(kept: dict[str, None]) -> Iterator[None]:
-    """Keep the shortfalls that this thread meets while this is open, whether they were told before or not."""
-    before, _threads.kept = getattr(_threads, "kept", None), kept
-    try:
-        yield
-    finally:
-        _threads.kept = before
-
-
-def note_shortfall(sentence: str) -> None:
-    """Warn once in this process that slower kernels serve, and keep it for who is served by them."""
-    kept = getattr(_threads, "kept", None)
-    if kept is not None:
-        kept[sentence] = None
-    if sentence not in _shortfalls:
-        _shortfalls[sentence] = None
+def warn_once(sentence: str) -> None:
+    """Warn once in this process that slower kernels serve than a device could have."""
+    if sentence not in warned:
+        warned.add(sentence)
         warnings.warn(sentence, stacklevel=2)
-
-
-def shortfalls(device: torch.device) -> tuple[str, ...]:
-    """Return why slower kernels than those made for a device have served this process; nothing on the CPU."""
-    return tuple(_shortfalls) if pays_per_launch(device) else ()

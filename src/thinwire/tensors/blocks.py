@@ -40,7 +40,7 @@ class Blocks:
         """The first block of each tensor, and their number at the end."""
         return tuple(accumulate(self.counts, initial=0))
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All blocks."""
         return self.starts[-1]
@@ -67,9 +67,11 @@ class Blocks:
     def _divisor(self) -> int:
         return math.gcd(*self.numels)
 
-    def own(self, rank: int) -> slice:
-        """Return the blocks that a member averages, without those that only fill up."""
-        return slice(min(rank * self.share, self.total), min((rank + 1) * self.share, self.total))
+    @cached_property
+    def shares(self) -> tuple[slice, ...]:
+        """The blocks that each member averages, without those that only fill up."""
+        ends = [min(rank * self.share, self.total) for rank in range(self.num_members + 1)]
+        return tuple(map(slice, ends[:-1], ends[1:]))
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         """Return the elements of each block, int64, on a device; made once for each."""

@@ -7,19 +7,21 @@ from itertools import accumulate
 
 import torch
 
+from thinwire.torch_private import storage_key
 
-def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+
+def concat_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors one after the other, flat: a view if they lie so already, else a copy."""
     start, sizes = tensors[0].storage_offset(), [tensor.numel() for tensor in tensors]
     starts = list(accumulate(sizes[:-1], initial=start))
-    is_one = len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1
+    is_one = len({storage_key(tensor) for tensor in tensors}) == 1
     is_dense = all(tensor.is_contiguous() for tensor in tensors)
     if is_one and is_dense and [tensor.storage_offset() for tensor in tensors] == starts:
         return tensors[0].as_strided((sum(sizes),), (1,))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def stack_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""
     # The gradients of a model's equal layers lie so in a bucket, between those of other parameters.
     first = tensors[0]
@@ -32,7 +34,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def held_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a tensor, which shares its memory."""
     detached = tensor.detach()
     # A DTensor is not told by its type: that takes seconds to import.

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
 from thinwire.tensors.blocks import Blocks
 
 WORD = 0xFFFFFFFF
 KEY_BYTES = 4
 
 
-class Draws(NamedTuple):
+class RandomBits(NamedTuple):
     """A number for each element of some blocks."""
 
     keys: torch.Tensor  # of each parameter, int32
@@ -30,9 +30,9 @@ class Draws(NamedTuple):
     owners: torch.Tensor  # of each of these blocks: its parameter, int32
     first: int = 0  # of these blocks, among all
 
-    def of(self, some: slice) -> Draws:
+    def of(self, some: slice) -> RandomBits:
         """Return those of some blocks."""
-        return Draws(self.keys, self.bases, self.owners[some], self.first + some.start)
+        return RandomBits(self.keys, self.bases, self.owners[some], self.first + some.start)
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block)."""
@@ -52,7 +52,7 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Drawing:
+class CounterRNG:
     """The source of a bucket's draws: all of it but one key per parameter is the same in every step."""
 
     blocks: Blocks
@@ -61,7 +61,7 @@ class Drawing:
     # Kept by device, as `Blocks` keeps what it tells.
     _places: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False)
 
-    def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[Draws]:
+    def draws(self, step: int, who: Iterable[int], device: torch.device) -> list[RandomBits]:
         """Return the draws of each one who rounds, in one step."""
         digests = bytearray()
         for rounder in who:
@@ -70,10 +70,12 @@ class Drawing:
                 (of_name := common.copy()).update(name)
                 digests += of_name.digest()
         # Make one copy: each costs the host of an accelerator as much as several launches.
-        keys = sent_to(device, torch.frombuffer(digests, dtype=torch.int32))
+        keys = to_device_async(device, torch.frombuffer(digests, dtype=torch.int32))
         bases, owners = self._places_on(device)
         count = len(self.specs)
-        return [Draws(keys[first : first + count], bases, owners) for first in range(0, len(keys), count)]
+        return [
+            RandomBits(keys[first : first + count], bases, owners) for first in range(0, len(keys), count)
+        ]
 
     @cached_property
     def _names(self) -> list[bytes]:

@@ -221,13 +221,13 @@ class Watch:
         self._routes = {**self._routes, **routes} if algorithm == was else routes
         # Under a different plan the residual levels off elsewhere, and growing up to there is no alarm.
         self._alarm = GrowthAlarm()
-        shown = algorithm if self._watched is self._engine else self._watched
+        shown = algorithm if self._watched is self._engine.reporter else self._watched
         recorded = ("label", "names", "detail", "is_compressed", "gradient_bytes", "message_bytes")
         listed = [{name: getattr(route, name) for name in recorded} for route in plan.routes]
         self._write("plan", {"algorithm": str(shown), "routes": listed})
 
     def _write_norms(self) -> None:
-        stats = self._engine.stats()
+        stats = self._engine.reporter.stats()
         if not stats.error_norm:  # without a residual, or before the first step
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from catalog import numbers, spec
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Averaging, CodeKernels, Keeping
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import CODEBOOKS, Coded, pack, packed_bytes, unpack
-from thinwire.tensors.rounding import Drawing
+from thinwire.tensors.rounding import CounterRNG
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
 BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
@@ -138,7 +138,7 @@ def test_each_number_becomes_the_nearest_level_or_each_block_what_is_near_it(
 
 @every_bits
 def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
-    codebook, own = CODEBOOKS[bits], BLOCKS.own(0)
+    codebook, own = CODEBOOKS[bits], BLOCKS.shares[0]
     sent = [kernels.encoded(numbers(BLOCKS, seed), BLOCKS, codebook, None) for seed in range(3)]
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for each, flat in zip(sent, values, strict=True):
@@ -148,7 +148,7 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
     received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], BLOCKS.share)
     lost = torch.empty(own.stop - own.start, 64)
-    mean = kernels.averaged(Averaging(received, BLOCKS, own, codebook, None, lost, torch.float32))
+    mean = kernels.averaged(MeanArgs(received, BLOCKS, own, codebook, None, lost, torch.float32))
     true = np.mean([flat.double().numpy() for flat in values], axis=0)
     blocks = list(reference_blocks(BLOCKS, true))[own]
     decoded = torch.empty(sum(BLOCKS.numels))
@@ -178,11 +178,11 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     for each, target in zip((compiled, plain), decoded, strict=True):
         each.decode(theirs, blocks, codebook, target)
     assert torch.equal(*decoded)
-    own = blocks.own(1)
+    own = blocks.shares[1]
     lost = torch.zeros(own.stop - own.start, block)
     lost[0] = 1
     # Two members: of what one alone keeps, the mean has half.
-    item = Keeping(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
+    item = ResidualArgs(mine, blocks, codebook, flat.half(), flat.clone(), mine, lost, own, torch.tensor(4.0))
     kept = [each.decode_and_keep(item._replace(values=flat.clone())) for each in (compiled, plain)]
     torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-5)
     expected = flat - item.flat.double()
@@ -224,7 +224,7 @@ def coded_twice(
     blocks, codebook, found = Blocks((len(flat),), block, 1), CODEBOOKS[bits], torch.empty_like(flat)
     message = kernels.encoded(flat, blocks, codebook, None).message.repeat(members, 1)
     received = Coded.arrived(message, blocks.share)
-    item = Averaging(received, blocks, blocks.own(0), codebook, None, None, torch.float32)
+    item = MeanArgs(received, blocks, blocks.shares[0], codebook, None, None, torch.float32)
     kernels.decode(kernels.averaged(item), blocks, codebook, found)
     return found
 
@@ -299,7 +299,7 @@ def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatc
 
     def step() -> None:
         coded = kernels.encoded(flat, blocks, CODEBOOKS[4], None)
-        kernels.averaged(Averaging(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32))
+        kernels.averaged(MeanArgs(coded, blocks, blocks.shares[0], CODEBOOKS[4], None, None, torch.float32))
         kernels.decode(coded, blocks, CODEBOOKS[4], flat)
 
     step()
@@ -312,7 +312,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
     one = torch.linspace(-1, 1, 64) ** 3
     names = [f"layer {index}" for index in range(400)]
-    draws = Drawing(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
+    draws = CounterRNG(blocks, [spec(name, 64) for name in names], 0).draws(0, [0], one.device)[0]
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
     kernels.decode(coded, blocks, codebook, found)
@@ -328,7 +328,7 @@ def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
 
     def drawn(blocks: Blocks, names: list[str], seed: int = 0, step: int = 0, who: int = 0) -> torch.Tensor:
         specs = [spec(name, numel) for name, numel in zip(names, blocks.numels, strict=True)]
-        return Drawing(blocks, specs, seed).draws(step, [who], device)[0].uniform(16, torch.float32)[-7:]
+        return CounterRNG(blocks, specs, seed).draws(step, [who], device)[0].uniform(16, torch.float32)[-7:]
 
     first = drawn(alone, ["weight"])
     assert torch.equal(first, drawn(among, ["bias", "weight"]))

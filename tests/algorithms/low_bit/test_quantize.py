@@ -138,7 +138,7 @@ def test_a_residual_that_another_has_left_is_sent_whole() -> None:
         assert simulation.step(gradients)
         sent += gradients[0][0].double()
     assert (total - sent).norm() / total.norm() < 1e-6
-    assert not simulation.engines[0].memory.slots.get(simulation.engines[0].algorithm.slots[0])
+    assert not simulation.engines[0].state.memory.slots.get(simulation.engines[0].algorithm.slots[0])
 
 
 def test_error_feedback_sends_in_the_end_what_one_step_could_not() -> None:
@@ -180,7 +180,7 @@ def test_a_residual_does_not_grow(bits: int, numel: int) -> None:
         for (flat,) in gradients:
             flat[numel:] = flat[numel:].sign()
         assert simulation.step(gradients)
-        errors = [engine.memory[ERROR] for engine in simulation.engines]
+        errors = [engine.state.memory[ERROR] for engine in simulation.engines]
         norms.append(max(float(error[name].norm()) for error in errors for name in ("small", "equal")))
     assert max(norms[60:]) < 4 * max(norms[:60])
     assert max(norms) < 20 * numel**0.5

@@ -10,8 +10,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch._compile import _disable_dynamo as disable_dynamo
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
@@ -25,7 +23,7 @@ from thinwire.adapters.sharded.model import (
     replicas_of,
     sharded_like,
 )
-from thinwire.adapters.sharded.state import ShardedSync
+from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.algorithms.error_feedback import put_back_residuals, residuals_of
@@ -42,10 +40,17 @@ from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.lanes import Lane
+from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
-from thinwire.tensors.accelerators import sent_to
+from thinwire.tensors.accelerators import to_device_async
+from thinwire.torch_private import (
+    at_end_of_backward,
+    backward_pass,
+    not_compiled,
+    post_accumulate_hooks,
+    running_node,
+)
 
 
 def attach_sharded(
@@ -75,7 +80,7 @@ def attach_sharded(
     if not sharded.is_replicated:
         shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
-    settings = replace(settings, together=shards if shards.size > 1 else None)
+    settings = replace(settings, health_group=shards if shards.size > 1 else None)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {
@@ -131,8 +136,8 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
 
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks.values())
+    hooks = post_accumulate_hooks(parameter)
+    return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks)
 
 
 NOT_AVERAGED = "gradients would not be averaged over the replicas"
@@ -147,7 +152,7 @@ class _Bucket:
     pieces: Sequence[Piece]  # trained ones, in the order of their gradients
     specs: tuple[ParameterSpec, ...]
     device: torch.device
-    lane: Lane | None = None  # None before the first step
+    opened: BucketState | None = None  # None before the first step
     flat: torch.Tensor | None = None  # their gradients, from being started on until they are means
     num_arrived: int = 0  # gradients that have come in this pass, the parts of each counted
 
@@ -196,7 +201,7 @@ class FSDPAdapter:
             for piece in self._pieces
         ]
         # After FSDP2's own, which is the first: it may have taken new parameters just now.
-        check = disable_dynamo(lambda root, _: self.check_before_forward(root))
+        check = not_compiled(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
         refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 
@@ -211,9 +216,9 @@ class FSDPAdapter:
         """Refuse what would go unnoticed: gradients that no one averages."""
         sharded = self._sharded
         # In a backward pass: an activation checkpoint computes the whole model again.
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
-            inside = type(torch._C._current_autograd_node()).__name__
+            inside = type(running_node()).__name__
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
@@ -260,10 +265,10 @@ class FSDPAdapter:
             return
         # Until they are averaged: what an exception leaves shows at the next forward pass.
         self._is_due = True
-        current = torch._C._current_graph_task_id()
+        current = backward_pass()
         if current != self._queued_in:
             self._queued_in = current
-            Variable._execution_engine.queue_callback(self.average)
+            at_end_of_backward(self.average)
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
@@ -284,7 +289,7 @@ class FSDPAdapter:
     def _start_complete(self) -> None:
         """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
         # Opening them is collective, and how far its pass has come differs between processes.
-        if not self._are_lanes_open:
+        if not self._are_all_open:
             return
         # One that is complete waits for those before it, or replicas would send in different orders.
         while self._num_started < self._num_early:
@@ -308,18 +313,18 @@ class FSDPAdapter:
         self._step = self._step or self.engine.begin()
         # A copy: if the step fails, the gradients are as FSDP2 has left them.
         bucket.flat = bucket.gradients()
-        self._step.start(cast(Lane, bucket.lane), bucket.flat)
+        self._step.start(cast(BucketState, bucket.opened), bucket.flat)
         self._num_started += 1
 
     def average(self) -> None:
         """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
         # A pass inside of a pass: the outer one has gradients to come.
-        if torch._C._current_autograd_node() is not None:
+        if running_node() is not None:
             return
         engine = self.engine
         try:
             with engine.clock.inside(engine.traffic), self._beside_the_pass():
-                self._open_lanes()
+                self._open_all()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
                 used = [
@@ -327,16 +332,16 @@ class FSDPAdapter:
                     for piece in self._pieces
                 ]
                 # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
-                flags = sent_to(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
+                flags = to_device_async(engine.metered.control_device, torch.tensor(used, dtype=torch.uint8))
                 purpose = f"step {engine.steps}, which parameters were used"
                 # After all buckets: how many were started before differs between replicas.
                 asked = engine.metered.all_reduce(flags, purpose, operation="max")
                 # Only a replica that lacks a gradient must know whether a different replica has it.
                 unused = set[str]() if all(used) else self._unused(asked, flags)
-                before = residuals_of(engine.memory, unused)
+                before = residuals_of(engine.state.memory, unused)
                 committed = cast(Step, self._step).finish()
                 asked.wait()
-                put_back_residuals(engine.memory, unused, before)
+                put_back_residuals(engine.state.memory, unused, before)
                 self._hand_back(unused)
                 self._learn_order()
         except BaseException:
@@ -349,7 +354,7 @@ class FSDPAdapter:
         self.forget_pass()
         self._changed.clear()
         if not committed:
-            engine.warn_of_nonfinite()
+            engine.reporter.warn_of_nonfinite()
         engine.raise_unless(committed)
 
     def _abandon(self) -> None:
@@ -385,11 +390,11 @@ class FSDPAdapter:
             yield
 
     @property
-    def _are_lanes_open(self) -> bool:
-        return all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets)
+    def _are_all_open(self) -> bool:
+        return all(bucket.opened is not None and bucket.opened.is_current for bucket in self._buckets)
 
-    def _open_lanes(self) -> None:
-        if self._are_lanes_open:
+    def _open_all(self) -> None:
+        if self._are_all_open:
             return
         engine = self.engine
         # Over the shards as well: if replicas of one shard differ and raise, those of the others would go on
@@ -401,7 +406,7 @@ class FSDPAdapter:
             lambda: engine.agree(self._buckets[0].device),
         )
         for bucket in self._buckets:
-            bucket.lane = engine.open(bucket.specs, bucket.device, is_agreed=True)
+            bucket.opened = engine.open(bucket.specs, bucket.device, is_agreed=True)
 
     def _unused(self, asked: Work, flags: torch.Tensor) -> set[str]:
         """Return the parameters that no replica has used since the last step; nothing is averaged of them."""

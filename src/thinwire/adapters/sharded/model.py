@@ -12,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from thinwire import torch_private
 from thinwire.adapters.ddp_model import DIVIDED, plain_name
 from thinwire.comm import alone, checked_group
 from thinwire.errors import AttachError
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import shard_of
+from thinwire.torch_private import fsdp_mesh_info
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,15 +66,14 @@ class ShardedModel:
     """FSDP2's side of a model: torch has no public names for what is asked of it here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._states = _states_of(model)
+        self._states = torch_private.fsdp_states(model)
         self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
         self.groups: list[Any] = []
         try:
             for state in self._states:
-                # torch before 2.12 has one for each module, or none.
-                groups = getattr(state, "_fsdp_param_groups", None)
-                self.groups += filter(None, [state._fsdp_param_group]) if groups is None else groups
-            dims = [(g.mesh_info.shard_mesh_dim, g.mesh_info.replicate_mesh_dim) for g in self.groups]
+                self.groups += torch_private.fsdp_groups(state)
+            infos = [fsdp_mesh_info(group) for group in self.groups]
+            dims = [(info.shard_mesh_dim, info.replicate_mesh_dim) for info in infos]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
             _ = self.waits_for_more, list(self.parameters)
             _ = [self.has_calls_to_come(number) for number in range(len(self.groups))]
@@ -88,56 +89,50 @@ class ShardedModel:
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
         """Return whether no part of a model has been sharded since."""
-        return len(_states_of(model)) == len(self._states)
+        return len(torch_private.fsdp_states(model)) == len(self._states)
 
     @property
     def waits_for_more(self) -> bool:
         """Whether the user has said that one more backward pass of the same step follows."""
-        # Set by set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
-        return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
-            state._state_ctx.is_last_backward for state in self._states
-        )
+        return torch_private.fsdp_waits(self._states, self.groups)
 
     def has_calls_to_come(self, bucket: int) -> bool:
         """Return whether a module's forward calls have not all come back in this pass; some may never."""
-        return bool(self.groups[bucket]._post_forward_indices)
+        return torch_private.fsdp_has_calls_to_come(self.groups[bucket])
 
     @property
     def is_inside_another(self) -> bool:
         """Whether it is a part of a larger FSDP2 model; known from its first forward pass on."""
         # The first module to run is a root, and so are several side by side if none holds the others.
-        return all(state._is_root is False for state in self._states)
+        return all(torch_private.fsdp_is_root(state) is False for state in self._states)
 
     @property
     def is_finalized_by_hand(self) -> bool:
         """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
-        return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self._states)
+        return any(map(torch_private.fsdp_is_finalized_by_hand, self._states))
 
     @property
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those to which FSDP2 gives gradients; named from the first forward pass on."""
         # The model's names don't help: in a forward pass it shows whole parameters, and these are shards.
-        held = (fsdp_param for group in self.groups for fsdp_param in group.fsdp_params)
-        return (
-            (plain_name(fsdp_param._param_fqn or "a parameter"), fsdp_param.sharded_param)
-            for fsdp_param in held
-        )
+        shards = (shard for group in self.groups for shard in torch_private.fsdp_parameters(group))
+        return ((plain_name(name or "a parameter"), parameter) for name, parameter in shards)
 
     @property
     def replicate_group(self) -> dist.ProcessGroup:
         """Over which PyTorch averages, with `replicate` and native HSDP."""
-        group: dist.ProcessGroup = self.groups[0].mesh_info.replicate_process_group
+        group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).replicate_process_group
         return group
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
         """Over which every parameter is sharded."""
-        group: dist.ProcessGroup = self.groups[0].mesh_info.shard_process_group
+        group: dist.ProcessGroup = fsdp_mesh_info(self.groups[0]).shard_process_group
         return group
 
     def mesh(self) -> DeviceMesh:
         """Return the mesh over which every parameter is sharded, or replicated, or both."""
-        meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in self.groups]
+        meshes: list[DeviceMesh] = [fsdp_mesh_info(group).mesh for group in self.groups]
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
         # Compared by their processes: each call may have been given a DeviceMesh object made for it.
@@ -163,9 +158,8 @@ class ShardedModel:
     def stop_averaging(self) -> None:
         """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
         group = alone()
-        for info in {
-            id(param_group.mesh_info): param_group.mesh_info for param_group in self.groups
-        }.values():
+        infos = {id(info): info for info in map(fsdp_mesh_info, self.groups)}
+        for info in infos.values():
             self._averaging.append((info, info.replicate_process_group))
             info.replicate_process_group = group
 
@@ -174,12 +168,6 @@ class ShardedModel:
         for info, group in self._averaging:
             info.replicate_process_group = group
         self._averaging.clear()
-
-
-def _states_of(model: torch.nn.Module) -> list[Any]:
-    # Once: modules that were given to one call of fully_shard have one state.
-    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
-    return list(states.values())
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -195,7 +183,9 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     # Gradients that FSDP2 reduces together become ready together.
     groups = enumerate(sharded.groups)
     bucket_of = {
-        id(fsdp_param.sharded_param): bucket for bucket, group in groups for fsdp_param in group.fsdp_params
+        id(parameter): bucket
+        for bucket, group in groups
+        for _, parameter in torch_private.fsdp_parameters(group)
     }
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if local_of(tensor).is_meta:
@@ -228,41 +218,41 @@ def _piece_of(name: str, parameter: torch.nn.Parameter, bucket: int | None, mesh
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas."""
-    own, group = sharded.mesh(), replicas
+    mesh, group = sharded.mesh(), replicas
     if isinstance(replicas, DeviceMesh):
-        is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
-        group = sharded.replicate_group if is_own else _group_of(replicas, own)
+        is_own = sharded.is_native and replicas.mesh.tolist() == mesh.mesh.tolist()
+        group = sharded.replicate_group if is_own else _group_of(replicas, mesh)
     if group is None and not sharded.is_averaged_by_torch:
-        name = (own.mesh_dim_names or ("shard",))[0]
+        name = (mesh.mesh_dim_names or ("shard",))[0]
         raise AttachError(
-            f"nothing tells which processes hold the same shards as {own.mesh.tolist()}; build a mesh of two "
-            f'dimensions, ("replicate", "{name}"), give mesh["{name}"] to fully_shard, and mesh["replicate"] '
-            "to thinwire.attach or LocalSGD"
+            f"nothing tells which processes hold the same shards as {mesh.mesh.tolist()}; build a mesh of "
+            f'("replicate", "{name}"), give mesh["{name}"] to fully_shard and mesh["replicate"] to '
+            "thinwire.attach or LocalSGD"
         )
     checked = checked_group(sharded.replicate_group if group is None else group, "replicas")
-    given = dist.get_process_group_ranks(checked)
+    ranks = dist.get_process_group_ranks(checked)
     if sharded.is_averaged_by_torch:
         known = dist.get_process_group_ranks(sharded.replicate_group)
-        if given != known:
-            words = f"the model is replicated over processes {known}, got a group of {given}"
+        if ranks != known:
+            words = f"the model is replicated over processes {known}, got a group of {ranks}"
             raise AttachError(f"{words}; leave it out, or give the same to replicate(mesh=…) or fully_shard")
         return sharded.replicate_group
     # A group across replicas meets this one in one process only: this process.
-    shared = sorted(set(given) & set(own.mesh.flatten().tolist()))
+    shared = sorted(set(ranks) & set(mesh.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
-            f"the group given is of processes {given}, of which {shared} hold different shards of one "
+            f"the group given is of processes {ranks}, of which {shared} hold different shards of one "
             'replica; expected those that hold the same shard, such as mesh["replicate"].get_group()'
         )
     return checked
 
 
-def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
+def _group_of(mesh: DeviceMesh, mesh_of_model: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     # The dimension that is not the shards'.
     names: Sequence[str] = mesh.mesh_dim_names or ()
-    others = [name for name in names if name not in (own.mesh_dim_names or ())]
+    others = [name for name in names if name not in (mesh_of_model.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
         expected = 'the dimension of the replicas, such as mesh["replicate"]'
         raise AttachError(f"expected {expected}, got a mesh of dimensions {tuple(names or mesh.shape)}")

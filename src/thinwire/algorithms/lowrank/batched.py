@@ -12,13 +12,13 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factors import FactorMessages
-from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
+from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
-from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Rows, round_all_into
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, round_all_into
 from thinwire.plan import ParameterSpec
-from thinwire.tensors.layout import as_one
+from thinwire.tensors.layout import concat_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class BatchedPowerSGD(LowRank):
     and in the first step after a state was loaded, unless its buckets are those of the state.
 
     Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
-    and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
-    check (none without `host_check`).
+    and copies of both until the step's end; one host synchronisation, for the finite check (none without
+    `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -64,88 +64,57 @@ class BatchedPowerSGD(LowRank):
 
 @dataclass(frozen=True)
 class BatchedPlan(LowRankPlan):
-    """A bucket as two factors."""
+    """A bucket as two factors: M, its gradients padded with zeros to a square, becomes P Qᵀ."""
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Two rounds for each power iteration."""
+        """Average P = M Q and, with its columns orthonormal, Q = Mᵀ P: two rounds for each iteration."""
         (route,) = self.compressed
         assert route.matrix_shape is not None
         assert route.matrix_rank is not None
-        label, (rows, columns), scale = route.label, route.matrix_shape, bucket.loss_scale
-        # The bucket itself, unless it is of 16 bits: it takes up the residual, and the mean, in place.
-        flat = bucket.flat.to(bucket.specs[0].memory_dtype)
-        residual = _residual(bucket, memory)
-        matrices = _rows(flat, columns)
-        errors = [] if residual is None else _rows(residual, columns)
-        parts = [
-            MatrixGroup([label], [matrix], errors[index : index + 1] or [None], route.matrix_rank)
-            for index, matrix in enumerate(matrices)
-        ]
-        # All full rows where they lie, and a copy of the last one if the bucket ends within it: to fill up
-        # the whole square would copy the bucket.
-        heights = [len(matrix) for matrix in matrices]
-        messages = FactorMessages(self.config.message_dtype(bucket.flat.dtype))
-        # One part is enough: both are rows of one square, and have its right factor in common.
-        (right,) = starts = self.bases.of(memory, parts[:1], left=False)
+        label, scale = route.label, bucket.loss_scale
+        matrix = _square(bucket.flat.to(bucket.specs[0].memory_dtype), route.matrix_shape)
+        error = _residual(bucket, memory, route.matrix_shape)
+        group = MatrixGroup([label], [matrix], [error], route.matrix_rank)
+        messages = FactorMessages(self.message_dtype, self.rooms)
+        (right,) = starts = self.bases.of(memory, [group], left=False)
         for iteration in range(self.config.power_iterations):
-            lefts = products([Asked(part, right, scale, iteration == 0) for part in parts])
-            # Fill up to the whole square: with its rows of zeros the message has the length of the plan.
-            left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
-            _, (mean,) = yield from messages.average([left], as_sent=False)
-            (left,) = yield Jointly(orthonormal_bases, [Rows(mean)])
-            lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
-            # P̂ᵀ M of both parts' rows adds up to that of the whole square.
-            asked = [Asked(*pair, scale, add_error=False) for pair in zip(parts, lefts, strict=True)]
-            owns = projections(asked)
-            own = sum(owns[1:], start=owns[0])
-            (own,), (mean,) = yield from messages.average([own], as_sent=True)
+            left = products([MatmulBatch(group, right, scale, iteration == 0)])
+            _, (mean,) = yield from messages.average(left, as_sent=False)
+            (left_basis,) = yield Jointly(orthonormal_bases, [Rows(mean)])
+            own = projections([MatmulBatch(group, left_basis, scale, add_error=False)])
+            (own_right,), (mean,) = yield from messages.average(own, as_sent=True)
             if iteration + 1 < self.config.power_iterations:
                 (right,) = yield Jointly(orthonormal_bases, [Rows(mean)])
-        if self.config.error_feedback and residual is None:
-            residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
-            errors = _rows(residual, columns)
-        kept = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=True)
-        yield from self.remember(memory, kept, by_label([[label]], starts), is_healthy)
-        reconstructions = [
-            Reconstruction(
-                part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale, is_healthy
-            )
-            for index, (part, basis) in enumerate(zip(parts, lefts, strict=True))
-        ]
-        yield Jointly(reconstruct, reconstructions)
-        _write_last_row(flat, matrices[-1])
-        if residual is not None:
-            _write_last_row(residual, errors[-1])
-        if flat is not bucket.flat:
-            round_all_into([(bucket.flat, flat, residual)], scale, is_healthy)
+        if self.config.error_feedback and error is None:
+            error = torch.zeros_like(matrix)  # only now: before the first step there is nothing to add
+        factors = [Factors(left_basis, own_right, mean)]
+        kept = yield from self.to_remember(memory, [group], [factors], scale)
+        is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=True)
+        errors = None if error is None else [error]
+        yield Jointly(reconstruct, [Reconstruction(group, errors, factors, scale, is_healthy)])
+        yield from self.remember(memory, kept, [group], starts, is_healthy)
+        numel = bucket.flat.numel()
+        mean_gradients = matrix.view(-1)[:numel]
+        residual = None if error is None else error.view(-1)[:numel]
+        if bucket.flat.dtype == matrix.dtype:
+            bucket.flat.copy_(mean_gradients)
+        else:
+            round_all_into([(bucket.flat, mean_gradients, residual)], scale, is_healthy)
         if residual is not None:
             names = (spec.name for spec in bucket.specs)
             memory[ERROR].update(zip(names, bucket.split(residual), strict=True))
 
 
-def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:
-    """Return all full rows of a flat tensor, a view, and the elements beyond, padded with zeros to a row."""
-    whole = flat.numel() - flat.numel() % columns
-    rows = [flat[:whole].view(-1, columns)]
-    if whole < flat.numel():
-        rows.append(pad(flat[whole:], (0, columns - (flat.numel() - whole))).view(1, columns))
-    return rows
+def _square(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Return a copy as a matrix of a shape, padded with zeros."""
+    return pad(flat, (0, shape[0] * shape[1] - flat.numel())).view(shape)
 
 
-def _write_last_row(flat: torch.Tensor, row: torch.Tensor) -> None:
-    """Write back the last row of `_rows`, if that is a copy."""
-    beyond = flat.numel() % row.shape[1]
-    if beyond:
-        flat[-beyond:] = row[0, :beyond]
-
-
-def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
-    """Return the residual of a bucket, flat; None if there is none."""
+def _residual(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Return the residual of a bucket as a matrix of a shape; None if there is none."""
     names = [spec.name for spec in bucket.specs]
     if not any(name in memory[ERROR] for name in names):
         return None
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
-    # In place if memory has it in one piece, as it does once there was a step with this bucket.
-    return as_one(errors)
+    return _square(concat_view(errors), shape)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Generator, Hashable, Sequence
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from thinwire.algorithms.base import Memory
+from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
-from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+from thinwire.algorithms.requests import CollectiveRequest, Jointly, Mean, Request
 from thinwire.kernels.batching import batched, split_as
 from thinwire.kernels.dispatch import orthonormal_bases
 from thinwire.kernels.matrices import MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
 
 Answer = TypeVar("Answer")
-Round: TypeAlias = Generator[Request | tuple[Message, ...], Any, Answer]
+Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answer]
 """A part of an exchange: it yields requests and returns what it has found."""
 
 # Between the seeds of one step and the next: far from any seed a user would choose.
@@ -32,8 +32,8 @@ class FactorMessages:
         uncompressed: The means of the flat gradients.
     """
 
-    def __init__(self, dtype: torch.dtype, uncompressed: Sequence[torch.Tensor] = ()) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, rooms: Rooms, uncompressed: Sequence[torch.Tensor] = ()) -> None:
+        self._dtype, self._rooms = dtype, rooms
         self._beside = uncompressed
         self.received: list[torch.Tensor] = []
         self.uncompressed: Sequence[torch.Tensor] = ()
@@ -47,10 +47,11 @@ class FactorMessages:
         keep what rounding lost.
         """
         beside = [] if self.received else self._beside
+        item = PackedFactors(factors, self._dtype, self._rooms, len(self.received))
         if beside:
-            message = packed(factors, self._dtype, beside)
+            message = packed([item], beside)
         else:
-            (message,) = yield Jointly(all_packed, [(factors, self._dtype)])
+            (message,) = yield Jointly(all_packed, [item])
         own = factors
         if as_sent and message.dtype != factors[0].dtype:
             # Read before the message is given away: the mean may come to lie in it.
@@ -63,28 +64,40 @@ class FactorMessages:
         return own, unpacked(mean, like=factors)
 
 
-def all_packed(items: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> list[torch.Tensor]:
+class PackedFactors(NamedTuple):
+    """Factors that are to travel as one message."""
+
+    factors: Sequence[torch.Tensor]
+    dtype: torch.dtype  # in which they travel
+    rooms: Rooms
+    number: int  # of the message in its step
+
+
+def all_packed(items: Sequence[PackedFactors]) -> list[torch.Tensor]:
     """Return the messages of factors of all buckets, `packed` as one: sent without a further copy."""
 
-    def together(some: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> Sequence[torch.Tensor]:
-        whole = packed([factor for factors, _ in some for factor in factors], some[0][1])
-        return whole.split_with_sizes([sum(factor.numel() for factor in factors) for factors, _ in some])
+    def together(some: Sequence[PackedFactors]) -> Sequence[torch.Tensor]:
+        sizes = [sum(factor.numel() for factor in item.factors) for item in some]
+        return packed(some).split_with_sizes(sizes)
 
-    return batched(items, lambda item: (item[0][0].device, item[0][0].dtype, item[1]), together)
+    return batched(items, lambda item: (item.factors[0].device, item.factors[0].dtype, item.dtype), together)
 
 
-def packed(
-    factors: Sequence[torch.Tensor], dtype: torch.dtype, uncompressed: Sequence[torch.Tensor] = ()
-) -> torch.Tensor:
-    """Return a new flat tensor with all factors, and flat gradients behind them."""
+def packed(items: Sequence[PackedFactors], uncompressed: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """Return a flat tensor with all factors, and flat gradients behind them."""
+    factors = [factor for item in items for factor in item.factors]
+    first, dtype = factors[0], items[0].dtype
     if dtype == torch.float16:
         # Clamp to fp16's range, or the step would be skipped; the residual keeps what is cut off. A factor
         # that was infinite before stays infinite, because then the step should be skipped.
         limit = torch.finfo(dtype).max
         factors = [torch.where(factor.isinf(), factor, factor.clamp(-limit, limit)) for factor in factors]
-    if factors and accelerators.pays_per_launch(factors[0].device):
-        uncompressed = widened(uncompressed, factors[0].dtype)  # torch joins unlike types one by one
-    return torch.cat([part.reshape(-1) for part in [*factors, *uncompressed]]).to(dtype)
+    if accelerators.is_accelerator(first.device):
+        uncompressed = widened(uncompressed, first.dtype)  # torch joins unlike types one by one
+    parts = [part.reshape(-1) for part in [*factors, *uncompressed]]
+    numel = sum(part.numel() for part in parts)
+    room = items[0].rooms.room(("message", items[0].number, first.shape), (numel,), first)
+    return torch.cat(parts, out=room).to(dtype)
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -93,16 +106,88 @@ def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
     return split_as(head.to(like[0].dtype), [tensor.shape for tensor in like])
 
 
+class Rooms:
+    """Memory for what the steps of a bucket compute, by role.
+
+    On accelerators it stays from step to step, and with it the tables of addresses that kernels look up; on
+    the CPU there is none.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[Hashable, torch.Tensor] = {}
+
+    def room(self, role: Hashable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor | None:
+        """Return room of a shape, in the wide type and on the device of `like`."""
+        if not accelerators.is_accelerator(like.device):
+            return None
+        room = self._rooms.get(role)
+        if room is None or room.shape != shape:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            room = self._rooms[role] = torch.empty(shape, dtype=dtype, device=like.device)
+        return room
+
+
+class SlotBatches:
+    """The tensors that memory has for groups of matrices: one batch for each group and slot.
+
+    Steps write them in place. So addresses stay, and a step need not stack what lies together.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[tuple[Slot, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+
+    def find(
+        self, memory: Memory, slot: Slot, labels: Sequence[str], shape: torch.Size
+    ) -> torch.Tensor | None:
+        """Return the batch of a shape whose parts memory has under some labels; None if it has others."""
+        batch, parts = self._batches.get((slot, labels[0], shape), (None, ()))
+        tensors = memory.slots.get(slot, {})
+        return batch if all(map(is_, map(tensors.get, labels), parts)) else None
+
+    def place(
+        self,
+        memory: Memory,
+        slot: Slot,
+        labels: Sequence[str],
+        new: torch.Tensor,
+        before: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Return the batch like `new` whose parts memory has under some labels from now on, to be written.
+
+        Args:
+            memory: That of all buckets.
+            slot: What the batch is of.
+            labels: Of its parts.
+            new: Of its shape and type.
+            before: Contents of the parts, if they are new; zeros where that is unlike them. Empty if all of
+                the batch is going to be overwritten.
+        """
+        if (found := self.find(memory, slot, labels, new.shape)) is not None:
+            return found
+        key = slot, labels[0], new.shape
+        if key not in self._batches:
+            batch = torch.empty_like(new, memory_format=torch.contiguous_format)
+            self._batches[key] = batch, batch.unbind()
+        batch, parts = self._batches[key]
+        for part, was in zip(parts, before, strict=False):
+            if was is not None and was.shape == part.shape:
+                part.copy_(was)
+            else:
+                part.zero_()
+        memory[slot].update(zip(labels, parts, strict=True))
+        return batch
+
+
 class StartingBases:
-    """Makes the bases of a bucket."""
+    """Makes the bases that the steps of a bucket start from."""
 
     # On accelerators those of all buckets are made at once, at the end of the step before: launches count. On
     # the CPU each bucket's are made when it starts, while messages of those before it are under way.
-    def __init__(self, seed: int, *, warm_start: bool) -> None:
-        self._seed = seed
+    def __init__(self, seed: int, batches: SlotBatches, rooms: Rooms, *, warm_start: bool) -> None:
+        self._seed, self._batches, self._rooms = seed, batches, rooms
         self._warm_start = warm_start
         # With a warm start only dead rows are drawn again: the same ones each time.
-        self._first_rows: dict[tuple[tuple[int, int], torch.device], torch.Tensor] = {}
+        self._first_rows: dict[tuple[tuple[int, int], torch.device, torch.dtype], torch.Tensor] = {}
 
     def of(self, memory: Memory, groups: Sequence[MatrixGroup], *, left: bool) -> list[torch.Tensor]:
         """Return bases, (matrices, r, rows or columns): the last step's mean factors, or random ones.
@@ -110,63 +195,81 @@ class StartingBases:
         Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a
         standard normal, the same on every process.
         """
-        shapes = [(group.matrix_rank, group.matrices[0].shape[0 if left else 1]) for group in groups]
-        drawn = self._rows(memory, shapes, groups[0].matrices[0])
-        bases = [_made_ahead(memory, group, like) for group, like in zip(groups, drawn, strict=True)]
-        missing = [index for index, basis in enumerate(bases) if basis is None]
-        factors = memory[FACTOR]
-        items = [
-            Rows(torch.stack([fitted(factors.get(label), drawn[i]) for label in groups[i].labels]), drawn[i])
-            for i in missing
-        ]
-        made = dict(zip(missing, orthonormal_bases(items), strict=True))
-        return [made[index] if basis is None else basis for index, basis in enumerate(bases)]
+        bases, items = list[torch.Tensor](), list[Rows]()
+        were_made_ahead = bool(memory[BASIS])
+        for group in groups:
+            shape = group.matrix_rank, group.matrices[0].shape[0 if left else 1]
+            drawn = self._rows(memory, shape, group.matrices[0])
+            made_ahead = self._made_ahead(memory, group, drawn) if were_made_ahead else None
+            if made_ahead is not None:
+                bases.append(made_ahead)
+                continue
+            rows = self._batches.find(memory, FACTOR, group.labels, torch.Size((len(group.labels), *shape)))
+            if rows is not None and rows.dtype == drawn.dtype:
+                rows = rows.clone()
+            else:
+                factors = memory[FACTOR]
+                rows = torch.stack([resized(factors.get(label), drawn) for label in group.labels])
+            items.append(Rows(rows, drawn, group))
+        if not items:
+            return bases
+        made = orthonormal_bases(items)
+        if not bases:
+            return made
+        by_group = {id(item.group): basis for item, basis in zip(items, made, strict=True)}
+        ahead = iter(bases)
+        return [by_group[id(group)] if id(group) in by_group else next(ahead) for group in groups]
 
-    def ahead(self, memory: Memory, factors: Sequence[torch.Tensor]) -> Round[list[torch.Tensor] | None]:
+    def _made_ahead(self, memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
+        """Return the bases that memory has for a group, as one batch; None if some are unlike."""
+        found = self._batches.find(memory, BASIS, group.labels, torch.Size((len(group.labels), *like.shape)))
+        if found is not None:
+            return found
+        tensors = [memory[BASIS].get(label) for label in group.labels]
+        alike = [t for t in tensors if t is not None and (t.shape, t.dtype) == (like.shape, like.dtype)]
+        return torch.stack(alike) if len(alike) == len(tensors) else None
+
+    def ahead(
+        self, memory: Memory, groups: Sequence[MatrixGroup], factors: Sequence[torch.Tensor]
+    ) -> Round[list[torch.Tensor] | None]:
         """Make what the next step starts from, for all buckets at once; None where that does not pay."""
-        if not self._warm_start or not factors or not accelerators.pays_per_launch(factors[0].device):
+        if not self._warm_start or not factors or not accelerators.is_accelerator(factors[0].device):
             return None
-        drawn = self._rows(memory, [(factor.shape[1], factor.shape[2]) for factor in factors], factors[0])
         # A row that is zero stays zero through every product, and its direction would be lost for good: it
         # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
-        items = [Rows(*pair) for pair in zip(factors, drawn, strict=True)]
+        items = [
+            Rows(
+                factor,
+                self._rows(memory, (factor.shape[1], factor.shape[2]), factor),
+                group,
+                self._rooms.room(("ahead", group.labels[0], factor.shape), factor.shape, factor),
+            )
+            for factor, group in zip(factors, groups, strict=True)
+        ]
         made: list[torch.Tensor] = yield Jointly(orthonormal_bases, items)
         return made
 
-    def _rows(
-        self, memory: Memory, shapes: Sequence[tuple[int, int]], like: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Return random rows of some shapes, on the device of `like`."""
-        # Without a warm start different ones in each step: the same would never see what lies across them.
-        seed = self._seed if self._warm_start else self._seed + SEED_STRIDE * memory.step
-        known = self._first_rows if self._warm_start else {}
-        for shape in shapes:
-            if (shape, like.device) not in known:
-                known[shape, like.device] = random_rows(seed, shape, like.device)
+    def _rows(self, memory: Memory, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
+        """Return random rows of a shape, on the device of `like`."""
         dtype = torch.promote_types(like.dtype, torch.float32)  # factors of 16-bit gradients are fp32, too
-        return [known[shape, like.device].to(dtype) for shape in shapes]
+        if not self._warm_start:
+            # Different ones in each step: the same would never see what lies across them.
+            return random_rows(self._seed + SEED_STRIDE * memory.step, shape, like.device).to(dtype)
+        key = shape, like.device, dtype
+        if key not in self._first_rows:
+            self._first_rows[key] = random_rows(self._seed, shape, like.device).to(dtype)
+        return self._first_rows[key]
 
 
-def _made_ahead(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the bases of a group that were made ahead, as one batch; None if not all of them were."""
-    bases = [memory[BASIS].get(label) for label in group.labels]
-    fitting = [basis for basis in bases if basis is not None and basis.shape == like.shape]
-    if len(fitting) < len(bases) or any(basis.dtype != like.dtype for basis in fitting):
-        return None
-    # If they were made as one they mostly still lie so: then there is nothing to copy.
-    batch = stacked(fitting)
-    return torch.stack(fitting) if batch is None else batch
-
-
-def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def resized(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if its columns differ."""
     if factor is not None and factor.shape == like.shape:
         return factor.to(like)
-    fitting = torch.zeros_like(like)
+    whole = torch.zeros_like(like)
     if factor is not None and factor.shape[1] == like.shape[1]:
         rows = min(len(factor), len(like))
-        fitting[:rows] = factor[:rows]
-    return fitting
+        whole[:rows] = factor[:rows]
+    return whole
 
 
 def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -174,4 +277,4 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
     # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32)
-    return accelerators.sent_to(device, rows)
+    return accelerators.to_device_async(device, rows)

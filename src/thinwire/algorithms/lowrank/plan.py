@@ -12,20 +12,20 @@ import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.exact import exchange_uncompressed, wire_dtype_of
+from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.factors import Round, StartingBases, fitted
+from thinwire.algorithms.lowrank.factors import Rooms, Round, SlotBatches, StartingBases, resized
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Requests
 from thinwire.kernels.batching import batched
 from thinwire.kernels.dispatch import name_of_kernels_for, write
-from thinwire.kernels.matrices import Terms, Write
+from thinwire.kernels.matrices import MatrixGroup, Terms, Write
 from thinwire.tensors import accelerators
 
 MAX_NAMES = 4
 
-Kept: TypeAlias = dict[Slot, dict[str, torch.Tensor]]
-"""Tensors by slot and label."""
+Kept: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
+"""A batch for each group of matrices, by slot."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,29 @@ class LowRankPlan(BucketPlan):
         return tuple(route for route in self.routes if route.is_compressed)
 
     @cached_property
+    def memory_dtype(self) -> torch.dtype:
+        """The type of residuals and factors."""
+        return self.specs[0].memory_dtype
+
+    @cached_property
+    def message_dtype(self) -> torch.dtype:
+        """The type in which messages travel."""
+        return self.config.message_dtype(self.specs[0].dtype)
+
+    @cached_property
+    def batches(self) -> SlotBatches:
+        """The tensors that memory has for groups of matrices."""
+        return SlotBatches()
+
+    @cached_property
+    def rooms(self) -> Rooms:
+        """Memory for what steps compute."""
+        return Rooms()
+
+    @cached_property
     def bases(self) -> StartingBases:
         """Makes the bases that steps start from."""
-        return StartingBases(self.config.seed, warm_start=self.config.warm_start)
+        return StartingBases(self.config.seed, self.batches, self.rooms, warm_start=self.config.warm_start)
 
     def kernels(self, device: torch.device) -> set[str]:
         """Bases, and products with them, differ in the last bits."""
@@ -56,15 +76,18 @@ class LowRankPlan(BucketPlan):
             for dtype, matrix_rank in kinds
         }
 
-    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+    def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round if nothing is to be compressed, else those of `compress`."""
-        names = [spec.name for spec in self.specs]
-        if self.compressed and not self.config.sends_uncompressed(names, memory):
+        if self.compressed and not self.config.sends_uncompressed(self.names, memory):
             yield from self.compress(bucket, memory)
             return
         wire_dtype = self.config.wire_dtype
-        yield from exchange_uncompressed(
-            bucket, memory, None if wire_dtype is None else wire_dtype_of(wire_dtype), always_checks=True
+        yield from average_uncompressed(
+            self.names,
+            bucket,
+            memory,
+            None if wire_dtype is None else wire_dtype_of(wire_dtype),
+            always_checks=True,
         )
         # All was sent: what a step before has sent of it no longer says how much was not.
         for label in self.labels:
@@ -72,36 +95,44 @@ class LowRankPlan(BucketPlan):
 
     @abstractmethod
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Turn the bucket into the mean of its approximations; a generator, as `exchange` is one."""
+        """Turn the bucket into the mean of its approximations; a generator, as `run` is one."""
 
     def to_remember(
-        self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
+        self,
+        memory: Memory,
+        groups: Sequence[MatrixGroup],
+        terms: Sequence[Terms],
+        loss_scale: torch.Tensor | None,
     ) -> Round[Kept]:
-        """Return the tensors of a bucket to keep behind the commit, in units of the unscaled loss."""
+        """Return what a bucket keeps behind the commit, in units of the unscaled loss."""
         # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
         # what a process has not sent is measured against all that it has.
         factors = [of_group[-1].mean for of_group in terms]
-        owns = [[term.own.flatten(1) for term in of_group] for of_group in terms]
-        sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
-        if bucket.loss_scale is not None:
-            scaled = [(tensor, bucket.loss_scale) for tensor in [*factors, *sent]]
-            divided = yield Jointly(all_divided, scaled)
+        sent = [
+            of_group[0].own.flatten(1)
+            if len(of_group) == 1
+            else torch.cat([term.own.flatten(1) for term in of_group], dim=1)
+            for of_group in terms
+        ]
+        if loss_scale is not None:
+            divided = yield Jointly(all_divided, [(tensor, loss_scale) for tensor in [*factors, *sent]])
             factors, sent = divided[: len(factors)], divided[len(factors) :]
         kept: Kept = {}
         if self.config.warm_start:
-            kept[FACTOR] = by_label(labels, factors)
-            bases = yield from self.bases.ahead(memory, factors)
+            kept[FACTOR] = factors
+            bases = yield from self.bases.ahead(memory, groups, factors)
             if bases is not None:
-                kept[BASIS] = by_label(labels, bases)
+                kept[BASIS] = bases
         if self.config.error_feedback:
-            kept[SENT] = by_label(labels, sent)
+            kept[SENT] = sent
         return kept
 
     def remember(
         self,
         memory: Memory,
         kept: Kept,
-        started_from: dict[str, torch.Tensor],
+        groups: Sequence[MatrixGroup],
+        started_from: Sequence[torch.Tensor],
         is_healthy: torch.Tensor | None,
         beside: Sequence[Write] = (),
     ) -> Round[None]:
@@ -110,20 +141,21 @@ class LowRankPlan(BucketPlan):
         In a step that is not healthy memory stays, and keeps the bases that the step has started from.
         """
         writes = list(beside)
-        # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not healthy.
-        if is_healthy is not None:
-            before = {**memory.slots, BASIS: started_from}
-            for slot, tensors in kept.items():
-                writes += [
-                    Write(new, None, _like(new, before.get(slot, {}).get(label)), is_healthy)
-                    for label, new in tensors.items()
-                ]
+        for slot, batches in kept.items():
+            tensors = memory[slot]
+            for group, new, start in zip(groups, batches, started_from, strict=True):
+                before: Sequence[torch.Tensor | None] = ()
+                # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not
+                # healthy.
+                if is_healthy is not None:
+                    is_basis = slot is BASIS
+                    before = start.unbind() if is_basis else list(map(tensors.get, group.labels))
+                batch = self.batches.place(memory, slot, group.labels, new, before)
+                writes.append(Write(batch, new, stays=True, is_healthy=is_healthy))
         # For all buckets: on an accelerator one launch writes what all of them leave.
-        placed = iter((yield Jointly(write, writes))[len(beside) :])
-        for slot, tensors in kept.items():
-            memory[slot].update({label: next(placed, new) for label, new in tensors.items()})
+        yield Jointly(write, writes)
 
-    def adopt(self, memory: Memory) -> str:
+    def on_state_loaded(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
         refitted = []
         for label in self.labels:
@@ -133,7 +165,9 @@ class LowRankPlan(BucketPlan):
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
             # Rows are added as zeros: dead rows, which the next step draws again.
-            memory[FACTOR][route.label] = fitted(factor, factor.new_empty(route.matrix_rank, factor.shape[1]))
+            memory[FACTOR][route.label] = resized(
+                factor, factor.new_empty(route.matrix_rank, factor.shape[1])
+            )
             refitted.append((route.label, len(factor), route.matrix_rank))
         if not refitted:
             return ""
@@ -164,24 +198,6 @@ class LowRankPlan(BucketPlan):
         sent = _norms([[memory[SENT][route.label]] for route in known])
         relative = torch.where(norms > 0, norms / torch.hypot(norms, sent), 0.0)
         return Diagnosis([route.label for route in known], relative, norms)
-
-
-def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors in batches of groups, by the labels of their matrices."""
-    return {
-        label: tensor
-        for of_group, batch in zip(labels, batches, strict=True)
-        for label, tensor in zip(of_group, batch.unbind(), strict=True)
-    }
-
-
-def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor that was kept, if it is like a new one; otherwise zeros."""
-    kind = (tensor.shape, tensor.dtype, tensor.device)
-    if was is not None and (was.shape, was.dtype, was.device) == kind:
-        return was
-    # Nothing was there in the first step, and nothing like it where `alternating` turns.
-    return torch.zeros_like(tensor)
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

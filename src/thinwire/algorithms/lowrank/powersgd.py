@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
+from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms.base import Bucket, BucketPlan, Indivisible, Memory
-from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
+from thinwire.algorithms.base import Bucket, BucketPlan, Granularity, Memory
+from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.factors import FactorMessages, Round
-from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
-from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
+from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.kernels.dispatch import (
-    are_recordable,
+    choice,
     kernels_for,
     orthonormal_bases,
     products,
@@ -27,8 +29,8 @@ from thinwire.kernels.dispatch import (
     subtract_own,
 )
 from thinwire.kernels.matrices import (
-    Asked,
     Factors,
+    MatmulBatch,
     MatrixGroup,
     Reconstruction,
     Rows,
@@ -40,7 +42,7 @@ from thinwire.kernels.matrices import (
 )
 from thinwire.plan import ParameterSpec
 from thinwire.tensors import accelerators
-from thinwire.tensors.layout import stacked
+from thinwire.tensors.layout import stack_view
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class PowerSGD(LowRank):
         object.__setattr__(self, "matrix_ranks", tuple(sorted(checked)))
 
     @property
-    def indivisible(self) -> Indivisible:
+    def split_granularity(self) -> Granularity:
         """Name the parameter, which is one matrix."""
         return "parameter"
 
@@ -157,6 +159,7 @@ class PowerSGDPlan(LowRankPlan):
     """Every matrix of a bucket as two factors; `alternating` projects on one side only, in one round."""
 
     alternating: bool = False
+    _kept: dict[str, _Bound] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
@@ -172,20 +175,13 @@ class PowerSGDPlan(LowRankPlan):
         """The parameters that travel uncompressed, by index."""
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
 
-    def variant(self, memory: Memory, device: torch.device) -> Hashable:
-        """Launches depend on the side of the next projection, once all is in memory."""
-        keeps = [FACTOR, BASIS, *([ERROR, SENT] if self.config.error_feedback else [])]
-        whole = [self.specs[index].name for index in self.uncompressed]
-        is_settled = not any(name in memory[slot] for name in whole for slot in (ERROR, SENT)) and all(
-            name in memory[slot] for slot in keeps for route in self.compressed for name in route.names
-        )
-        is_recordable = all(
-            are_recordable(device, self.specs[0].dtype, route.matrix_rank) for route in self.compressed
-        )
-        is_warm = memory.step >= self.config.warmup_steps and self.config.warm_start
-        if not (is_settled and is_recordable and is_warm):
-            return None
-        return self._turn(memory) % 2 if self.alternating else 0
+    @cached_property
+    def _uncompressed_names(self) -> list[str]:
+        return [self.specs[index].name for index in self.uncompressed]
+
+    @cached_property
+    def _compressed_names(self) -> list[str]:
+        return [self.specs[index].name for indices in self.shape_groups.values() for index in indices]
 
     def _turn(self, memory: Memory) -> int:
         """Return how many projections were committed."""
@@ -194,144 +190,216 @@ class PowerSGDPlan(LowRankPlan):
         return (memory.step - self.config.warmup_steps) * self.config.power_iterations
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """One or two rounds for each iteration."""
-        dtype = self.config.message_dtype(bucket.flat.dtype)
-        names = [bucket.specs[index].name for index in self.uncompressed]
-        sent = compensated(bucket, memory, self.uncompressed, dtype)
-        messages = FactorMessages(dtype, sent.parts)
-        groups = self._matrices(bucket, memory)  # M: gradient, and residual until a kernel adds it
-        labels = [group.labels for group in groups]
+        """Average the bucket as two factors of each matrix: algorithm 1 of the paper, with error feedback.
 
-        turn = self._turn(memory)
-        starts = self.bases.of(memory, groups, left=self.alternating and turn % 2 == 0)
-        if self.alternating:
-            terms = yield from self._alternating_rounds(groups, starts, turn, messages, bucket.loss_scale)
-        else:
-            terms = yield from self._two_rounds(groups, starts, messages, bucket.loss_scale)
-        kept = yield from self.to_remember(memory, labels, terms, bucket)
+        1. M ← gradient + residual. The first product adds them, in place.
+        2. P ← M Q, with the Q that the step before has left, orthonormalised.
+        3. P ← mean of P. Uncompressed gradients travel with it.
+        4. P̂ ← orthonormal basis of P.
+        5. Q ← Mᵀ P̂, this process's own.
+        6. Q̄ ← mean of Q.
+        7. Behind the commit: gradient ← P̂ Q̄ᵀ, residual ← M − P̂ Qᵀ, and memory keeps Q̄.
 
-        # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
-        drops = any(name in memory[slot] for name in names for slot in (ERROR, SENT))
-        is_healthy = yield Commit(AllFinite(tuple(messages.received)), writes_where=not drops)
+        Further `power_iterations` repeat 2 to 6 with Q ← basis of Q̄. If `alternating`, a step has one round
+        in place of two: Q ← Mᵀ P̂ with the P̂ that memory has, and in the next step P ← M Q̂.
+        """
+        names, scale = self._uncompressed_names, bucket.loss_scale
+        gradients = bucket.flat.split_with_sizes(self.sizes)
+        whole = [gradients[index] for index in self.uncompressed]
+        M = self._bound_groups(bucket.flat, gradients, memory)
+        try:
+            sent = with_residual(bucket, memory, names, whole, self.message_dtype)
+            messages = FactorMessages(self.message_dtype, self.rooms, sent.parts)
 
-        targets = [bucket.gradients[index] for index in self.uncompressed]
+            turn = self._turn(memory)
+            starts = self.bases.of(memory, M, left=self.alternating and turn % 2 == 0)
+            if self.alternating:
+                terms = yield from self._alternating_rounds(M, starts, turn, messages, scale)
+            else:
+                terms = yield from self._two_rounds(M, starts, messages, scale)
+            kept = yield from self.to_remember(memory, M, terms, scale)
+
+            # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
+            drops = not (memory[ERROR].keys() | memory[SENT].keys()).isdisjoint(names)
+            is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
+
+            yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)
+        finally:
+            for group in M:
+                group.matrices = ()  # they would keep a bucket that is not used any more
         means = messages.uncompressed  # then, if some residual may not fit, whether any remains
-        writes = [Write(*pair, None, is_healthy) for pair in zip(targets, means, strict=False)]
-        yield from self.remember(memory, kept, by_label(labels, starts), is_healthy, writes)
-        yield from self._reconstruct(bucket, memory, groups, terms, is_healthy)
+        writes = [Write(*pair, False, is_healthy) for pair in zip(whole, means, strict=False)]
+        # Behind the reconstruction, which reads the basis that the step has started from.
+        yield from self.remember(memory, kept, M, starts, is_healthy, writes)
         keep_remainder(memory, names, sent, means)
         # All of it was sent: what a step before has sent no longer says how much was not.
+        sent_before = memory[SENT]
         for name in names:
-            memory[SENT].pop(name, None)
+            sent_before.pop(name, None)
 
     def _two_rounds(
         self,
-        groups: Sequence[MatrixGroup],
-        rights: list[torch.Tensor],
+        M: Sequence[MatrixGroup],
+        Q: list[torch.Tensor],
         messages: FactorMessages,
         scale: torch.Tensor | None,
     ) -> Round[list[list[Factors]]]:
-        """Find the factors of the mean: P = M Q, then Q = Mᵀ P̂. Cost: in each iteration, two reads of M."""
+        """Find the factors of the mean. Cost: in each iteration, two reads of M.
+
+        Factors are held row by row: P and Q are Pᵀ and Qᵀ here.
+        """
         for iteration in range(1, self.config.power_iterations + 1):
-            # The residual only once: later iterations find it in the matrices already.
-            lefts = yield Jointly(products, _asked(groups, rights, scale, add_error=iteration == 1))
-            _, means = yield from messages.average(lefts, as_sent=False)
-            lefts = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
-            own = yield Jointly(projections, _asked(groups, lefts, scale, add_error=False))
             is_last = iteration == self.config.power_iterations
-            own, means = yield from messages.average(own, as_sent=is_last)
+            # P ← M Q. The residual only once: later iterations find it in the matrices already.
+            P = yield Jointly(products, self._products(M, Q, scale, "P", add_error=iteration == 1))
+            _, P = yield from messages.average(P, as_sent=False)  # P ← mean of P
+            P = yield Jointly(orthonormal_bases, self._rows(M, P, "basis of P"))
+            # Q ← Mᵀ P̂
+            Q = yield Jointly(projections, self._products(M, P, scale, "Q", add_error=False))
+            Q, mean = yield from messages.average(Q, as_sent=is_last)  # mean of Q
             if not is_last:
-                rights = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
+                Q = yield Jointly(orthonormal_bases, self._rows(M, mean, "basis of Q"))
         # The last iteration alone: each approximates all of M again, and better than those before it.
-        return [[Factors(*of_group)] for of_group in zip(lefts, own, means, strict=True)]
+        return [[Factors(*of_group)] for of_group in zip(P, Q, mean, strict=True)]
 
     def _alternating_rounds(
         self,
-        groups: Sequence[MatrixGroup],
+        M: Sequence[MatrixGroup],
         bases: list[torch.Tensor],
         turn: int,
         messages: FactorMessages,
         scale: torch.Tensor | None,
     ) -> Round[list[list[Factors]]]:
         """Find factors of the mean, of one side in each iteration; what it has sent is taken from M."""
-        terms: list[list[Factors]] = [[] for _ in groups]
+        terms: list[list[Factors]] = [[] for _ in M]
         for iteration in range(self.config.power_iterations):
             is_left = (turn + iteration) % 2 == 0
-            asked = _asked(groups, bases, scale, add_error=iteration == 0)
-            own = yield Jointly(projections if is_left else products, asked)
+            # Q ← Mᵀ P̂, or P ← M Q̂.
+            role, multiply = f"{'Q' if is_left else 'P'} {iteration}", projections if is_left else products
+            own = yield Jointly(multiply, self._products(M, bases, scale, role, add_error=iteration == 0))
             own, means = yield from messages.average(own, as_sent=True)
             for of_group, basis, projection, mean in zip(terms, bases, own, means, strict=True):
                 of_group.append(Factors(basis, projection, mean, is_left))
             # `reconstruct` writes to the residual what the last iteration has not sent, in one pass.
             if iteration + 1 < self.config.power_iterations:
-                subtract_own([Subtraction(g, found[-1]) for g, found in zip(groups, terms, strict=True)])
-                bases = yield Jointly(orthonormal_bases, [Rows(mean) for mean in means])
+                subtract_own([Subtraction(g, found[-1]) for g, found in zip(M, terms, strict=True)])
+                bases = yield Jointly(orthonormal_bases, self._rows(M, means, f"basis of {role}"))
         return terms
 
-    def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
-        """Return gradients and residuals as matrices: views, or copies in fp32 if kernels need them."""
+    def _products(
+        self,
+        M: Sequence[MatrixGroup],
+        factors: Sequence[torch.Tensor],
+        scale: torch.Tensor | None,
+        role: str,
+        *,
+        add_error: bool,
+    ) -> list[MatmulBatch]:
+        side = 0 if role[0] == "P" else 1
+        items = []
+        for group, factor in zip(M, factors, strict=True):
+            shape = *factor.shape[:2], group.matrices[0].shape[side]
+            room = self.rooms.room((role, group.labels[0]), shape, factor)
+            items.append(MatmulBatch(group, factor, scale, add_error, room))
+        return items
+
+    def _rows(self, M: Sequence[MatrixGroup], factors: Sequence[torch.Tensor], role: str) -> list[Rows]:
+        return [
+            Rows(factor, None, group, self.rooms.room((role, group.labels[0]), factor.shape, factor))
+            for group, factor in zip(M, factors, strict=True)
+        ]
+
+    def _bound_groups(
+        self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory
+    ) -> Sequence[MatrixGroup]:
+        """Return gradients and residuals as matrices, in groups that are new only if something has moved."""
+        errors = list(map(memory[ERROR].get, self._compressed_names))
+        key = flat.data_ptr(), flat.dtype, choice()
+        bound = self._kept.get("bound")
+        if bound is None or bound.key != key or not all(map(is_, errors, bound.errors)):
+            bound = _Bound(key, errors, *self._new_groups(memory, flat))
+            self._kept["bound"] = bound
+        for group, wide, (shape, _), indices in zip(
+            bound.groups, bound.wide, self.shape_groups, self.shape_groups.values(), strict=True
+        ):
+            matrices: Sequence[torch.Tensor] = [gradients[index] for index in indices]
+            if wide is not None:
+                matrices = widened(matrices, wide)
+            group.matrices = [matrix.view(shape) for matrix in matrices]
+        if any(bound.wide):
+            del self._kept["bound"]  # copies lie elsewhere in each step
+        return bound.groups
+
+    def _new_groups(
+        self, memory: Memory, flat: torch.Tensor
+    ) -> tuple[list[MatrixGroup], list[torch.dtype | None]]:
+        """Return groups without matrices yet, and for each the type to copy its matrices to, if any."""
         # Between iterations what was sent is taken from the matrices, which 16 bits would round.
         subtracts = self.alternating and self.config.power_iterations > 1
-        groups = []
+        groups, wide = list[MatrixGroup](), list[torch.dtype | None]()
         for (shape, matrix_rank), indices in self.shape_groups.items():
-            names = [bucket.specs[index].name for index in indices]
-            matrices = [bucket.gradients[index] for index in indices]
-            if subtracts or bucket.flat.dtype not in kernels_for(matrices[0], matrix_rank).gradient_types:
-                matrices = widened(matrices, bucket.specs[0].memory_dtype)
+            names = [self.specs[index].name for index in indices]
             errors = [memory[ERROR].get(name) for name in names]
             shaped = [None if error is None else error.view(shape) for error in errors]
-            groups.append(
-                MatrixGroup(names, [matrix.view(shape) for matrix in matrices], shaped, matrix_rank)
-            )
-        return groups
+            groups.append(MatrixGroup(names, (), shaped, matrix_rank))
+            widens = subtracts or flat.dtype not in kernels_for(flat, matrix_rank).gradient_types
+            wide.append(self.memory_dtype if widens and flat.dtype != self.memory_dtype else None)
+        return groups, wide
 
     def _reconstruct(
         self,
         bucket: Bucket,
+        gradients: Sequence[torch.Tensor],
         memory: Memory,
         groups: Sequence[MatrixGroup],
         terms: Sequence[Terms],
         is_healthy: torch.Tensor | None,
     ) -> Round[None]:
         """Make compressed gradients their mean; remember what this process has not sent."""
-        items, errors = [], dict[str, torch.Tensor]()
-        for group, found in zip(groups, terms, strict=True):
-            rooms = _rooms(group, bucket.specs[0].memory_dtype) if self.config.error_feedback else None
-            items.append(Reconstruction(group, rooms, found, bucket.loss_scale, is_healthy))
-            errors.update(zip(group.labels, (room.view(-1) for room in rooms or ()), strict=False))
+        items, remains = list[Reconstruction](), memory[ERROR]
+        for group, of_group in zip(groups, terms, strict=True):
+            errors = _residual_buffers(group, self.memory_dtype) if self.config.error_feedback else None
+            items.append(Reconstruction(group, errors, of_group, bucket.loss_scale, is_healthy))
         yield Jointly(reconstruct, items)
+        for group, errors, *_ in items:
+            if errors is not None and errors is not group.errors:
+                remains.update(zip(group.labels, [error.view(-1) for error in errors], strict=True))
+        if all(group.matrices[0].dtype == bucket.flat.dtype for group in groups):
+            return
         # Rounding errors of wide copies go to the residual too.
-        gradients = {spec.name: flat for spec, flat in zip(bucket.specs, bucket.gradients, strict=True)}
         copied = [
-            (gradients[name], matrix.view(-1), errors.get(name))
-            for group in groups
-            for name, matrix in zip(group.labels, group.matrices, strict=True)
-            if matrix.dtype != bucket.flat.dtype
+            (gradients[index], matrix.view(-1), None if errors is None else remains[name])
+            for (group, errors, *_), indices in zip(items, self.shape_groups.values(), strict=True)
+            if group.matrices[0].dtype != bucket.flat.dtype
+            for index, name, matrix in zip(indices, group.labels, group.matrices, strict=True)
         ]
         round_all_into(copied, bucket.loss_scale, is_healthy)
-        memory[ERROR].update(errors)
 
 
-def _rooms(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+class _Bound(NamedTuple):
+    """The groups of a bucket, and what they are made of."""
+
+    key: Hashable  # where the bucket lies, and what chooses the kernels
+    errors: Sequence[torch.Tensor | None]
+    groups: Sequence[MatrixGroup]
+    wide: Sequence[torch.dtype | None]  # the type to which the matrices of each are copied
+
+
+def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
     """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
-    known = [error for error in group.errors if error is not None]
-    is_whole = len(known) == len(group.errors)
-    # On accelerators, as a batch.
-    if is_whole and (not accelerators.pays_per_launch(known[0].device) or stacked(known) is not None):
-        return known
+    if "residuals" not in group.bound:
+        known = [error for error in group.errors if error is not None]
+        is_whole = len(known) == len(group.errors)
+        # On accelerators, as a batch.
+        if is_whole and accelerators.is_accelerator(group.matrices[0].device):
+            is_whole = stack_view(known) is not None
+        group.bound["residuals"] = group.errors if is_whole else None
+    residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
+    if residuals is not None:
+        return residuals
     first, count = group.matrices[0], len(group.matrices)
-    rooms = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
-    for room, error in zip(rooms, group.errors, strict=True):
+    buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
+    for buffer, error in zip(buffers, group.errors, strict=True):
         if error is not None:
-            room.copy_(error)
-    return rooms
-
-
-def _asked(
-    groups: Sequence[MatrixGroup],
-    factors: Sequence[torch.Tensor],
-    loss_scale: torch.Tensor | None,
-    *,
-    add_error: bool,
-) -> list[Asked]:
-    return [Asked(*pair, loss_scale, add_error) for pair in zip(groups, factors, strict=True)]
+            buffer.copy_(error)
+    return buffers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,41 +16,55 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
-from thinwire.kernels.base import NUMBA_FACTOR_ROWS, Averaging, CodeKernels, Tables
-from thinwire.kernels.matrices import Asked, Reconstruction, Rows, replaced
+from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, replaced, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
-from thinwire.kernels.numba.compiler import FactorBatch, addresses
+from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
-from thinwire.tensors.rounding import Draws
+from thinwire.tensors.rounding import RandomBits
 
 
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
+class _Addresses(NamedTuple):
+    """Where the matrices and residuals of a group lie; no residuals unless each has one."""
+
+    matrices: Addresses
+    errors: Addresses | None
+
+
+def _bound(group: MatrixGroup) -> _Addresses:
+    found: _Addresses | None = group.bound.get("numba")
+    if found is None:
+        errors = [error for error in group.errors if error is not None]
+        known = addresses(errors) if len(errors) == len(group.errors) else None
+        found = group.bound["numba"] = _Addresses(addresses(group.matrices), known)
+    return found
+
+
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read and write every matrix once; unless each of a group has a residual, PyTorch's products do it."""
     scale, lefts = _number(items[0].loss_scale), []
     for item in items:
         group, right = item.group, item.factor
-        errors = [error for error in group.errors if item.add_error and error is not None]
-        if len(errors) < len(group.matrices):
+        matrices, errors = _bound(group)
+        if errors is None or not item.add_error:
             lefts += torch_kernels.products([item])
             continue
         left = right.new_empty(len(right), NUMBA_FACTOR_ROWS, group.matrices[0].shape[0])
-        low_rank_passes.all_products(
-            addresses(group.matrices), addresses(errors), scale, _filled(right), left.numpy()
-        )
+        low_rank_passes.all_products(matrices, errors, scale, _filled(right), left.numpy())
         lefts.append(left[:, : group.matrix_rank])
     return lefts
 
 
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     """Read every matrix once; its residual is added in a pass before."""
     owns = []
-    for group, left, loss_scale, add_error in items:
+    for group, left, loss_scale, add_error, _ in items:
         # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
         if add_error:
             torch_kernels.add_errors(group, loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
-        low_rank_passes.all_projections(_filled(left), addresses(group.matrices), own.numpy())
+        low_rank_passes.all_projections(_filled(left), _bound(group).matrices, own.numpy())
         owns.append(own[:, : group.matrix_rank])
     return owns
 
@@ -61,17 +76,19 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         if item.errors is None or len(item.terms) > 1 or item.is_healthy is not None:
             torch_kernels.reconstruct([item])
             continue
+        matrices, known = _bound(item.group)
+        errors = known if item.errors is item.group.errors else None
         # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
         factors = [_filled(factor) for factor in (*item.sent, *item.means[0])]
         low_rank_passes.reconstruct_all(
-            addresses(item.group.matrices), addresses(item.errors), inverse_scale, *factors
+            matrices, addresses(item.errors) if errors is None else errors, inverse_scale, *factors
         )
 
 
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     """Make one matrix after the other orthonormal."""
     bases = []
-    for rows, drawn in items:
+    for rows, drawn, *_ in items:
         batch = rows if drawn is None else replaced(rows, drawn)
         bases.append(torch.empty_like(batch, memory_format=torch.contiguous_format))
         low_rank_passes.orthonormal(batch.contiguous().numpy(), bases[-1].numpy())
@@ -90,7 +107,7 @@ def _filled(factors: torch.Tensor) -> FactorBatch:
     return filled
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
     """Read all numbers once; stochastic rounding is left to PyTorch's operations."""
     if draws is not None:
         return torch_codes.encoded(flat, blocks, codebook, draws)
@@ -101,7 +118,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
     return coded
 
 
-def averaged(item: Averaging) -> Coded:
+def averaged(item: MeanArgs) -> Coded:
     """Read what was sent once; stochastic rounding is left to PyTorch's operations."""
     received, blocks, own, codebook, draws, lost, _ = item
     if draws is not None:
@@ -124,8 +141,11 @@ def averaged(item: Averaging) -> Coded:
 
 
 def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
-    """Write all numbers once."""
-    code_passes.decode(flat.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+    """Write all numbers once; those of 16 bits are rounded."""
+    values = flat if flat.dtype == torch.float32 else torch.empty_like(flat, dtype=torch.float32)
+    code_passes.decode(values.data_ptr(), *_rows(coded), *_blocks(blocks, codebook))
+    if values is not flat:
+        round_into(flat, values, None, None)
 
 
 def remainder(flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
@@ -157,5 +177,5 @@ TABLES = Tables(
         reconstruct=reconstruct,
         orthonormal_rows=orthonormal_rows,
     ),
-    CodeKernels(encoded, averaged, torch_codes.rounding(decode), torch_codes.keeping(remainder, decode)),
+    CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
 )

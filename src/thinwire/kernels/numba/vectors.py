@@ -3,6 +3,9 @@
 LLVM makes such code from loops over arrays by itself, but not from loops that prefetch, and without that a
 pass over four rows of a large matrix first waits for memory and then computes. Any processor is served: one
 whose registers are shorter takes several of them, and is no faster than such loops where they have 128 bits.
+
+It pays: a low-rank step of GPT-2 small's blocks takes 87 ms at rank 4 on one thread, and 197 ms by PyTorch's
+products (docs/results.md, `codec`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Parameters, if a kernel has them:
     tiles: Programs that the blocks of one member take.
     starts, lengths: Of each block: where it begins in `flat`, and its elements, int64; None if no block is
         shorter than others.
-    keys, bases, owners: As `Draws` has them; None if rounding is to the nearest level.
+    keys, bases, owners: As `RandomBits` has them; None if rounding is to the nearest level.
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
     lost: What coding the mean loses, fp32, a row for each block; `own` is the first of those blocks, and
         `until` the one behind them.
@@ -30,6 +30,8 @@ Parameters, if a kernel has them:
 # Types of parameters are Triton's own, evaluated when a kernel is compiled.
 import triton
 import triton.language as tl
+
+from thinwire.kernels.triton.compiled_levels import drawn, level_of, nearest, uniform_numbers
 
 # Triton compiles in whether a number is one, and whether 16 divides it or an address: so buckets of unlike
 # sizes would have different kernels, and each takes seconds in the first step. Only for gradients and
@@ -146,110 +148,6 @@ def _fitted_bits(bits, units, coded, OUTER: tl.constexpr, ROWS: tl.constexpr, IN
     return tl.where(scale > 0, _usable_bits(_bf16_bits(scale * factor)), bits)
 
 
-# 1.5 · 2²³: beyond it there are only whole numbers, so a sum with it is rounded to one, ties to even, and the
-# bits of that are its own plus the whole number.
-WHOLE = tl.constexpr(12582912.0)
-WHOLE_BITS = tl.constexpr(0x4B400000)
-
-
-@triton.jit
-def _level(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the levels at some places, uint32."""
-    HALF: tl.constexpr = LEVELS // 2
-    if BITS == 8 or CUBIC:
-        found = (places + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
-        if CUBIC:
-            found = _cubic(found, CUBIC)
-    else:
-        # The levels are symmetric, and so few that choosing is faster than loading one for each number. Odd
-        # numbers of both signs stand for them.
-        odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
-        found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
-        for place in tl.static_range(1, HALF):
-            found = tl.where(tl.abs(odd) > 2 * place, tl.load(levels + HALF + place), found)
-        found = tl.where(odd < 0, -found, found)
-    return found
-
-
-@triton.jit
-def _cubic(k, CUBIC: tl.constexpr):
-    """Return the level at k from the middle; half numbers, too, are not rounded, for they are below 2²²."""
-    return k * tl.fma(k, k, tl.full(k.shape, CUBIC, tl.float32))
-
-
-@triton.jit
-def _near(units, MINUS: tl.constexpr):
-    """Return whole numbers less than 0.63 from k - MINUS, if `units` is the level at k; plus `WHOLE`."""
-    # A cubic, too, is k by the level within 0.13, up to the last level. It may be rounded in any way.
-    slope = tl.fma(units * units, tl.full(units.shape, -1.6e-9, tl.float32), 0.00815)
-    return tl.fma(units, slope, tl.full(units.shape, -MINUS, tl.float32)) + WHOLE
-
-
-@triton.jit
-def _nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the place of the nearest level, uint32; of two that are as near, the lower one."""
-    if BITS == 8:
-        places = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
-    elif CUBIC:
-        whole = _near(units, 0.5)
-        # The middle of two levels is the level at half numbers, of a cubic that is higher by ¾ k.
-        middle = _cubic(whole - WHOLE + 0.5, CUBIC + 0.75)
-        places = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
-        places += (units > middle).to(tl.uint32)
-    else:
-        # Levels are symmetric, so it is found by magnitude: in bits, to which one is added below zero. So a
-        # negative number in the middle, too, goes down, which is up by magnitude.
-        bits = units.to(tl.int32, bitcast=True)
-        size = (bits & 0x7FFFFFFF) - (bits >> 31)
-        places = tl.full(units.shape, LEVELS // 2, tl.uint32)
-        for place in tl.static_range(LEVELS // 2, LEVELS - 1):
-            middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
-            places += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
-        places = tl.where(units > 0, places, places ^ (LEVELS - 1))
-    # A NaN, whose block's scale is one, must have some place as well.
-    return tl.minimum(places, LEVELS - 1)
-
-
-@triton.jit
-def _drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the place of one of the two levels around each number, so that their mean is it."""
-    if BITS == 8 or CUBIC:
-        whole = units + WHOLE
-        if CUBIC:
-            whole = _near(units, 0.0)
-        level = whole - WHOLE
-        if CUBIC:
-            level = _cubic(level, CUBIC)
-        lower = whole.to(tl.int32, bitcast=True) - (WHOLE_BITS - LEVELS // 2) - (units < level).to(tl.int32)
-        lower = tl.minimum(tl.maximum(lower, 0), LEVELS - 2).to(tl.uint32)
-    else:
-        lower = tl.zeros(units.shape, tl.uint32)
-        for place in tl.static_range(1, LEVELS - 1):
-            lower += (units >= tl.load(levels + place)).to(tl.uint32)
-    below = _level(lower, levels, BITS, LEVELS, CUBIC)
-    share = units - below
-    if BITS != 8:
-        # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
-        share = tl.div_rn(share, _level(lower + 1, levels, BITS, LEVELS, CUBIC) - below)
-    return lower + (uniform < share).to(tl.uint32)
-
-
-@triton.jit
-def _uniform(keys, bases, owners, b, rows, inside, BLOCK: tl.constexpr):
-    """Return the draws of `Draws.uniform`."""
-    owner = tl.load(owners + b, rows, other=0)
-    first = b.to(tl.uint32) * BLOCK + tl.load(bases + owner).to(tl.uint32)
-    words = first[None, :] + inside.to(tl.uint32)
-    words = words * 0x9E3779B1 + tl.load(keys + owner).to(tl.uint32)[None, :]
-    words ^= words >> 16
-    words = words * 0x21F0AAAD
-    words ^= words >> 15
-    words = words * 0x735A2D97
-    words ^= words >> 15
-    # Take as many bits as fp32 holds: so every draw is exact, and below one, on every device.
-    return (words >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216)
-
-
 @triton.jit
 def _scales_at(row, start):
     """Return where the scales of a member's blocks from `start` on lie in its row of a message."""
@@ -320,18 +218,18 @@ def _code(
     bits = _scale_bits(x, lengths, LAST, STATISTIC, LEAST, MOST, OUTER, ROWS, INNER)
     units = _in_units(x, bits)
     if keys is None or STATISTIC == "least squares":
-        places = _nearest(units, levels, BITS, LEVELS, CUBIC)
+        places = nearest(units, levels, BITS, LEVELS, CUBIC)
     if STATISTIC == "least squares":
-        coded = tl.where(real, _level(places, levels, BITS, LEVELS, CUBIC), 0.0)
+        coded = tl.where(real, level_of(places, levels, BITS, LEVELS, CUBIC), 0.0)
         bits = _fitted_bits(bits, units, coded, OUTER, ROWS, INNER)
     if keys is not None:
-        uniform = _uniform(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
-        places = _drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
+        uniform = uniform_numbers(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
+        places = drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
     # Blocks that only fill up the last member's row count, too: it is sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
     _write_codes(places, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
-    return _level(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[None, :]
+    return level_of(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[None, :]
 
 
 @triton.jit
@@ -345,7 +243,7 @@ def _decoded(
     if divisor is not None:
         # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
         scale = tl.div_rn(scale, tl.full(scale.shape, 1.0, tl.float32) * divisor)
-    return _level(places, levels, BITS, LEVELS, CUBIC) * scale[None, :]
+    return level_of(places, levels, BITS, LEVELS, CUBIC) * scale[None, :]
 
 
 @triton.jit

@@ -14,7 +14,7 @@ Parameters, if a kernel has them:
     less: Takes how much less the squares of each chunk's residual have become, fp64.
     sums, counts: Room for a bucket in fp32 each, with anything in it.
     own, members, entries: This member, all, and the entries of each.
-    DECAY, LOW, CODE: As of `Wanted` and `EntryLayout`.
+    DECAY, LOW, CODE: As of `TopKQuery` and `EntryLayout`.
     LENGTH, KEPT, MARKS: Of the longest chunk its elements, entries and marks, or the next power of two.
     ROWS: Chunks of a program.
     BY_SENDERS: Whether sums are divided by those who have sent something.

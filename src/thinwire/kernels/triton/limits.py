@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from thinwire.tensors.accelerators import note_shortfall
+from thinwire.tensors.accelerators import warn_once
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
@@ -28,21 +28,23 @@ OLDEST = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
 
 
-def serves(like: torch.Tensor, matrix_rank: int | None) -> bool:
-    """As `Backend.serves`; say so if there is no kernel for something of a device that they reach."""
-    if not reaches(like.device):
+def serves(device: torch.device, dtype: torch.dtype, matrix_rank: int | None) -> bool:
+    """Implement `Backend.serves`; warn if there is no kernel for something of a device that they reach."""
+    if not reaches(device):
         return False
-    if like.dtype not in GRADIENT_TYPES:
-        return tell(f"Triton's kernels do not take {like.dtype}")
+    if dtype not in GRADIENT_TYPES:
+        return warn_fallback(f"Triton's kernels do not take {dtype}")
     if matrix_rank is not None and matrix_rank > FACTOR_ROWS:
-        return tell(f"Triton's kernels take matrix ranks up to {FACTOR_ROWS}, this one is {matrix_rank}")
+        return warn_fallback(
+            f"Triton's kernels take matrix ranks up to {FACTOR_ROWS}, this one is {matrix_rank}"
+        )
     return True
 
 
 def reaches(device: torch.device) -> bool:
     """Return whether the kernels are compiled for a device; say so if not."""
     why_not = _why_not(device)
-    return tell(why_not) if why_not else why_not is None
+    return warn_fallback(why_not) if why_not else why_not is None
 
 
 def why_not(device: torch.device) -> str:
@@ -50,7 +52,6 @@ def why_not(device: torch.device) -> str:
     return _why_not(device) or _why_unusable()
 
 
-# Asked for every group of every step, and a device does not change.
 @cache
 def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
@@ -77,7 +78,7 @@ def installed() -> str | None:
 def can_be_used() -> bool:
     """Return whether Triton is there, new enough, and compiles a small kernel; say so if not."""
     why_not = _why_unusable()
-    return tell(why_not) if why_not else True
+    return warn_fallback(why_not) if why_not else True
 
 
 @cache
@@ -96,7 +97,7 @@ def _why_unusable() -> str:
     return ""
 
 
-def tell(why: str) -> bool:
-    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine; return False."""
-    note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")
+def warn_fallback(why: str) -> bool:
+    """Warn once that PyTorch's kernels serve, and why; return False."""
+    warn_once(f"{why}: PyTorch's kernels serve, in several times as many launches")
     return False

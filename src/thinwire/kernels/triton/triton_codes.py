@@ -6,13 +6,13 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.kernels.base import Averaging, CodeKernels, Keeping
+from thinwire.kernels.base import CodeKernels, MeanArgs, ResidualArgs
 from thinwire.kernels.torch_codes import levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, block_bytes
-from thinwire.tensors.rounding import Draws
+from thinwire.tensors.rounding import RandomBits
 
 # Numbers that a program holds; a longer block has one for itself.
 ELEMENTS = 2048
@@ -28,7 +28,7 @@ OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 COLUMN = 4  # codes of a column, as `compiled_codes` says
 
 
-def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: RandomBits | None) -> Coded:
     """Take one launch."""
     # Addresses are reckoned from the first number on.
     flat, members = flat.contiguous(), blocks.num_members
@@ -56,7 +56,7 @@ def encoded(flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws
     return coded
 
 
-def averaged(item: Averaging) -> Coded:
+def averaged(item: MeanArgs) -> Coded:
     """Take one launch."""
     received, blocks, own, codebook, draws, lost, _ = item
     device, message = received.message.device, received.message
@@ -105,7 +105,7 @@ def decode(coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor)
     )
 
 
-def decode_and_keep(item: Keeping) -> torch.Tensor:
+def decode_and_keep(item: ResidualArgs) -> torch.Tensor:
     """Take one launch."""
     coded, blocks, codebook, flat, values, sent, lost, own, loss_scale = item
     rest = torch.empty_like(values)
@@ -149,7 +149,7 @@ def _rows(coded: Coded) -> tuple[torch.Tensor, int]:
     return coded.message, coded.message.stride(0)
 
 
-def _draws(draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+def _draws(draws: RandomBits | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     return (None, None, None) if draws is None else (draws.keys, draws.bases, draws.owners)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.base import EntryLayout, EntryPasses, Merging, Wanted
+from thinwire.kernels.base import EntryLayout, EntryPasses, ScatterArgs, TopKQuery
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import padded
-from thinwire.kernels.triton.limits import tell
+from thinwire.kernels.triton.limits import warn_fallback
 
 # Elements, and entries, of the longest chunk that a program holds.
 LENGTH, KEPT = 4096, 1024
@@ -25,14 +25,14 @@ def serves(layout: EntryLayout) -> bool:
     """Say so if not."""
     length, kept, _ = layout.most
     if length > LENGTH or kept > KEPT:
-        return tell(
+        return warn_fallback(
             f"Triton's kernels take up to {KEPT:,} entries of chunks up to {LENGTH:,}, "
             f"and these are {kept:,} of {length:,}"
         )
     return True
 
 
-def encoded(wanted: Wanted, layout: EntryLayout) -> torch.Tensor:
+def encoded(wanted: TopKQuery, layout: EntryLayout) -> torch.Tensor:
     """Take two launches, and zeros."""
     flat, device = wanted.flat, wanted.flat.device
     positions, values = _empty((layout.entries,), device)
@@ -80,7 +80,7 @@ def decoded(gathered: torch.Tensor, layout: EntryLayout) -> tuple[torch.Tensor, 
     return positions, values
 
 
-def merge(merging: Merging, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
+def merge(merging: ScatterArgs, sent: tuple[torch.Tensor, torch.Tensor], layout: EntryLayout) -> None:
     """Take one launch."""
     wanted, rank, by_senders, less, is_healthy = merging
     flat, error, is_wide = wanted.flat, wanted.error, wanted.flat.dtype == torch.float32
@@ -122,7 +122,7 @@ def _streams(layout: EntryLayout) -> tuple[int, int]:
     return 8 * marks, marks + words
 
 
-def _of_chunks(wanted: Wanted, layout: EntryLayout) -> dict[str, object]:
+def _of_chunks(wanted: TopKQuery, layout: EntryLayout) -> dict[str, object]:
     is_aligned = layout.is_aligned and (wanted.flat.data_ptr() | wanted.error.data_ptr()) % 16 == 0
     return {"DECAY": wanted.decay, "LENGTH": padded(layout.most[0]), "ALIGNED": is_aligned, **OPTIONS}
 

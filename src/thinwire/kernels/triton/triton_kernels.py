@@ -7,17 +7,19 @@ in 16 bits, which could not hold the sum, every kernel adds them as it reads bot
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import torch
 
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.base import Tables
-from thinwire.kernels.batching import alike, batched, split_as
-from thinwire.kernels.device_tables import table_of, tiles_of
-from thinwire.kernels.matrices import DEPENDENT_BELOW, Asked, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.batching import group_indices, split_as
+from thinwire.kernels.device_tables import LaunchTable, TableRows, launch_table, workspace
+from thinwire.kernels.matrices import DEPENDENT_BELOW, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import FUSED, padded
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
@@ -38,188 +40,6 @@ SUMS, ELEMENTS = 1024, 4096
 # Columns of a factor that one program has, and holds at a time: few, as a division in fp64 is a subroutine on
 # sm_80: around it registers that are full would be put aside.
 CHUNK, COLUMNS = 512, 128
-
-
-def _launch(
-    kernel: str,
-    device: torch.device,
-    rows: Sequence[tuple[int, ...]],
-    counts: Sequence[int],
-    constants: dict[str, object],
-    reads: Sequence[torch.Tensor],
-    writes: Sequence[torch.Tensor],
-    *beside: torch.Tensor | None,
-) -> None:
-    """Launch a kernel over a table: of each of its rows, as many programs as are counted."""
-    arguments = [table_of(rows, device), tiles_of(counts, device), *beside]
-    launcher.launch(kernel, sum(counts), arguments, constants, device, reads=reads, writes=writes)
-
-
-def products(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take one launch for each kind of matrices."""
-    results, launches = _results_and_launches("products", items, side=0)
-    for matrices, factors, outs in launches:
-        counts = [-(-row[3] // matrices.tile.rows) for row in matrices.rows]
-        constants = {"KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
-        matrices.launch([factors, outs], outs, counts, constants)
-    return results
-
-
-def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
-    """Take one launch for each kind of matrices, and one for all."""
-    results, launches = _results_and_launches("projections", items, side=1)
-    sums: list[tuple[torch.Tensor, int, torch.Tensor]] = []
-    for matrices, factors, outs in launches:
-        # Parts and a second launch, and no atomic additions: those come in a different order every time.
-        splits = [-(-row[3] // SPLIT_ROWS) for row in matrices.rows]
-        sizes = [(count * out.numel(),) for count, out in zip(splits, outs, strict=True)]
-        parts = _empty(sizes, torch.float32, outs[0].device)
-        across = [-(-row[4] // matrices.tile.columns) for row in matrices.rows]
-        counts = [count * tiles for count, tiles in zip(splits, across, strict=True)]
-        constants = {"SPLIT": SPLIT_ROWS, "KEEPS": matrices.is_kept, "STAGES": matrices.tile.stages}
-        matrices.launch([factors, parts], parts, counts, constants)
-        sums += zip(parts, splits, outs, strict=True)
-    _launch(
-        "compiled_matrices.add_splits",
-        results[0].device,
-        [(part.data_ptr(), count, out.numel(), out.data_ptr()) for part, count, out in sums],
-        [-(-out.numel() // SUMS) for *_, out in sums],
-        {"COLUMNS": SUMS, **FUSED},
-        [part for part, *_ in sums],
-        [out for *_, out in sums],
-    )
-    return results
-
-
-Launch: TypeAlias = "tuple[_Matrices, list[torch.Tensor], list[torch.Tensor]]"
-"""Gradients and residuals, factors, and results, matrix by matrix."""
-
-
-def _results_and_launches(
-    kernel: str, items: Sequence[Asked], *, side: int
-) -> tuple[list[torch.Tensor], list[Launch]]:
-    """Return room for the products with factors, and the reads and writes of each launch."""
-    shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
-    # In one piece, in the order in which they are sent: so a message of them is not joined first.
-    results = _empty(shapes, torch.float32, items[0].factor.device)
-    launches: list[Launch] = []
-    for kind in alike(items, lambda item: _kind(item.group)):
-        some = [items[index] for index in kind]
-        groups = [item.group for item in some]
-        given = _Matrices(kernel, groups, some[0].loss_scale, is_first=some[0].add_error)
-        outs = each_of([results[index] for index in kind])
-        launches.append((given, each_of([item.factor for item in some]), outs))
-    return results, launches
-
-
-def reconstruct(items: Sequence[Reconstruction]) -> None:
-    """Take one launch for each kind; what a 16-bit gradient can't hold of a mean goes to its residual."""
-    for kind in alike(items, lambda item: (_kind(item.group, item.errors or ()), len(item.terms))):
-        some = [items[index] for index in kind]
-        # Errors are mostly written where the group's own are read: a program has read all of its tile before
-        # it writes any of it, and no other program has that tile.
-        nothing: list[torch.Tensor | None] = [None]
-        new = [e for item in some for e in (item.errors or nothing * len(item.group.matrices))]
-        groups = [item.group for item in some]
-        matrices = _Matrices("reconstruct", groups, some[0].loss_scale, is_first=False, written=new)
-        # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
-        # the terms before the last one, `subtract_own` has taken.
-        pairs = [[item.sent, *item.means] for item in some]
-        factors = [
-            each_of([of_item[term][side] for of_item in pairs])
-            for term in range(len(pairs[0]))
-            for side in (0, 1)
-        ]
-        dtype = groups[0].matrices[0].dtype
-        # In fp32 a mean beyond the range is infinite, and its step is not healthy.
-        limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
-        tile = matrices.tile
-        counts = [-(-row[3] // tile.rows) * -(-row[4] // tile.columns) for row in matrices.rows]
-        constants = {"TERMS": len(some[0].terms), "LIMIT": limit}
-        matrices.launch([new, *factors], new, counts, constants, _flag(some[0].is_healthy))
-
-
-def write(items: Sequence[Write]) -> list[torch.Tensor]:
-    """Write in place, by one launch for each type; what stays is read and written in unhealthy steps only."""
-
-    def launch(some: Sequence[Write]) -> list[torch.Tensor]:
-        targets = [item.target for item in some]
-        healthy = [item.healthy for item in some if item.healthy is not None]
-        # Types are compiled in; all else a launch looks up for each tensor. What stays is put back from its
-        # own type.
-        dtype, source = kind(some[0])
-        if healthy or some[0].is_healthy is not None:
-            _launch(
-                "compiled_matrices.write",
-                targets[0].device,
-                [(*map(_address, item[:3]), item.target.numel()) for item in some],
-                [-(-target.numel() // ELEMENTS) for target in targets],
-                {"G": LETTERS[dtype], "SOURCE": LETTERS[source], "COLUMNS": ELEMENTS, **FUSED},
-                healthy,
-                [item.target for item in some if item.healthy is not None],
-                _flag(some[0].is_healthy),
-            )
-        return targets
-
-    def kind(item: Write) -> tuple[torch.dtype, torch.dtype]:
-        return item.target.dtype, (item.target if item.healthy is None else item.healthy).dtype
-
-    return batched(items, kind, launch)
-
-
-def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
-    """Compute as PyTorch's functions do, in three launches.
-
-    Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
-    """
-    batches, device = [item.rows for item in items], items[0].rows.device
-    results = _empty([batch.shape for batch in batches], torch.float32, device)
-    rows = padded(max(batch.shape[1] for batch in batches))
-    factors, outs = each_of(batches), each_of(results)
-    instead = [item.drawn for item in items for _ in item.rows]
-    counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
-    # Two Gram matrices for each chunk, a transform for each matrix. Freed when this returns: the allocator
-    # hands the memory out again on this stream only, behind what reads it here.
-    room = _empty([((2 * count + 1) * rows * rows,) for count in counts], torch.float64, device)
-    table = [
-        (x.data_ptr(), _address(drawn), out.data_ptr(), parts.data_ptr(), x.shape[1], x.shape[0], count)
-        for x, drawn, out, parts, count in zip(factors, instead, outs, room, counts, strict=True)
-    ]
-    # Three launches, since the programs of one can't wait for each other.
-    for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
-        _launch(
-            f"compiled_bases.{kernel}", device, table, counts, basis_constants(kernel, rows), factors, writes
-        )
-    return results
-
-
-OF_FOUR_WARPS = {("gram", 32), ("gram_again", 2), ("gram_again", 16)}
-
-
-def basis_constants(kernel: str, rows: int) -> dict[str, object]:
-    """Return the compile-time arguments of a kernel that makes bases, and options."""
-    constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
-    # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
-    constants["num_warps"] = 4 if (kernel, rows) in OF_FOUR_WARPS else 8
-    return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Take two launches."""
-    counts = [-(-tensor.numel() // ELEMENTS) for tensor in tensors]
-    # One byte of each program, and no common one: to write that, they would have to take turns.
-    flags = torch.empty(sum(counts), dtype=torch.int8, device=tensors[0].device)
-    _launch(
-        "compiled_matrices.finite",
-        flags.device,
-        [(tensor.data_ptr(), tensor.numel()) for tensor in tensors],
-        counts,
-        {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED},
-        tensors,
-        [flags],
-        flags,
-    )
-    return flags.view(torch.bool).all()
 
 
 class Tile(NamedTuple):
@@ -251,57 +71,65 @@ def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = Fa
     return tile._replace(columns=tile.columns // 2) if kernel == "projections" and keeps else tile
 
 
-def _kind(group: MatrixGroup, written: Sequence[torch.Tensor] = ()) -> tuple[torch.dtype, int, bool]:
-    """Return the constants compiled in: so a matrix is computed alike whatever else is in its bucket."""
-    touched = [*group.matrices, *(error for error in group.errors if error is not None), *written]
-    return group.matrices[0].dtype, padded(group.matrix_rank), _are_aligned(touched)
+# Groups, bound: what does not change until a plan makes new ones.
+
+_numbers = count()
 
 
-def _are_aligned(tensors: Sequence[torch.Tensor]) -> bool:
-    return all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
-
-
-class _Matrices:
-    """The gradients and residuals of a launch.
+class _Bound:
+    """The addresses and sizes of a group.
 
     Attributes:
-        is_kept: Whether the launch leaves gradient plus residual where the gradient was.
-        tile: What a program has at a time.
-        rows: What `compiled_matrices._matrix` reads of each matrix.
+        number: Names it in keys of tables: no other group gets it.
+        kind: The constants compiled in: type, rows of a factor, and whether all rows are aligned. So a matrix
+            is computed alike whatever else is in its bucket.
+        addresses: Of each matrix and its residual (0 without one).
+        written: Where `reconstruct` writes the residual of each.
+        sizes: Rows, columns and matrix rank of each matrix.
     """
+
+    def __init__(self, group: MatrixGroup, written: Sequence[torch.Tensor | None]) -> None:
+        matrices, errors = group.matrices, group.errors
+        touched = [tensor for tensor in (*matrices, *errors, *written) if tensor is not None]
+        is_aligned = all(tensor.shape[-1] % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in touched)
+        self.number, self.has_errors = next(_numbers), any(error is not None for error in errors)
+        self.kind = matrices[0].dtype, padded(group.matrix_rank), is_aligned
+        self.addresses = [*zip(map(_address, matrices), map(_address, errors), strict=True)]
+        self.written = list(map(_address, written))
+        self.sizes = (*matrices[0].shape, group.matrix_rank)
+
+
+def _bound(group: MatrixGroup) -> _Bound:
+    bound: _Bound | None = group.bound.get("triton")
+    if bound is None:
+        bound = group.bound["triton"] = _Bound(group, group.errors)
+    return bound
+
+
+class _Launch:
+    """A launch of a kernel over some groups of one kind."""
 
     def __init__(
         self,
         kernel: str,
         groups: Sequence[MatrixGroup],
+        bound: Sequence[_Bound],
         loss_scale: torch.Tensor | None,
         *,
         is_first: bool,
-        written: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        matrices = [matrix for group in groups for matrix in group.matrices]
-        errors = [error for group in groups for error in group.errors]
-        known = [error for error in errors if error is not None]
-        is_fp32, reconstructs = matrices[0].dtype == torch.float32, written is not None
-        # In fp32 those that come later find the sum.
-        adds = is_first or not is_fp32
-        self.is_kept = bool(known) and is_first and is_fp32
-        self._read = [*matrices, *(known if adds else [])]
-        self._written = matrices if self.is_kept or reconstructs else []
+        dtype, factor_rows, is_aligned = bound[0].kind
+        is_fp32 = dtype == torch.float32
+        # Whether the launch leaves gradient plus residual where the gradient was; in fp32 those that come
+        # later find the sum there.
+        keeps = is_first and is_fp32 and any(group.has_errors for group in bound)
+        self._adds = is_first or not is_fp32
+        self._kernel, self._groups, self._bound = kernel, groups, bound
+        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=keeps)
         # A kernel gets the address of the scale, so the host need not wait for its value.
         self._scale = None if loss_scale is None else loss_scale.float()
-        ranks = [group.matrix_rank for group in groups for _ in group.matrices]
-        self.rows = [
-            (m.data_ptr(), _address(error if adds else None), _address(self._scale), *m.shape, matrix_rank)
-            for m, error, matrix_rank in zip(matrices, errors, ranks, strict=True)
-        ]
-        factor_rows = padded(ranks[0])
-        touched = [*matrices, *known, *(tensor for tensor in written or () if tensor is not None)]
-        is_aligned = _are_aligned(touched)
-        self.tile = tile_of(kernel, factor_rows, is_aligned=is_aligned, keeps=self.is_kept)
-        self._kernel = f"compiled_matrices.{kernel}"
         self._constants: dict[str, object] = {
-            "G": LETTERS[matrices[0].dtype],
+            "G": LETTERS[dtype],
             "R": factor_rows,
             "ROWS": self.tile.rows,
             "COLUMNS": self.tile.columns,
@@ -312,53 +140,278 @@ class _Matrices:
             **FUSED,
             "num_warps": self.tile.warps,
         }
+        if kernel != "reconstruct":
+            self._constants |= {"KEEPS": keeps, "STAGES": self.tile.stages}
+        self._writes_matrices = keeps or kernel == "reconstruct"
 
-    def launch(
+    def run(
         self,
-        beside: Sequence[Sequence[torch.Tensor | None]],
-        outs: Sequence[torch.Tensor | None],
-        counts: Sequence[int],
-        constants: Mapping[str, object],
+        beside: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
+        constants: dict[str, object],
         *arguments: torch.Tensor | None,
+        written: bool = False,
     ) -> None:
-        """Launch the kernel: each row of its table ends with the addresses of what is beside the matrix."""
-        ends = zip(*(map(_address, column) for column in beside), strict=True)
-        reads = [tensor for column in beside if column is not outs for tensor in column if tensor is not None]
+        """Launch the kernel.
+
+        Args:
+            beside: Batches that it reads or writes: each row of its table ends with the address of its
+                matrix's part of each.
+            outs: Those of them that it writes.
+            constants: More of those that are compiled in.
+            arguments: Behind the table.
+            written: Whether where residuals are written stands in front of those addresses.
+        """
+        bound, scale = self._bound, _address(self._scale)
+        key = (
+            *(self._kernel, self._adds, self.tile, scale, *(group.number for group in bound)),
+            *(batch.data_ptr() for batches in beside for batch in batches),
+        )
+
+        def make() -> TableRows:
+            heads = [
+                (matrix, error if self._adds else 0, scale, *group.sizes, *([residual] if written else []))
+                for group in bound
+                for (matrix, error), residual in zip(group.addresses, group.written, strict=True)
+            ]
+            ends = zip(*map(_matrix_addresses, beside), strict=True)
+            programs = [PROGRAMS[self._kernel](self.tile, head[3], head[4]) for head in heads]
+            return [(*head, *end) for head, end in zip(heads, ends, strict=True)], programs
+
+        matrices = [matrix for group in self._groups for matrix in group.matrices]
+        errors = [error for group in self._groups for error in group.errors if error is not None]
+        read = [batch for batches in beside if batches is not outs for batch in batches]
         _launch(
-            self._kernel,
-            self._read[0].device,
-            [(*row, *end) for row, end in zip(self.rows, ends, strict=True)],
-            counts,
+            f"compiled_matrices.{self._kernel}",
+            launch_table(key, make, matrices[0].device),
             {**self._constants, **constants},
-            [*self._read, *reads],
-            [*self._written, *(out for out in outs if out is not None)],
+            [*matrices, *(errors if self._adds else []), *read],
+            [*(matrices if self._writes_matrices else []), *outs],
             *arguments,
         )
 
 
-def _empty(
-    shapes: Sequence[torch.Size | tuple[int, ...]], dtype: torch.dtype, device: torch.device
+PROGRAMS: dict[str, Callable[[Tile, int, int], int]] = {
+    "products": lambda tile, rows, columns: -(-rows // tile.rows),
+    "projections": lambda tile, rows, columns: -(-rows // SPLIT_ROWS) * -(-columns // tile.columns),
+    "reconstruct": lambda tile, rows, columns: -(-rows // tile.rows) * -(-columns // tile.columns),
+}
+"""How many programs a matrix of some rows and columns takes, by kernel."""
+
+
+def _launch(
+    kernel: str,
+    table: LaunchTable,
+    constants: dict[str, object],
+    reads: Sequence[torch.Tensor],
+    writes: Sequence[torch.Tensor],
+    *beside: torch.Tensor | None,
+) -> None:
+    """Launch a kernel over a table, on the device on which that lies."""
+    arguments, device = [table.rows, table.tiles, *beside], table.rows.device
+    launcher.launch(kernel, table.programs, arguments, constants, device, reads=reads, writes=writes)
+
+
+# The kernels of `base.Kernels`.
+
+
+def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
+    """Take one launch for each kind of matrices."""
+    results = _products_results(items, side=0)
+    for launch, factors, outs in _launches("products", items, results):
+        launch.run([factors, outs], outs, {})
+    return results
+
+
+def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
+    """Take one launch for each kind of matrices, and one for all."""
+    results = _products_results(items, side=1)
+    launches = list(_launches("projections", items, results))
+    all_outs = [out for *_, outs in launches for out in outs]
+    # Parts and a second launch, and no atomic additions: those come in a different order every time.
+    splits = [-(-batch.shape[2] // SPLIT_ROWS) for _, factors, _ in launches for batch in factors]
+    shapes = [(len(out), split, *out.shape[1:]) for split, out in zip(splits, all_outs, strict=True)]
+    # One room for all launches: the second one reads what each of them has written.
+    room = workspace("parts", sum(map(math.prod, shapes)), torch.float32, results[0].device)
+    all_parts = split_as(room, shapes)
+    remaining = iter(all_parts)
+    for launch, factors, outs in launches:
+        parts = [next(remaining) for _ in outs]
+        launch.run([factors, parts], parts, {"SPLIT": SPLIT_ROWS})
+
+    def make() -> TableRows:
+        splits = [part.shape[1] for part in all_parts for _ in part]
+        elements = [out.shape[1] * out.shape[2] for out in all_outs for _ in out]
+        columns = _matrix_addresses(all_parts), splits, elements, _matrix_addresses(all_outs)
+        return list(zip(*columns, strict=True)), [-(-number // SUMS) for number in elements]
+
+    key = "add_splits", *((tensor.data_ptr(), tensor.shape) for tensor in (*all_parts, *all_outs))
+    table = launch_table(key, make, results[0].device)
+    _launch("compiled_matrices.add_splits", table, {"COLUMNS": SUMS, **FUSED}, all_parts, all_outs)
+    return results
+
+
+def _products_results(items: Sequence[MatmulBatch], *, side: int) -> list[torch.Tensor]:
+    shapes = [(*item.factor.shape[:2], item.group.matrices[0].shape[side]) for item in items]
+    return _results([item.out for item in items], shapes, items[0].factor.device)
+
+
+def _launches(
+    kernel: str, items: Sequence[MatmulBatch], results: Sequence[torch.Tensor]
+) -> Iterator[tuple[_Launch, list[torch.Tensor], list[torch.Tensor]]]:
+    """Yield the launches of a kernel, with their factors and results."""
+    bound = [_bound(item.group) for item in items]
+    for indices in group_indices(bound, lambda group: group.kind):
+        first, groups = items[indices[0]], [items[index].group for index in indices]
+        of_kind = [bound[index] for index in indices]
+        launch = _Launch(kernel, groups, of_kind, first.loss_scale, is_first=first.add_error)
+        factors = [_contiguous(items[index].factor) for index in indices]
+        yield launch, factors, [results[index] for index in indices]
+
+
+def reconstruct(items: Sequence[Reconstruction]) -> None:
+    """Take one launch for each kind; what a 16-bit gradient can't hold of a mean goes to its residual."""
+    # Residuals are mostly written where the group's own are read: a program has read all of its tile before
+    # it writes any of it, and no other program has that tile.
+    bound = [
+        _bound(item.group)
+        if item.errors is item.group.errors
+        else _Bound(item.group, item.errors or [None] * len(item.group.matrices))
+        for item in items
+    ]
+    for indices in group_indices(range(len(items)), lambda i: (bound[i].kind, len(items[i].terms))):
+        some = [items[index] for index in indices]
+        dtype, _, _ = bound[indices[0]].kind
+        groups, of_kind = [item.group for item in some], [bound[index] for index in indices]
+        launch = _Launch("reconstruct", groups, of_kind, some[0].loss_scale, is_first=False)
+        # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
+        # the terms before the last one, `subtract_own` has taken.
+        pairs = [[item.sent, *item.means] for item in some]
+        factors = [
+            [_contiguous(of_item[term][side]) for of_item in pairs]
+            for term in range(len(pairs[0]))
+            for side in (0, 1)
+        ]
+        # In fp32 a mean beyond the range is infinite, and its step is not healthy.
+        limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
+        constants: dict[str, object] = {"TERMS": len(some[0].terms), "LIMIT": limit}
+        outs = [error for item in some for error in item.errors or () if error is not None]
+        launch.run(factors, outs, constants, _flag(some[0].is_healthy), written=True)
+
+
+def write(items: Sequence[Write]) -> None:
+    """Write in place, by one launch for each pair of types."""
+    for indices in group_indices(items, lambda item: (item.target.dtype, item.healthy.dtype)):
+        some = [items[index] for index in indices]
+        targets, healthy = [item.target for item in some], [item.healthy for item in some]
+        rows = [
+            (
+                target.data_ptr(),
+                item.healthy.data_ptr(),
+                target.data_ptr() if item.stays else 0,
+                target.numel(),
+            )
+            for item, target in zip(some, targets, strict=True)
+        ]
+        table = launch_table(("write", *rows), partial(_rows_of_elements, rows), targets[0].device)
+        # Types are compiled in; all else a launch looks up for each tensor.
+        letters = {"G": LETTERS[targets[0].dtype], "SOURCE": LETTERS[healthy[0].dtype]}
+        constants = {**letters, "COLUMNS": ELEMENTS, **FUSED}
+        _launch("compiled_matrices.write", table, constants, healthy, targets, _flag(some[0].is_healthy))
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Take two launches."""
+    rows = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+    table = launch_table(("finite", *rows), partial(_rows_of_elements, rows), tensors[0].device)
+    # One byte of each program, and no common one: to write that, they would have to take turns.
+    flags = torch.empty(table.programs, dtype=torch.int8, device=tensors[0].device)
+    constants = {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED}
+    _launch("compiled_matrices.finite", table, constants, tensors, [flags], flags)
+    return flags.view(torch.bool).all()
+
+
+def _rows_of_elements(rows: Sequence[tuple[int, ...]]) -> TableRows:
+    """Return rows that end with a number of elements, and the programs that those take."""
+    return rows, [-(-row[-1] // ELEMENTS) for row in rows]
+
+
+def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
+    """Compute as PyTorch's functions do, in three launches.
+
+    Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
+    """
+    factors, device = [_contiguous(item.rows) for item in items], items[0].rows.device
+    results = _results([item.out for item in items], [batch.shape for batch in factors], device)
+    rows = padded(max(batch.shape[1] for batch in factors))
+    chunks = [-(-batch.shape[2] // CHUNK) for batch in factors]
+    # Two Gram matrices for each chunk, a transform for each matrix.
+    sizes = [(len(batch), (2 * many + 1) * rows * rows) for batch, many in zip(factors, chunks, strict=True)]
+    grams = split_as(workspace("grams", sum(map(math.prod, sizes)), torch.float64, device), sizes)
+
+    def make() -> TableRows:
+        counts = [many for batch, many in zip(factors, chunks, strict=True) for _ in batch]
+        lengths, ranks = ([batch.shape[side] for batch in factors for _ in batch] for side in (2, 1))
+        drawn = [_address(item.drawn) for item in items for _ in item.rows]
+        addresses = _matrix_addresses(factors), drawn, _matrix_addresses(results), _matrix_addresses(grams)
+        return list(zip(*addresses, lengths, ranks, counts, strict=True)), counts
+
+    key = (
+        *("orthonormal", rows, *(batch.shape for batch in factors)),
+        *(batch.data_ptr() for batches in (factors, results, grams) for batch in batches),
+        *(_address(item.drawn) for item in items),
+    )
+    table = launch_table(key, make, device)
+    # Three launches, since the programs of one can't wait for each other.
+    for kernel, writes in (("gram", grams), ("gram_again", grams), ("orthonormal", results)):
+        _launch(f"compiled_bases.{kernel}", table, basis_constants(kernel, rows), factors, writes)
+    return results
+
+
+OF_FOUR_WARPS = {("gram", 32), ("gram_again", 2), ("gram_again", 16)}
+
+
+def basis_constants(kernel: str, rows: int) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel that makes bases, and options."""
+    constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
+    # With these nothing is put aside on sm_80, sm_90 and sm_100: found by trial, since the compiler decides.
+    constants["num_warps"] = 4 if (kernel, rows) in OF_FOUR_WARPS else 8
+    return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
+
+
+def _results(
+    outs: Sequence[torch.Tensor | None], shapes: Sequence[torch.Size | tuple[int, ...]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Allocate tensors one after the other in one memory."""
+    """Return room for results: what was given for them, or new memory."""
+    given = [out for out in outs if out is not None]
+    if len(given) == len(outs):
+        return given
     # The type is named wherever an address goes to a kernel: the default one is the user's to set.
-    return split_as(torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device), shapes)
+    return split_as(torch.empty(sum(map(math.prod, shapes)), dtype=torch.float32, device=device), shapes)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _matrix_addresses(batches: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each matrix of contiguous batches begins."""
+    return [
+        batch.data_ptr() + k * batch.stride(0) * batch.element_size()
+        for batch in batches
+        for k in range(len(batch))
+    ]
+
+
 def _flag(is_healthy: torch.Tensor | None) -> torch.Tensor | None:
     return None if is_healthy is None else is_healthy.view(torch.int8)
 
 
-def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the matrices of all batches, contiguous ones."""
+def _contiguous(batch: torch.Tensor) -> torch.Tensor:
+    """Return a batch that lies in one piece; a copy lives as long as the caller holds it."""
     # Kernels get addresses, and take what lies there for fp32.
-    assert all(batch.dtype is torch.float32 for batch in batches)
-    # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
-    whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
-    return [matrix for batch in whole for matrix in batch.unbind()]
+    assert batch.dtype is torch.float32
+    return batch.contiguous()
 
 
 # PyTorch's products subtract from the gradient in memory between iterations.

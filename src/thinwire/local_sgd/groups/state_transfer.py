@@ -14,7 +14,7 @@ from thinwire.comm import Transport
 from thinwire.comm.collectives import in_messages
 from thinwire.comm.process_group import GroupTransport
 from thinwire.errors import StateError
-from thinwire.tensors.layout import held_of
+from thinwire.tensors.layout import local_tensor
 
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
 # not taken for that. While a newcomer is served, the other members wait in one message, though: see
@@ -25,10 +25,11 @@ MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state c
 PURPOSE = "handing a newcomer what it starts from"
 
 
-def plain(value: object) -> Any:
+def plain(value: Any) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return held_of(value).to("cpu").contiguous()
+    # A class of its own, as quantized states have, only its optimizer reads.
+    if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local"):
+        return local_tensor(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -46,11 +47,11 @@ def plain(value: object) -> Any:
     )
 
 
-def packed(value: object) -> torch.Tensor:
+def serialize(value: object) -> torch.Tensor:
     """Return the bytes of a value such as `plain` returns.
 
     Examples:
-        >>> unpacked(packed({"step": 3, "weight": torch.ones(2)}))
+        >>> deserialize(serialize({"step": 3, "weight": torch.ones(2)}))
         {'step': 3, 'weight': tensor([1., 1.])}
     """
     file = io.BytesIO()
@@ -58,8 +59,8 @@ def packed(value: object) -> torch.Tensor:
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def unpacked(data: torch.Tensor) -> Any:
-    """Return the value that `packed` was given."""
+def deserialize(data: torch.Tensor) -> Any:
+    """Return the value that `serialize` was given."""
     try:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged, it raises what it likes
@@ -71,7 +72,7 @@ def unpacked(data: torch.Tensor) -> Any:
 
 def send_state(state: Mapping[str, Any] | None, transport: GroupTransport, newcomers: Sequence[int]) -> None:
     """Send a state to members that call `receive_state`, one after the other."""
-    data = packed(state)
+    data = serialize(state)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
         for part in torch.split(data, PART_BYTES):
@@ -106,7 +107,7 @@ def receive_state(transport: GroupTransport, source: int, timeout_seconds: float
         transport.receive(part, source, PURPOSE).wait()
         num_received += len(part)
         _check_in_time(num_received, len(data), time.monotonic() - start, timeout_seconds)
-    return unpacked(data)
+    return deserialize(data)
 
 
 def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_seconds: float) -> None:

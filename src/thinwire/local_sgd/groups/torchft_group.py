@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
 from thinwire.checks import number
-from thinwire.comm.process_group import GroupTransport, processes_of_job
+from thinwire.comm.process_group import processes_of_job
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.exit_with_launcher import LAUNCHER_VARIABLE
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
+from thinwire.local_sgd.groups.torchft_client import (
+    OLDEST,
+    ConfiguredGroup,
+    LighthouseGoneError,
+    LivenessProbe,
+    NothingSentError,
+    QuorumClient,
+    StateTransport,
+    checked_version,
+    torchft_module,
+)
 
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
+LAUNCHER = "THINWIRE_LAUNCHER_PID"  # of `thinwire run`, which has started this process, or one before it
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 ASKED = "THINWIRE_ASKED"  # of `thinwire run`: a folder where members that reach the lighthouse leave a file
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
-LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
-REACH_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
-OLDEST = (0, 2)  # of torchft: its major and minor version
 # Private attributes of its Manager, used here: the next version may lack them.
 PRIVATE = ("_client", "_quorum_future", "_quorum_id")
 
@@ -104,11 +106,11 @@ class TorchftGroup(Group):
         torchft = torchft_module("torchft")
         # The other processes of this member wait in it for the first one, which may wait long for others.
         self.inside = processes_of_job(self.wait_seconds + float(timeout_seconds))
-        self.kind = f"torchft {_checked_version()}"
+        self.kind = f"torchft {checked_version()}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
-        self._group = _Configured(inner)
+        self._group = ConfiguredGroup(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
         _check_launcher()
         self._manager: Any = None
@@ -140,7 +142,7 @@ class TorchftGroup(Group):
                 replica_id=name,
                 hostname=host,
                 heartbeat_interval=HEARTBEAT,
-                checkpoint_transport=_StateTransport(self._group, self.min_members),
+                checkpoint_transport=StateTransport(self._group, self.min_members),
             )
         except RuntimeError as error:
             raise CommunicationError(
@@ -154,13 +156,13 @@ class TorchftGroup(Group):
                 f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
                 f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
             )
-        self._line = _Line(self._lighthouse)
+        self._probe = LivenessProbe(self._lighthouse)
         if folder := os.environ.get(ASKED):
             with suppress(OSError):  # the command has ended, and does not ask any more
                 Path(folder, name).touch()
-        self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
+        self._manager._client = QuorumClient(self._manager._client, self._manager, self._group, self._probe)
 
-    def meet(self) -> None:
+    def start_quorum(self) -> None:
         give_up_at = time.monotonic() + self.wait_seconds
         words = "has waited %g s for the other members at the lighthouse %s, whose page says who is there"
         said = threading.Timer(PATIENCE_SECONDS, logger.warning, [words, PATIENCE_SECONDS, self._lighthouse])
@@ -175,7 +177,7 @@ class TorchftGroup(Group):
         if isinstance(cause, StateError):  # of this member itself: no other quorum would help
             raise cause
         # Too few for an averaging, and joined nevertheless: the members themselves find that out, all alike.
-        is_joined = cause is None or isinstance(cause, _NothingSentError)
+        is_joined = cause is None or isinstance(cause, NothingSentError)
         if not is_joined or self._group.size == 0:
             raise CommunicationError(
                 f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
@@ -197,7 +199,7 @@ class TorchftGroup(Group):
                 left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
                 self._manager.start_quorum(timeout=min(patience, left))
                 return
-            except (RuntimeError, TimeoutError, _LighthouseGoneError) as error:
+            except (RuntimeError, TimeoutError, LighthouseGoneError) as error:
                 # It would raise the same error at the next call, too, before it asks.
                 self._manager._quorum_future = None
                 if time.monotonic() >= give_up_at:
@@ -214,9 +216,9 @@ class TorchftGroup(Group):
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
                 )
                 time.sleep(PAUSE_SECONDS)
-                patience *= 1 if isinstance(error, _LighthouseGoneError) else 2
+                patience *= 1 if isinstance(error, LighthouseGoneError) else 2
 
-    def conclude(self, committed: bool) -> None:
+    def commit(self, committed: bool) -> None:
         if not committed:
             # At once, so that the others' messages fail as well, and no one waits until they time out.
             self._group.abort()
@@ -229,23 +231,23 @@ class TorchftGroup(Group):
         if self._manager.current_step() != counted:
             # The members' last message has decided, and torchft only counts: with a different count than the
             # others' this member would be sent a model that it holds, or send them one.
-            self.start_over(counted)
+            self.reset(counted)
 
-    def start_over(self, commits: int = 0) -> None:
+    def reset(self, commits: int = 0) -> None:
         self._manager.load_state_dict({"step": commits, "batches_committed": commits})
 
     def break_off(self) -> None:
         self._group.abort()
 
-    def join_place(
+    def join_local_rank(
         self, address: str, rank: int, size: int, are_new: Sequence[bool]
     ) -> Mapping[str, Any] | None:
-        """Meet those of one place, in a store; return what this one starts from, if new."""
+        """Meet those of one local rank, in a store; return what this one starts from, if new."""
         try:
             self._group.inner.configure(address, "", rank, size)
         except Exception as error:  # torchft raises what it likes
             raise CommunicationError(
-                f"the processes of this place in other members could not be joined: {error}"
+                f"the processes of this local rank in other members could not be joined: {error}"
             ) from error
         self._group.rank, self._group.size = rank, size
         self.transport.transport = transport = self._group.transport()
@@ -264,194 +266,12 @@ class TorchftGroup(Group):
         # Python object could abort the process.
         self._manager.shutdown(wait=False)
         self._group.abort()
-        self._line.close()
-
-
-class _LighthouseGoneError(Exception):
-    """The lighthouse's process has ended; a question that it had not answered is lost."""
-
-
-class _Line:
-    """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
-
-    def __init__(self, lighthouse: str) -> None:
-        parts = urlsplit(lighthouse)
-        default = 443 if parts.scheme == "https" else 80
-        self._address = parts.hostname or "", default if parts.port is None else parts.port
-        self._socket: socket.socket | None = None
-
-    def open(self) -> None:
-        """Connect, if it is not connected."""
-        if self._socket is not None and not self.is_broken():
-            return
-        self.close()
-        try:
-            self._socket = socket.create_connection(self._address, REACH_SECONDS)
-        except ConnectionRefusedError as error:
-            raise _LighthouseGoneError("nothing listens at its address") from error
-        except OSError:
-            return  # nothing is known: its machine or the network is gone, or only slow
-        self._socket.setblocking(False)
-
-    def is_broken(self) -> bool:
-        """Return whether it was connected and is no more."""
-        if self._socket is None:
-            return False
-        try:
-            return not self._socket.recv(4096)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-    def close(self) -> None:
-        """Disconnect."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-class _Client:
-    """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
-
-    It raises `_LighthouseGoneError` if the lighthouse ends meanwhile.
-
-    A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
-    a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
-    processes that have ended.
-    """
-
-    def __init__(self, inner: Any, manager: Any, group: _Configured, line: _Line) -> None:
-        self._inner, self._manager, self._group, self._line = inner, manager, group, line
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _quorum(self, *arguments: Any, **options: Any) -> Any:
-        # Before the question: one that dies behind it is seen.
-        self._line.open()
-        answer: Future[Any] = Future()
-        ask = partial(self._inner._quorum, *arguments, **options)
-        # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
-        # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
-        # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
-        threading.Thread(target=_put, args=(ask, answer), name="thinwire_quorum", daemon=True).start()
-        while not wait([answer], LOOK_SECONDS).done:
-            if self._line.is_broken():
-                raise _LighthouseGoneError("it has ended before it answered")
-        quorum = answer.result()
-        if quorum.replica_ids != self._group.members:
-            self._manager._quorum_id = -1  # so that it configures the group again
-        self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
-        return quorum
-
-
-def _put(call: Callable[[], Any], result: Future[Any]) -> None:
-    try:
-        result.set_result(call())
-    except Exception as error:
-        result.set_exception(error)
-
-
-class _Configured:
-    """torchft's process group as its manager configures it; remembers for whom."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.rank = self.size = 0
-        self.quorum_id = -1
-        self.num_configured = 0
-        self.address = ""
-        # From the last known quorum, the same for all of its members.
-        self.members: list[str] = []
-        self.max_step = 0
-
-    def configure(
-        self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
-    ) -> None:
-        """Join the members of a quorum; called by torchft's manager whenever they are others."""
-        self.size = 0  # until it is done
-        self.quorum_id = quorum_id
-        self.num_configured += 1
-        # A separate place in the store: see `_Client`.
-        place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
-        self.address = f"{store_addr}/{place}"
-        self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
-        self.rank, self.size = rank, world_size
-
-    def transport(self) -> GroupTransport:
-        """Return the transport of tensors in this configuration."""
-        return GroupTransport(self.inner, self.rank, self.size)
-
-    def errored(self) -> Any:
-        """Return the error that has broken it, as torchft's manager asks."""
-        return self.inner.errored()
-
-    def abort(self) -> None:
-        """Break off all messages."""
-        self.inner.abort()
-        self.size = 0
-
-
-class _NothingSentError(Exception):
-    """There are too few members for an averaging."""
-
-
-class _StateTransport:
-    """Carries the state that a newcomer starts from over the members' own process group: no further port.
-
-    If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
-    state again at the next attempt.
-    """
-
-    def __init__(self, group: _Configured, min_members: int) -> None:
-        self._group, self._min_members = group, min_members
-
-    def metadata(self) -> str:
-        """Return a constant: a receiver must know nothing beforehand."""
-        return "thinwire"
-
-    def send_checkpoint(
-        self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
-    ) -> None:
-        """Send a state to newcomers, one after the other."""
-        is_enough = self._group.size >= self._min_members
-        send_state(state_dict if is_enough else None, self._group.transport(), dst_ranks)
-
-    def disallow_checkpoint(self) -> None:
-        """Do nothing: everything was sent when `send_checkpoint` returned."""
-
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        """Receive a state."""
-        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
-        if state is None:
-            # Raised: else torchft would count this member among those who have the state. And as the sender
-            # says: this member's min_members may differ, for which it is refused only once they have met.
-            raise _NothingSentError
-        return state
-
-    def shutdown(self, wait: bool = True) -> None:
-        """Do nothing: there is no server."""
-
-
-def _checked_version() -> str:
-    """Return torchft's version."""
-    try:
-        found = version("torchft")
-    except PackageNotFoundError:
-        return "nightly"  # that package has its own name, and is of today
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
-        raise MissingExtraError(
-            f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]} or later, got {found}; "
-            "pip install '.[elastic]' in a clone of Thinwire"
-        )
-    return found
+        self._probe.close()
 
 
 def _check_launcher() -> None:
     """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    launcher = os.environ.get(LAUNCHER)
     # Its own processes end with it; a program in between need not tell the processes that it has started.
     try:
         with suppress(PermissionError):  # it runs, and belongs to a different user
@@ -459,25 +279,6 @@ def _check_launcher() -> None:
                 os.kill(int(launcher), 0)
     except ProcessLookupError:
         raise CommunicationError(
-            f"process {launcher}, which has started this member ({LAUNCHER_VARIABLE}), has ended: so does "
+            f"process {launcher}, which has started this member ({LAUNCHER}), has ended: so does "
             "this one. Start thinwire run again"
         ) from None
-
-
-def _says_something(record: logging.LogRecord) -> bool:
-    # It warns so at every change of members, if there is no NCCL, or one without a flight recorder. (A
-    # function of the module: however often it is added, a logger holds it once.)
-    return "NCCL flight recorder" not in record.getMessage()
-
-
-def torchft_module(name: str) -> Any:
-    """Return a module of torchft."""
-    # By default it logs every quorum to standard error, in its own format.
-    os.environ.setdefault("RUST_LOG", "error")
-    logging.getLogger("torchft.manager").addFilter(_says_something)
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise MissingExtraError(
-            f"elastic members need torchft ({error}); pip install '.[elastic]' in a clone of Thinwire"
-        ) from error

@@ -1,0 +1,156 @@
+"""The state of a sharded run: that of the whole model, so that any number of shards and replicas go on.
+
+What is elementwise, the residual above all, is put together in the parameter's whole shape. What belongs to
+a shard alone (a low-rank factor) is kept with a note of which shard it is of, and taken up by the same shard
+of as many; other shards start without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from thinwire.adapters.sharded.model import Piece, local_of, sharded_like
+from thinwire.comm import Transport
+from thinwire.comm.agreement import alike_on_all_shards
+from thinwire.plan import SHARD_MARK, ParameterSpec
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.local_state import of_shard
+from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, pack
+from thinwire.sync.state_messages import assemble, parts_of_all
+
+
+class ShardedSync(GradientSync):
+    """The handle of a sharded model: its state is that of the whole model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        shards: Transport,
+        pieces: Mapping[str, Piece],
+        forget_pass: Callable[[], None] = lambda: None,
+        detach: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(engine, detach)
+        self.shards, self.pieces, self._forget_pass = shards, pieces, forget_pass
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._forget_pass()
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientSync.state_dict`, of the whole model. Collective over all shards and replicas.
+
+        Cost: the residual of the whole model on the CPU of each process, besides that of `GradientSync`.
+        """
+        return pack(self.whole(self.save_shard()))
+
+    def save_shard(self) -> SavedState:
+        """Return the state of this shard, once all shards have made the same steps."""
+        steps = {"steps": str(self.steps)}
+        return alike_on_all_shards(self.shards, "state_dict()", lambda: steps, self._engine.save)
+
+    def whole(self, own: SavedState) -> SavedState:
+        """Return the state of the whole model. Collective over the shards."""
+        size = self.shards.size
+        if size == 1:
+            return own
+        slots = assemble(
+            own.slots,
+            parts_of_all(own.slots, self.shards),
+            self.specs(),
+            lambda part, whole: self.pieces[part.label].cut(part.rank, size)(whole),
+            lambda part: of_shard(part.label, part.rank, size),
+        )
+        return own._replace(shapes={name: piece.shape for name, piece in self.pieces.items()}, slots=slots)
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        """Return the whole parameters."""
+        return {
+            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
+            for name, piece in self.pieces.items()
+        }
+
+    def _cuts(self) -> Cuts:
+        is_cut = self.shards.size > 1
+        return {name: (piece.shape, piece.dim) for name, piece in self.pieces.items()} if is_cut else {}
+
+    @property
+    def position(self) -> Position:
+        """As `GradientSync.position`: process by process of the mesh of replicas and shards."""
+        replicas, shards = self._engine.transport, self.shards
+        rank = replicas.rank * shards.size + shards.rank
+        return Position(rank, replicas.size * shards.size, shards.rank, shards.size)
+
+    def _checked(self, state: Mapping[str, Any], *, strict: bool) -> SavedState:
+        """Return what a state of the whole model has for this shard, or what this process has saved."""
+        loaded = self._engine.check_state_dict(
+            state, strict=strict, position=self.position, whole=self.specs()
+        )
+        return self.cut(loaded) if loaded.position is None else loaded
+
+    def cut(self, loaded: SavedState) -> SavedState:
+        """Return the part of a state of the whole model that is this shard's."""
+        rank, size = self.shards.rank, self.shards.size
+        if size == 1:
+            return loaded
+        cut = {name: piece.cut(rank, size) for name, piece in self.pieces.items()}
+        mark = of_shard("", rank, size)
+        slots: Tensors = {}
+        for slot, tensors in loaded.slots.items():
+            if slot.is_elementwise:
+                # Copies: views would keep the whole model's in memory.
+                slots[slot] = {name: cut[name](t).clone() for name, t in tensors.items() if name in cut}
+            else:
+                of_this = {
+                    label.removesuffix(mark): t for label, t in tensors.items() if label.endswith(mark)
+                }
+                slots[slot] = {label: t for label, t in tensors.items() if SHARD_MARK not in label} | of_this
+        return loaded._replace(slots=slots)
+
+    def distributed_state(self) -> Stateful:
+        """Residuals are DTensors, sharded as their parameters are."""
+        return _InShards(self, self._engine)
+
+
+class _InShards:
+    """The state that `torch.distributed.checkpoint` saves and loads: DTensors for elementwise slots."""
+
+    def __init__(self, sync: ShardedSync, engine: Engine) -> None:
+        self._sync, self._engine = sync, engine
+
+    @torch.inference_mode(False)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state. Collective over all shards and replicas."""
+        sync, own = self._sync, self._sync.save_shard()
+        rest = {slot: {} if slot.is_elementwise else tensors for slot, tensors in own.slots.items()}
+        elementwise = [slot for slot in own.slots if slot.is_elementwise]
+        specs = {spec.name: spec for spec in self._engine.specs}
+        # Zeros if nothing is remembered: the checkpoint fills in only what a fresh run has as well.
+        tensors = {}
+        for slot in elementwise:
+            for name, piece in sync.pieces.items():
+                zeros = torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype)
+                local = own.slots[slot].get(name, zeros)
+                tensors[f"{slot.name} of {name}"] = sharded_like(piece.parameter, local)
+        return {
+            "rest": pack(sync.whole(own._replace(slots=rest))),
+            "kept": tuple((slot.name, tuple(sorted(own.slots[slot]))) for slot in elementwise),
+            "tensors": tensors,
+        }
+
+    @torch.inference_mode(False)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, resharded to this run's shards."""
+        loaded = self._sync.cut(self._engine.check_state_dict(state_dict["rest"], whole=self._sync.specs()))
+        slots = {slot.name: slot for slot in loaded.slots}
+        for slot, names in state_dict["kept"]:
+            sharded = {name: state_dict["tensors"][f"{slot} of {name}"] for name in names}
+            held = {name: local_of(tensor).cpu().clone() for name, tensor in sharded.items()}
+            check_finite(slot, held)
+            loaded.slots[slots[slot]].update(held)
+        self._engine.load(loaded)

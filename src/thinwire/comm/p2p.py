@@ -1,0 +1,197 @@
+"""Messages over Gloo from each rank straight to each other one, in half a round trip.
+
+Gloo sends nothing that was not asked for, and its collectives ask when they are called. Here each rank posts
+the receives of the next few messages ahead, so a message travels at once:
+
+    Gloo's own: a round trip a hop, 2 (size - 1) hops      here: half a round trip
+      rank 0                        rank 1                   rank 0                     rank 1
+      send  <──────── "ready" ────────  recv                 post recv 0..3             post recv 0..3
+            ═════════ data ══════════>                       send 0 ═════ data ═════>   recv 0 is posted
+                                                             post recv 4                post recv 4
+
+How long the next message will be is not known ahead. A posted receive has room for a head, with the length
+of the whole before it; the rest of a longer message is asked for as Gloo does, while its head keeps the link
+busy.
+
+Gloo matches the messages of a tag in FIFO order; these tags are reserved for this module. Each kind of
+collective has its own. If rank 0 started a gather and then an exchange, and rank 1, by a bug, first the
+exchange, then on one tag each would read the other's gather as an exchange. So neither finds its message, and
+both end in the group's timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from thinwire.comm.transport import Operation
+
+POSTED_AHEAD = 4
+HEAD_BYTES = 1 << 19  # of all that a rank sends at once: 40 ms at 100 Mbit/s
+LENGTH_BYTES = 8
+# Gloo chooses by the tag which of its connections carries a message, if it has several
+# (GLOO_SOCKET_IFNAME=eth0,eth0).
+NUM_TAGS = 8
+TAGS = {"all_reduce": 0x7D00, "all_gather": 0x7D10, "all_to_all": 0x7D20, "sums": 0x7D30}
+
+
+class PostedRecv(NamedTuple):
+    """A receive that was posted ahead: of the length of a rank's next message, and of its head."""
+
+    room: torch.Tensor
+    work: dist.Work
+
+
+class PeerExchange:
+    """Sends rows of bytes to each other rank of a group, and receives theirs."""
+
+    # It does not keep the group, which owns it, or the group would never end.
+
+    def __init__(self, rank: int, size: int, ahead: int = 0) -> None:
+        self.rank, self.size = rank, size
+        self._peers = [(rank + distance) % size for distance in range(1, size)]
+        self._head_bytes = HEAD_BYTES // max(1, size - 1)
+        self._ahead = ahead
+        self._posted: dict[str, deque[list[PostedRecv]]] = defaultdict(deque)
+        self._post_numbers, self._send_numbers = (defaultdict[str, Any](count) for _ in range(2))
+        # Also those that no one waits for any more: Gloo breaks a connection off whose message has no room.
+        self._under_way: set[PeerWork] = set()
+
+    def start(
+        self,
+        group: Any,
+        kind: str,
+        received: Sequence[torch.Tensor],
+        sent: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> PeerWork:
+        """Send row i of bytes to rank i, whose row comes to lie in row i of `received`."""
+        posted, head_bytes = self._posted[kind], self._head_bytes
+        while len(posted) <= self._ahead:
+            posted.append(self._post_recvs(group, kind))
+        tag = TAGS[kind] + next(self._send_numbers[kind]) % NUM_TAGS
+        works: list[dist.Work] = []
+        for peer in self._peers:
+            if len(received[peer]) > head_bytes:
+                works.append(group.recv([received[peer][head_bytes:]], peer, tag + NUM_TAGS))
+        for peer in self._peers:
+            length = torch.tensor([len(sent[peer])]).view(torch.uint8)
+            head, rest = sent[peer][:head_bytes], sent[peer][head_bytes:]
+            works.append(group.send([torch.cat([length, head])], peer, tag))
+            if len(rest):
+                works.append(group.send([rest], peer, tag + NUM_TAGS))
+        rows = list(map(received.__getitem__, self._peers))
+        work = PeerWork(posted.popleft(), rows, works, finish, self._under_way.discard)
+        self._under_way.add(work)
+        return work
+
+    def _post_recvs(self, group: Any, kind: str) -> list[PostedRecv]:
+        """Ask each peer for its next message behind those that were asked for already."""
+        tag = TAGS[kind] + next(self._post_numbers[kind]) % NUM_TAGS
+        posted = []
+        for peer in self._peers:
+            room = torch.empty(LENGTH_BYTES + self._head_bytes, dtype=torch.uint8)
+            posted.append(PostedRecv(room, group.recv([room], peer, tag)))
+        return posted
+
+    @cached_property
+    def second_sends(self) -> SimpleQueue[Callable[[], None] | None]:
+        """Queue of second-phase sends, run in order by one thread."""
+        calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=_run_all, args=(calls,), daemon=True, name="thinwire sums").start()
+        weakref.finalize(self, calls.put, None)
+        return calls
+
+
+def _run_all(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it knows the group, which would never end
+
+
+@dataclass(eq=False)
+class PeerWork:
+    """The messages of one collective to and from all peers."""
+
+    posted: Sequence[PostedRecv]
+    rows: Sequence[torch.Tensor]  # of bytes, where the messages come to lie
+    works: Sequence[dist.Work]  # of what is sent, and of the rests of long messages
+    finish: Callable[[], object] | None  # makes the result of what has come
+    on_end: Callable[[PeerWork], object]
+
+    def wait(self) -> None:
+        # Taken out first: waiting for one of Gloo's works again would never end.
+        posted, self.posted, works, self.works = self.posted, (), self.works, ()
+        for recv, row in zip(posted, self.rows, strict=False):
+            recv.work.wait()
+            length = int(recv.room[:LENGTH_BYTES].view(torch.int64))
+            if length != len(row):
+                # The type that a backend raises: who waits names the message.
+                raise RuntimeError(f"expected a message of {len(row)} bytes, got {length}")
+            head = recv.room[LENGTH_BYTES:][:length]
+            row[: len(head)].copy_(head)
+        for work in works:
+            work.wait()
+        self.on_end(self)
+        if posted and self.finish is not None:
+            self.finish()
+
+
+class TwoStepAllReduce:
+    """An all-reduce among more than two: a rank reduces its part of the tensor, then sends that to all.
+
+        step 1   rank r receives part r from every peer, and sums          (reduce-scatter)
+        step 2   rank r sends the sum of part r to every peer              (all-gather)
+
+    As many bytes as by a ring, in two messages that follow each other instead of 2 (size - 1). A thread makes
+    step 2: when all rows of step 1 have come, rank 0 may be deep in its backward pass, and rank 1 would wait
+    until that has ended for the sum that rank 0 owes it.
+    """
+
+    def __init__(
+        self, exchange: PeerExchange, group: Any, tensor: torch.Tensor, operation: Operation
+    ) -> None:
+        parts = tensor.view(-1).tensor_split(exchange.size)
+        own = parts[exchange.rank]
+        rows = [own if part is own else torch.empty_like(own) for part in parts]
+        received, sent = list(map(as_bytes, rows)), list(map(as_bytes, parts))
+        first = exchange.start(
+            group, "all_reduce", received, sent, partial(reduce_rows, rows, operation, own)
+        )
+        self._second: Future[PeerWork] = Future()
+
+        def send_sums() -> None:
+            try:
+                first.wait()
+                self._second.set_result(exchange.start(group, "sums", sent, [as_bytes(own)] * exchange.size))
+            except Exception as error:  # whatever a backend raises is for the one who waits
+                self._second.set_exception(error)
+
+        exchange.second_sends.put(send_sums)
+
+    def wait(self) -> None:
+        self._second.result().wait()
+
+
+def reduce_rows(rows: Sequence[torch.Tensor], operation: Operation, output: torch.Tensor) -> None:
+    """Write the sum or maximum of rows, in the order of ranks: the same bits on all."""
+    function = torch.maximum if operation == "max" else torch.add
+    # 16-bit types round once, and not after each rank.
+    wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+    output.copy_(reduce(function, rows[1:], rows[0].to(wide)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,123 @@
+"""Admission of members to an averaging: those that would average something else are refused, alike on all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from thinwire.comm import gather_bytes
+from thinwire.comm.agreement import check_same
+from thinwire.errors import AgreementError, LeftError, StepError
+from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.machine_group import described_together
+from thinwire.local_sgd.inner_settings import InnerSettings, difference, set_otherwise
+from thinwire.local_sgd.member_status import MemberStatus
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 0.5
+
+
+class TryAgainError(Exception):
+    """This averaging is not possible, but no message failed; every member knows, so all retry."""
+
+
+class TooFewError(TryAgainError):
+    """Others are waited for."""
+
+
+class Admission:
+    """Decides by the statuses of all members who takes part; members that are refused leave with an error.
+
+    Raises:
+        TryAgainError: On the others: they try again without them.
+    """
+
+    def __init__(self, group: Group, contributor: Contributor, kind: str, leave: Callable[[], None]) -> None:
+        self._group, self._contributor, self._kind, self._leave = group, contributor, kind, leave
+        self._warned = ""  # of its optimizers' settings
+
+    def check(self, statuses: Sequence[MemberStatus], settings: InnerSettings) -> None:
+        """Refuse what is not finite, and optimizers that are set otherwise. Collective if some are."""
+        error = StepError(
+            "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); nothing "
+            "was averaged, and it has left. Find what diverged; started again, it takes the others' model"
+        )
+        self._refuse([not status.is_finite for status in statuses], "are not finite", error)
+        self._check_settings(statuses, settings)
+
+    def check_number(self, statuses: Sequence[MemberStatus]) -> None:
+        # First: if some had enough and others had not, some would send, and others meet again.
+        own = self._group.min_members
+        needed = [status.min_members for status in statuses if not status.is_new]
+        usual = Counter(needed or [status.min_members for status in statuses]).most_common(1)[0][0]
+        error = AgreementError(
+            f"this member has min_members={own}, and those that it has met have min_members={usual}: it was "
+            "refused, and the others go on; start all with the same one"
+        )
+        self._refuse([status.min_members != usual for status in statuses], "have other min_members", error)
+        if len(statuses) < own:
+            if statuses[self._group.control.rank].is_leaving:
+                self._leave()
+                raise LeftError(
+                    f"this member has left the group, in which too few were left ({len(statuses)} of "
+                    f"min_members={own}) to hand over to"
+                )
+            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
+            there = "1 member is" if len(statuses) == 1 else f"{len(statuses)} members are"
+            raise TooFewError(f"{there} there, and min_members={own} are needed")
+
+    def _check_settings(self, statuses: Sequence[MemberStatus], own: InnerSettings) -> None:
+        """Refuse a member whose optimizers inside are set otherwise than those of who is here for longest."""
+        # Newcomers are given theirs.
+        if len({status.inner_settings for status in statuses if not status.is_new}) < 2:
+            return
+        data = gather_bytes(json.dumps(own).encode(), self._group.control, "comparing inner optimizers")
+        everyone: list[InnerSettings] = list(map(json.loads, data))
+        usual, others = set_otherwise(everyone, statuses)
+        if not others:
+            return
+        words = (
+            f"{difference(own, everyone[usual])} at step {statuses[usual].step}, as of a schedule that "
+            "counts each member's own steps; let it go by `steps` of this context, which a member that joins "
+            "takes over"
+        )
+        if not self._contributor.tolerates_other_settings:
+            refused = StepError(f"{words}. It was refused and has left, and the others go on")
+            self._refuse([rank in others for rank in range(len(statuses))], "have other settings", refused)
+        elif self._group.control.rank in others and words != self._warned:
+            self._warned = words
+            logger.warning("%s", words)
+
+    def _refuse(self, are_refused: Sequence[bool], why: str, error: Exception) -> None:
+        """Let some members leave with an error, and the others try again without them."""
+        if are_refused[self._group.control.rank]:
+            # Before it is raised: the others meet again at once, and should not wait for this member.
+            self._leave()
+            raise error
+        ranks = [rank for rank, is_refused in enumerate(are_refused) if is_refused]
+        if ranks:
+            raise TryAgainError(f"members {ranks} {why}, and are refused")
+
+    def agree(self, statuses: Sequence[MemberStatus]) -> None:
+        """Refuse a member that is configured otherwise than those who were here before."""
+        group, purpose = self._group, "joining a group"
+        description = {"group": group.kind, "kind": self._kind, **self._contributor.description()}
+        described = described_together(description, group)
+        data = gather_bytes(json.dumps(described).encode(), group.control, purpose)
+        everyone: list[dict[str, str]] = list(map(json.loads, data))
+        texts = [json.dumps(description, sort_keys=True) for description in everyone]
+        before = [text for text, status in zip(texts, statuses, strict=True) if not status.is_new] or texts
+        counts = Counter(before)
+        usual = max(counts, key=lambda text: counts[text])
+        refused = AgreementError()
+        try:
+            others = [everyone[texts.index(usual)], described]
+            check_same(others, f"{purpose}, of which process 0 is a member")
+        except AgreementError as error:
+            refused = AgreementError(f"{error}, and this process, 1, was refused; the others go on")
+        self._refuse([text != usual for text in texts], "are configured otherwise", refused)

@@ -1,0 +1,266 @@
+"""The model that a user gave: what is around it, what this process holds of it, and what is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded, names_of, way_in
+from thinwire.algorithms import Algorithm
+from thinwire.checks import checked_scaler, shown
+from thinwire.comm import ProcessGroupTransport, Transport
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments, fragments_of
+from thinwire.local_sgd.inner_optimizers import check_keeps_to_itself
+from thinwire.local_sgd.loaded_weights import Loads
+from thinwire.local_sgd.outer import Outer, held_by, new_outer
+from thinwire.local_sgd.replica import Replica
+from thinwire.local_sgd.schedule import Schedule
+from thinwire.local_sgd.settings import Nesterov
+from thinwire.sync.settings import checked_on_nonfinite
+from thinwire.sync.state import DTYPES
+from thinwire.torch_private import non_persistent_buffers, takes_step_hooks, uncompiled
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(eq=False)
+class AveragedModel:
+    """A model, and its fragments. Its tensors are looked up each time: a user may freeze or replace some."""
+
+    module: nn.Module  # not wrapped
+    replica: Replica = field(default_factory=Replica)  # what this process holds of it
+    ddp: DistributedDataParallel | None = None  # around it; it may leave some parameters out
+    buffers: bool = True  # whether saved floating buffers are averaged
+    entered: Mapping[str, object] = field(default_factory=dict)  # each tensor on entry, by name; none before
+    fragments: Fragments = field(default_factory=Fragments)  # none before entry, and of gradients
+    make_outer: Outer | None = None
+    outer: torch.optim.Optimizer | None = None  # steps the last averages
+    shows_average: bool = False  # in place of its values
+    loads: Loads = field(default_factory=Loads)  # of its weights, inside the context
+
+    def tensors(self) -> list[Averaged]:
+        """Return the averaged tensors as they are now: trainable parameters, saved floating buffers if asked.
+
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean, and those of 8 bits or fewer hold
+        weights that stay; buffers that the module does not save (masks, position tables) are constants.
+        """
+        # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
+        self.replica.show_shards()
+        ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
+        averaged = []
+        # In the model's order, which is the same on every process and decides what travels where.
+        for parameter, name in names_of(self.module, ignored).items():
+            if not parameter.requires_grad:
+                continue
+            if nn.parameter.is_lazy(parameter):
+                raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
+            if hasattr(parameter, "to_local") and not self.replica.is_sharded:
+                raise GradientError(
+                    f"{name} is sharded, and was not when LocalSGD was made; call fully_shard before "
+                    "LocalSGD(model)"
+                )
+            averaged.append(Averaged(name, parameter, is_buffer=False))
+        if not averaged:
+            raise AttachError("no parameter of the model is trained, so there is nothing to average")
+        # Module by module: which buffers are not saved only the module knows that has them. One that modules
+        # share is averaged once.
+        seen: set[int] = set()
+        for prefix, part in self.module.named_modules() if self.buffers else ():
+            for own_name, buffer in part.named_buffers(recurse=False):
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                if id(buffer) not in seen and own_name not in non_persistent_buffers(part):
+                    seen.add(id(buffer))
+                    if buffer.dtype in DTYPES and name not in ignored:
+                        averaged.append(Averaged(name, buffer, is_buffer=True))
+        _check_values(averaged)
+        return averaged
+
+    def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
+        """Return the transport of the group, and that of the subgroup if there is one."""
+        device, replicas = self.tensors()[0].tensor.device, self.replica.replicas
+
+        def transport_of(processes: Any) -> Transport:
+            return processes if isinstance(processes, Transport) else ProcessGroupTransport(processes, device)
+
+        group = transport_of(
+            self.ddp.process_group if self.ddp is not None and replicas is None else replicas
+        )
+        if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
+            raise ConfigError(
+                "replicas is not the group of the DDP model; leave it out, or build both with the same one"
+            )
+        inner = None if subgroup is None else transport_of(subgroup)
+        # Other transports do not say who is at their ends.
+        if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
+            members, others = (
+                set(dist.get_process_group_ranks(transport.group)) for transport in (group, inner)
+            )
+            if others - members:
+                raise ConfigError(
+                    f"processes {sorted(others - members)} of the subgroup are not in the process group; "
+                    "make subgroups of it: torch.distributed.new_subgroups(group_size=…)"
+                )
+        return group, inner
+
+    def divide(
+        self, averaged: Sequence[Averaged], schedule: Schedule, num_members: int, algorithm: Algorithm
+    ) -> None:
+        """Divide what is averaged into fragments, and make the outer optimizer that steps them."""
+        make = self.make_outer
+        device = make.device if isinstance(make, Nesterov) else None  # None: the model's
+        parts = fragments_of(averaged, schedule.streaming.fragments)
+        self.fragments = Fragments(Fragment(part, device) for part in parts)
+        if make is not None:
+            parameters = self.fragments.outer_parameters(averaged)
+            self.outer = new_outer(make, parameters, num_members, schedule.every_steps, algorithm)
+
+    @contextmanager
+    @torch.inference_mode(False)
+    def holding_average(self) -> Iterator[None]:
+        """Let the model hold the last averages while this is open. What it held comes back afterwards."""
+        lasts = self.fragments.lasts
+        values = [tensor.value.clone() for tensor, _ in lasts]
+        self.shows_average = True
+        try:
+            for fragment in self.fragments:
+                fragment.restore_last()
+            yield
+        finally:
+            # Parameters gathered for an evaluation are of the average, and would be used again.
+            self.replica.show_shards()
+            for (tensor, _), value in zip(lasts, values, strict=True):
+                tensor.value.copy_(value)
+            self.shows_average = False
+
+    def check_own(self, call: str) -> None:
+        """Refuse a call while the model holds the last averages."""
+        # A step would change the average, and be lost when the model's own values come back.
+        if self.shows_average:
+            raise StepError(f"{call} came inside averaged(), which shows the last average; leave it first")
+
+    def enter(self, averaged: Iterable[Averaged]) -> None:
+        """Take note of what is averaged from now on."""
+        self.entered = {tensor.name: tensor.identity for tensor in averaged}
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with other tensors than on entry."""
+        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
+        now = {tensor.name: tensor.identity for tensor in self.tensors()}
+        changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
+        if changed:
+            raise StepError(
+                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
+                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
+
+
+def _check_values(averaged: Iterable[Averaged]) -> None:
+    for item in averaged:
+        if item.value.dtype not in DTYPES:
+            raise GradientError(
+                f"{item.name} is trained in {item.value.dtype}, which has no mean, expected 16 bits or more; "
+                "keep it in bf16 or fp32, or freeze it: requires_grad_(False)"
+            )
+        if item.tensor.is_meta:
+            raise AttachError(
+                f"{item.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
+                "initialise or load it, then average the model"
+            )
+
+
+def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the module, and the DDP model around it if there is one."""
+    ddp, inner = ddp_inside(model), uncompiled(model)
+    if ddp is not None:
+        return ddp.module, ddp
+    if not isinstance(inner, nn.Module):
+        way = way_in(model)
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}{way and f'; {way}'}")
+    # Its shards are of parameters that were joined end to end, so that none has a name.
+    if is_sharded(inner) and not is_fsdp2(inner):
+        raise AttachError(
+            f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
+            "torch.distributed.fsdp.fully_shard instead, or pass the plain module if it fits on each device"
+        )
+    return inner, None
+
+
+def replica_of(
+    module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
+) -> Replica:
+    """Describe this process's replica of a model."""
+    # Their types take seconds to import, so they are known by what they have.
+    has_parts = any(hasattr(parameter, "to_local") for parameter in module.parameters())
+    if not hasattr(replicas, "get_group") and not ((replicas is not None and has_parts) or is_fsdp2(module)):
+        return Replica(replicas)
+    if has_subgroup:
+        raise ConfigError(
+            "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
+        )
+    made: Replica = import_module("thinwire.local_sgd.sharded_replica").new_replica(module, replicas)
+    return made
+
+
+def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None) -> None:
+    """Refuse settings of gradients if none are averaged, or not by all."""
+    checked_scaler(grad_scaler)
+    on_nonfinite = checked_on_nonfinite(schedule.warmup.on_nonfinite, grad_scaler)
+    if on_nonfinite != "nan" and not schedule.has_ddp:
+        raise ConfigError(
+            f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+            "is a plain module, whose parameters are averaged; leave it out"
+        )
+    if on_nonfinite == "raise" and schedule.has_subgroup:
+        raise ConfigError(
+            'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
+            'raise; use "zero"'
+        )
+
+
+def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse the optimizer of a different model."""
+    if not held_by(optimizer) & {id(parameter) for parameter in parameters}:
+        raise ConfigError(
+            "the optimizer holds none of the model's trainable parameters; build it from this model: "
+            "optimizer = torch.optim.SGD(model.parameters(), …)"
+        )
+
+
+def checked_optimizers(
+    given: Optimizers, averaged: Sequence[Averaged], module: nn.Module, replica: Replica
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that train a module, in the order of their steps: the last one's are counted."""
+    optimizers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
+        check_keeps_to_itself(optimizer, is_sharded=replica.is_sharded)
+        if not takes_step_hooks(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
+            )
+        check_trains(optimizer, (parameter.tensor for parameter in averaged))
+        # Fewer than the model's are fine: an optimizer that is not passed may train the others.
+        foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
+        if foreign:
+            raise ConfigError(
+                f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
+                "averaged; put all that is trained into one module and pass that"
+            )
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise ConfigError(f"expected one optimizer or several, each once, got {list(optimizers)}")
+    return optimizers

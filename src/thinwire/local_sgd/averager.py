@@ -1,0 +1,270 @@
+"""Base classes of all that average models, or gradients with members that change: a counted context."""
+
+from __future__ import annotations
+
+import io
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.algorithms import Algorithm
+from thinwire.comm import ProcessGroupTransport
+from thinwire.errors import LeftError, StepError
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.contributor import Contributor
+from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
+from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.outer import warn_of_momentum
+from thinwire.local_sgd.saved_state import LoadedState
+from thinwire.local_sgd.training_loop import after_each_step
+from thinwire.sync import GradientSync
+from thinwire.sync.handle import not_copied
+from thinwire.sync.precision import full_precision
+from thinwire.sync.stats import Stats
+
+
+class Averager(AbstractContextManager[Any]):
+    """A context around a training loop, in which a membership averages what a contributor puts in.
+
+    Attributes:
+        sync: The handle of the averagings: their plan, and switching the algorithm.
+        observers: Called after every step, with True.
+    """
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        contributor: Contributor,
+        membership: Membership,
+        sync: GradientSync,
+    ) -> None:
+        super().__init__()
+        self._model, self._optimizers, self.sync = model, optimizers, sync
+        self._contributor, self._membership = contributor, membership
+        self._engine = contributor.engines[0]
+        self.observers: list[Callable[[bool], None]] = []
+        self._attached = ExitStack()
+        self._is_inside = False
+        self._loaded: LoadedState | None = None  # until entry
+        # So that `sync` counts the same. Weak: the engine is part of this, and its memory should go at once.
+        self._engine.reporter.compared = partial(_with_steps, ref(self))
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(f"a {type(self).__name__}")
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without what is around it."""
+        return self._model.module
+
+    @property
+    def steps(self) -> int:
+        """Attempted steps; a member that joins takes over those of the others."""
+        return self._contributor.steps
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there is anything to save: from entry on."""
+        return bool(self._model.entered)
+
+    def stats(self) -> Stats:
+        """Return the traffic to the group, buffers included, and how much less it is than data-parallel.
+
+        `steps` are attempted steps, and `gradient_bytes` those that averaging exact gradients in each of
+        them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
+        sent within a subgroup is not in it, nor the time spent waiting for processes that are slower.
+        `sync.stats()` is the same.
+        """
+        return self.sync.stats()
+
+    def counts(self) -> Stats:
+        """Return `stats()` without errors; see `Engine.counts`."""
+        return self._engine.reporter.counts()
+
+    def _tell_observers(self) -> None:
+        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+            observer(True)
+
+    def _check_not_over(self, call: str) -> None:
+        """Refuse a call of a member that has left, or while the model shows the last average."""
+        if self._membership.has_left:
+            raise LeftError(f"{call} came after this member has left its group; end the loop")
+        self._model.check_own(call)
+
+    def _check_inside(self, call: str) -> None:
+        """Refuse a call outside the context, or with a model that has changed."""
+        self._check_not_over(call)
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        self._model.check_unchanged()
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a run resumes from. Collective."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state saved by `state_dict`; before entering."""
+
+    def distributed_state(self) -> DistributedState:
+        """Return the object that `torch.distributed.checkpoint` saves and loads, beside model and optimizer.
+
+        `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
+        processes must save. Their models differ between averagings, so what that module saves of a model that
+        is not sharded is one process's: call `average()` before.
+
+        Cost: as of `state_dict`, and its bytes, on each process.
+        """
+        return DistributedState(self)
+
+
+def _with_steps(averager: ref[Averager], stats: Stats) -> Stats:
+    """Compare with averaging exact gradients in each step."""
+    if (self := averager()) is None:
+        return stats
+    # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
+    step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
+    return replace(stats, steps=self.steps, gradient_bytes=self._contributor.steps_here * step_bytes)
+
+
+class DistributedState:
+    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
+
+    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
+    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
+
+    def __init__(self, averager: Averager) -> None:
+        self._averager = averager
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state's bytes; none of them if there is nothing to save yet. Collective."""
+        file = io.BytesIO()
+        if self._averager.has_state:
+            torch.save(self._averager.state_dict(), file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Load what `state_dict` has returned."""
+        self._averager.load_state_dict(torch.load(io.BytesIO(state["state"]), weights_only=True))
+
+
+class ModelAverager(Averager):
+    """Averages a model every few steps; the base of `LocalSGD` and `elastic.LocalSGD`."""
+
+    _contributor: ModelChanges
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        changes: ModelChanges,
+        membership: Membership,
+        sync: GradientSync,
+        grad_scaler: GradScaler | None,
+    ) -> None:
+        super().__init__(model, optimizers, changes, membership, sync)
+        self._schedule, self._grad_scaler = changes.schedule, grad_scaler
+        self._copies = CopiesOfWeights()
+        self._warned_for: Algorithm | None = None  # for which the outer momentum was looked at
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
+
+    @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """The outer optimizer, from entry on; for a learning-rate schedule, say."""
+        return self._model.outer if self._model.entered else None
+
+    def _check_copies(self) -> None:
+        """Refuse optimizers that keep copies of the weights, and would undo an average with them."""
+        lasts = {id(parameter.tensor): last for parameter, last in self._model.fragments.lasts}
+        self._copies.check(self._optimizers, lasts)
+
+    def _check_momentum(self, *, stacklevel: int) -> None:
+        algorithm = self._engine.algorithm
+        if algorithm is not self._warned_for:  # perhaps a new one since the last averaging
+            self._warned_for = algorithm
+            warn_of_momentum(self._model.outer, algorithm, stacklevel=stacklevel + 1)
+
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        """Count the steps of the user's loop while this is open."""
+        loads = self._model.loads.noted(self.module, self._optimizers, self._model.fragments.checksum)
+        transport = self._engine.transport
+        group = transport.group if isinstance(transport, ProcessGroupTransport) else None
+        silent = silent_steps(self._optimizers, group)
+        with loads, silent, after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step):
+            yield
+
+    def _after_own_step(self) -> None:
+        """Count a step that the optimizer, or the scaler, has attempted."""
+        # The whole model is too much to look at in every step.
+        self._check_not_over("a step")
+        if self._contributor.steps_here == 0:  # optimizers make their state in their first step
+            self._check_copies()
+        self._after_step(is_own=True)
+
+    def _after_step(self, *, is_own: bool) -> None:
+        """Count a step, and average as the schedule says."""
+        self._contributor.count_step(is_own=is_own)
+        self._average_if_due()
+        self._tell_observers()
+
+    def _average_if_due(self) -> None:
+        changes, membership, schedule = self._contributor, self._membership, self._schedule
+        is_delayed = schedule.is_delayed(changes.steps)
+        if membership.is_open and changes.age >= schedule.streaming.delay_steps:
+            with self._collective("a step"):
+                membership.finish()
+        elif membership.is_behind(changes.rounds_due):
+            with self._collective("a step"):
+                membership.advance(changes.rounds_due)
+        if not membership.is_open and changes.is_due():
+            with self._collective("a step"):
+                membership.start(is_delayed=is_delayed)
+                if not is_delayed:
+                    membership.finish()
+
+    @contextmanager
+    def _collective(self, call: str) -> Iterator[None]:
+        """Check the model first; if anything fails inside, forget what is under way."""
+        self._check_inside(call)
+        self._check_copies()
+        self._check_momentum(stacklevel=4)
+        try:
+            # The step may stand under autocast, which would round the arithmetic on changes.
+            with full_precision(self._contributor.device):
+                yield
+        except BaseException:
+            self._membership.abandon()
+            raise
+
+    @abstractmethod
+    def average(self) -> None:
+        """Average now. Collective."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
+
+        Between averagings each process's model is its own, and with fragments their last averages are of
+        different steps. Nothing is sent. What the model held comes back afterwards, averaged buffers too.
+        Others, such as BatchNorm's `num_batches_tracked`, are left alone: evaluate with `model.eval()`. Save
+        `model.state_dict()` in it to keep the averaged model alone.
+
+        Cost: a copy of what is averaged.
+
+        Raises:
+            StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
+        """
+        self._check_inside("averaged()")
+        return self._model.holding_average()

@@ -1,0 +1,196 @@
+"""Contributors: what a member puts into an averaging, takes from it, and starts from when it joins."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from thinwire.adapters.ddp_model import plain_name
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.comm import Description
+from thinwire.errors import StateError
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.inner_settings import InnerSettings, inner_settings
+from thinwire.local_sgd.optimizer_state import load_optimizers, state_of_shards
+from thinwire.local_sgd.pending_average import PendingAverage
+from thinwire.local_sgd.saved_state import LoadedState, checked_state, members_of, packed_state
+from thinwire.sync import Engine
+from thinwire.sync.state import in_memory_order
+from thinwire.tensors.layout import local_tensor
+
+
+class Contribution(NamedTuple):
+    """One member's contribution to an averaging."""
+
+    weight: float  # 0 if it has done nothing
+    is_finite: bool
+    tensors: Any  # for `start`, if they are still what is averaged then
+
+
+class Contributor(ABC):
+    """The source of the tensors that a membership averages: a model's changes, or its gradients.
+
+    Attributes:
+        steps: So far, of those who have been here longest.
+        steps_here: Since this was made.
+        engines: All that average for it; one at a time.
+        sent_optimizers: Those inside that a member which joins is given.
+        device: The model's; if it is on several, that of its first averaged tensor.
+    """
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        engines: Sequence[Engine],
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+    ) -> None:
+        self.steps = self.steps_here = self.turns = 0
+        self.model, self.engines, self.optimizers = model, engines, optimizers
+        self.sent_optimizers = optimizers if group.send_optimizer else ()
+        self._group = group
+        self.device = model.tensors()[0].tensor.device
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the next averaging."""
+        return self.engines[0]
+
+    @abstractmethod
+    def contribution(self, turns_ahead: int = 0) -> Contribution:
+        """Return the contribution of this member to the next averaging, or the one after it."""
+
+    @abstractmethod
+    def start(self, tensors: Any, scale: float, step: int, *, is_delayed: bool) -> PendingAverage[Any]:
+        """Send the first messages of an averaging of a contribution's tensors; None: look at them again."""
+
+    @abstractmethod
+    def commit(
+        self, pending: PendingAverage[Any] | None, step: int, num_members: int, *, may_be_empty: bool
+    ) -> None:
+        """Take the means of a committed averaging; None if no one had anything to average."""
+
+    def abandon(self) -> None:  # noqa: B027 - most have nothing to do
+        """Go on after an averaging that has failed on all members."""
+
+    # Members that come and go compare this, and a newcomer starts from it.
+
+    @property
+    @abstractmethod
+    def averaged_steps(self) -> int:
+        """Steps at the last averaging."""
+
+    @abstractmethod
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return by name what is the same on all members after an averaging, the tensors themselves."""
+
+    @abstractmethod
+    def reset(self, step: int, turns: int) -> None:
+        """Go on from shared tensors that were loaded; what was made until then counts no more."""
+
+    def description(self) -> Description:
+        """Return the settings and shapes that must be the same on all members, by subject."""
+        sent = ", ".join(type(optimizer).__name__ for optimizer in self.sent_optimizers)
+        return {
+            **self.engines[0].buckets.described("an averaging", self.device),
+            "torch": torch.__version__.partition("+")[0],
+            "optimizer": sent or "each its own",
+        }
+
+    @property
+    def tolerates_other_settings(self) -> bool:
+        """Whether a member whose optimizers are set otherwise is warned, and not refused."""
+        return not self.sent_optimizers
+
+    def inner_settings(self) -> InnerSettings:
+        """Return the settings of the optimizers inside."""
+        return inner_settings(self.optimizers)
+
+    def tensors_not_averaged(self) -> dict[str, torch.Tensor]:
+        """Return by name what a newcomer must be given besides: frozen parameters and other buffers."""
+        # Found by identity: a compiled block's names are not those it is averaged under.
+        averaged = {id(item.tensor) for item in self.model.tensors()}
+        named = chain(self.model.module.named_parameters(), self.model.module.named_buffers())
+        return {
+            plain_name(name): local_tensor(tensor) for name, tensor in named if id(tensor) not in averaged
+        }
+
+    def state(self, lineage: int, commits: int, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        # It is as of the last averaging, for a newcomer too: later steps are in no model but this one's.
+        members = {
+            "lineage": lineage,
+            "commits": commits,
+            "turns": self.turns,
+            "not_averaged": self.tensors_not_averaged(),
+            "residual_of": tuple(sorted(self.engine.state.memory[ERROR])),
+            "optimizers": [state_of_shards(optimizer) for optimizer in self.sent_optimizers],
+        }
+        return packed_state(
+            step=self.averaged_steps,
+            sent_after=(self.averaged_steps,),
+            last_average=self.shared_tensors(),
+            sync=self.engine.state.common_state(self.engine.algorithm) if sync is None else sync,
+            outer=None if self.model.outer is None else self.model.outer.state_dict(),
+            members=members,
+        )
+
+    def check_state(self, state: Mapping[str, Any]) -> LoadedState:
+        """Return a state that was saved or received, if it is one of this model."""
+        shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
+        loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
+        if loaded.in_flight:
+            raise StateError(
+                "the state was saved while an average was in flight, and members that come and go start from "
+                "an average; save after average()"
+            )
+        return loaded
+
+    def start_from(self, loaded: LoadedState) -> None:
+        """Go on from a state: all of it, or (if it does not fit) none."""
+        shared, others, members = self.shared_tensors(), self.tensors_not_averaged(), members_of(loaded)
+        if loaded.members is not None:  # a fixed group's has no others
+            _check_like(members["not_averaged"], others)
+        engine = self.engine_after(loaded.step)
+        of_engine = engine.check_state_dict(loaded.sync)
+        outer = self.model.outer if loaded.outer is not None else None
+        optimizers, states = [] if outer is None else [outer], [] if outer is None else [loaded.outer]
+        if loaded.members is not None:
+            optimizers, states = [*optimizers, *self.sent_optimizers], [*states, *members["optimizers"]]
+        load_optimizers(optimizers, states)
+        errors = of_engine.slots.get(ERROR, {})
+        common = {slot: tensors for slot, tensors in of_engine.slots.items() if not slot.is_local}
+        engine.load(of_engine._replace(slots=common))
+        for spec in engine.specs:
+            # On which parameters there is a residual decides what messages look like: a newcomer's is zeros.
+            if spec.name in errors or spec.name in members["residual_of"]:
+                error = errors.get(spec.name, torch.zeros(spec.shape))
+                engine.state.put_error(spec.name, in_memory_order(ERROR, error, spec, self.device))
+        for tensors, targets in (loaded.last_average, shared), (members["not_averaged"], others):
+            for name, tensor in tensors.items():
+                targets[name].copy_(tensor)
+        self.model.loads.forget()
+        self.reset(loaded.step, members["turns"])
+
+    def engine_after(self, step: int) -> Engine:
+        """Return the engine of the averaging that follows on this step."""
+        return self.engine
+
+
+def _check_like(tensors: object, targets: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a state whose tensors that are not averaged are others than this member's."""
+
+    def kind(of: object) -> object:
+        return (of.shape, of.dtype) if isinstance(of, torch.Tensor) else None
+
+    is_like = isinstance(tensors, Mapping) and tensors.keys() == targets.keys()
+    if not is_like or any(kind(tensors[name]) != kind(targets[name]) for name in targets):  # type: ignore[index]
+        raise StateError(
+            "the state's not_averaged is of other tensors than this member's model; start the same script as "
+            "the others, or load the state of the same model"
+        )

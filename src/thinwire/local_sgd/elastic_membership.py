@@ -1,0 +1,380 @@
+"""Averagings with members that come and go: all commit one or none, and it is known who has gone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.comm import gather_numbers
+from thinwire.errors import CommunicationError, LeftError, StateError
+from thinwire.local_sgd.admission import Admission, TooFewError, TryAgainError
+from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.machine_group import BrokenMemberError, in_all_processes
+from thinwire.local_sgd.groups.state_transfer import broadcast_residual, plain
+from thinwire.local_sgd.inner_settings import digest
+from thinwire.local_sgd.member_status import (
+    NUMBER_BITS,
+    MembershipStats,
+    MemberStatus,
+    StatusGather,
+    count_changes,
+    kept_lineage,
+    next_lineage,
+    reduced_over_local_processes,
+)
+from thinwire.local_sgd.membership import Membership
+from thinwire.local_sgd.pending_average import PendingAverage
+
+logger = logging.getLogger(__name__)
+
+
+class _Averaging(NamedTuple):
+    """One that is under way, or that was prepared when the last message, by which all commit it, failed."""
+
+    pending: PendingAverage[Any] | None
+    lineage: int
+    statuses: tuple[MemberStatus, ...]
+
+    def abandon(self) -> None:
+        if self.pending is not None:
+            self.pending.abandon()
+
+
+RETRIED = (CommunicationError, TryAgainError)
+
+
+class ElasticMembership(Membership):
+    """Averages with all who are there, as often as it takes; keeps track of the members.
+
+    An averaging is committed by all members or by none. The last of its messages says that everybody has
+    received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
+    and learns at its next meeting with the others whether they have committed.
+
+    What each member has not transmitted counts in the mean over the members of its averaging. When their
+    number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
+    """
+
+    def __init__(self, group: Group, contributor: Contributor, kind: str) -> None:
+        super().__init__(group, contributor)
+        self.stats = MembershipStats()
+        self.is_leaving = False  # to be set: whether to leave after the next averaging
+        # The committed averagings that the model comes from, a digest and a number; newcomers take both.
+        self.lineage = self.commits = 0
+        self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
+        self._admission, self._member = Admission(group, contributor, kind, self.leave), self._drawn()
+        # Over whose mean this member's residual counts; 0 for those who resume together.
+        self._error_members = 1
+        self._agreed_changes = 0
+        self._open: _Averaging | None = None
+        self._doubt: _Averaging | None = None
+        self._is_saving = False
+        self._saved: dict[str, Any] | None = None
+        self._is_delayed = False
+        group.provide = self._provided
+        group.is_leaving = lambda: self.is_leaving
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def start(self, *, is_delayed: bool = False, statuses: Sequence[MemberStatus] = ()) -> None:
+        if self.has_left:
+            raise LeftError("this member has left the group; start the process again to rejoin")
+        if self.stats.averagings == 1:
+            plain(self.state())  # optimizers have their state only since the first step
+        self._is_delayed = is_delayed
+        self._repeated(self._start)
+
+    def is_behind(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> bool:
+        return False  # a member that is lost meanwhile shows when the averaging is due, and it is done again
+
+    def finish(self) -> None:
+        self._repeated(self._finish)
+        # The flag is the one that the others read: a member asked to leave since has handed over nothing yet.
+        if self.statuses[self.group.control.rank].is_leaving:
+            self.leave()
+            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def abandon(self) -> None:
+        pass  # what has failed is abandoned, or in doubt
+
+    def save(self) -> dict[str, Any]:
+        """Return the engine's state, with the mean residual of all who are there. Collective."""
+        self._is_saving, self._saved = True, None
+        try:
+            while self._saved is None:
+                self.average()
+            return self._saved
+        finally:
+            self._is_saving = False
+
+    def state(self, sync: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the state a newcomer starts from, or (with the engine's own state) a run that resumes."""
+        return self._contributor.state(self.lineage, self.commits, sync)
+
+    def stand_at(self, lineage: int, commits: int) -> None:
+        """Stand where a saved state does, of which others may be, too."""
+        self.lineage, self.commits, self._error_members = lineage, commits, 0
+        self.group.reset(commits)
+
+    def leave(self) -> None:
+        """Go at once. What has not been handed over is lost."""
+        if self.has_left:
+            return
+        for averaging in (self._open, self._doubt):
+            if averaging is not None:
+                averaging.abandon()
+        self._open, self.has_left = None, True
+        self.group.leave()
+
+    def _repeated(self, attempt: Callable[[], None]) -> None:
+        """Try until it succeeds, or the group's patience is over."""
+        group, give_up_at, said = self.group, math.inf, ""
+        while True:
+            try:
+                attempt()
+                return
+            except BrokenMemberError:
+                self.leave()  # at once: the others should not wait for a member that ends
+                raise
+            except RETRIED as error:
+                # From the first failure on: the others may come late by as long as a quorum may take.
+                now = time.monotonic()
+                give_up_at = min(give_up_at, now + group.wait_seconds)
+                # First of all: it breaks the others' messages off, which would wait for this member until
+                # they time out.
+                group.commit(False)
+                self.stats.retries += not isinstance(error, TooFewError)
+                if str(error) != said:  # who waits for others meets the same again and again
+                    said, waits = str(error), isinstance(error, TooFewError)
+                    happens = "waiting for more members" if waits else "an averaging failed and is repeated"
+                    logger.warning("%s: %s", happens, error)
+                if group.broadcast_scalar(now >= give_up_at):
+                    raise CommunicationError(
+                        f"no averaging has succeeded in {group.wait_seconds:g} s, the last because: {error}. "
+                        "Nothing was averaged; see whether the lighthouse and at least "
+                        f"min_members={group.min_members} members are there"
+                    ) from error
+
+    def _start(self) -> None:
+        group, contributor = self.group, self._contributor
+        statuses, tensors = self._met()
+        lineage = next_lineage(self.lineage, group.quorum_id, statuses)
+        total = sum(status.weight for status in statuses)
+        pending = None
+        if total:
+            scale = statuses[group.control.rank].weight * len(statuses) / total
+            step = max(status.step for status in statuses)
+            pending = in_all_processes(
+                lambda: contributor.start(tensors, scale, step, is_delayed=self._is_delayed), group, RETRIED
+            )
+        self._open = _Averaging(pending, lineage, statuses)
+
+    def _finish(self) -> None:
+        if self._open is None:
+            self._start()
+        assert self._open is not None
+        opened, self._open = self._open, None
+        try:
+            if opened.pending is not None:
+                engine = self._contributor.engines[0]
+                with engine.clock.inside(engine.traffic):
+                    in_all_processes(opened.pending.send, self.group, RETRIED)
+            purpose = "whether all have received everything"
+            try:
+                gather_numbers([1.0], self.group.control, purpose)
+            except CommunicationError:
+                # Don't abandon it: some member may have received this message, and committed.
+                self._doubt = opened
+                raise
+        except BaseException:
+            if self._doubt is None:
+                opened.abandon()
+            raise
+        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
+        # failure takes nothing back.
+        self.group.commit(True)
+        self._commit(opened)
+        self._hand_over(opened.statuses)
+        # Members that leave have handed over what they owed, and would count it again.
+        is_anyone_leaving = any(status.is_leaving for status in opened.statuses)
+        if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
+            self._saved = in_all_processes(self._contributor.engine.state_dict, self.group, RETRIED)
+
+    def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
+        """Return who averages next, and what this one starts with; None if that must be looked at again."""
+        group = self.group
+        start = time.perf_counter()
+        try:
+            group.start_quorum()
+        except LeftError:
+            self.leave()
+            raise
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        self._note_received()
+        is_new, contributor = group.received is not None, self._contributor
+        contribution = contributor.contribution()
+        # If others have committed what this member is in doubt of.
+        behind = Contribution(0.0, True, None) if self._doubt is None else contributor.contribution(1)
+        is_still_that, settings = not is_new and self._doubt is None, contributor.inner_settings()
+        own = reduced_over_local_processes(
+            MemberStatus(
+                step=0 if is_new else contributor.steps,
+                weight=0.0 if is_new else contribution.weight,
+                is_finite=contribution.is_finite and behind.is_finite,
+                is_leaving=self.is_leaving,
+                is_new=is_new,
+                is_saving=self._is_saving,
+                member=self._member,
+                lineage=self.lineage if group.received is None else group.received["members"]["lineage"],
+                doubt=0 if self._doubt is None else self._doubt.lineage,
+                weight_behind_doubt=behind.weight,
+                min_members=group.min_members,
+                error_norm=contributor.engine.state.error_norm(),
+                inner_settings=digest(settings),
+                averagings=self.stats.averagings,
+            ),
+            group,
+        )
+        statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
+        # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
+        # gone back to meet.
+        self._admission.check_number(statuses)
+        statuses = self._of_one_lineage(statuses)
+        self._admission.check(statuses, settings)
+        if self._agreed_changes != group.num_changes:
+            # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
+            # fails: the next change of members starts from this number.
+            self._admission.agree(statuses)
+            self._join(statuses)
+            self._adopt()
+            # Members that resume from one state have its mean each; one that joins them has nothing.
+            before = self._error_members or sum(not status.is_new for status in statuses)
+            for engine in contributor.engines:
+                engine.regroup(group.control.size / before)
+            self._error_members = group.control.size
+            self._agreed_changes = group.num_changes
+        return statuses, contribution.tensors if is_still_that else None
+
+    def _join(self, statuses: Sequence[MemberStatus]) -> None:
+        """Let the other processes of this member have what its first one has: the others, and their state."""
+        group, are_new = self.group, [status.is_new for status in statuses]
+        if group.has_parts and all(are_new):
+            # The member that has sent its state to the first processes has gone, and the other parts with it.
+            group.received = None
+            group.reset()
+            raise TryAgainError("no member is left that holds all parts of the model")
+        in_all_processes(lambda: group.join(are_new), group, RETRIED)
+
+    def _provided(self) -> Mapping[str, Any]:
+        """Return the state that a newcomer starts from."""
+        device = self._contributor.device
+        if device.type != "cpu":
+            # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
+            torch.accelerator.synchronize(device)
+        # Send what it is about to load: its own model is not shared yet.
+        return self.state() if self.group.received is None else self.group.received
+
+    def _note_received(self) -> None:
+        """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
+        received = self.group.received
+        if received is None:
+            return
+        members = received.get("members") if isinstance(received, Mapping) else None
+        if not isinstance(members, Mapping) or type(members.get("lineage")) is not int:
+            raise StateError(
+                "what the group has sent this member to start from has no lineage, expected a mapping with "
+                f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
+            )
+        if self._doubt is not None and members["lineage"] == self._doubt.lineage:
+            # They have committed what this member had prepared: with that it stands where they do, and keeps
+            # its residual.
+            self._resolve_doubt(was_committed=True)
+            return
+        self._member = self._drawn()  # to the others, it is a new one
+
+    def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
+        """Return the members with their true lineage; others must start again."""
+        kept = kept_lineage(statuses)
+        if self._doubt is not None:
+            self._resolve_doubt(was_committed=self._doubt.lineage == kept)
+        statuses = tuple(status.without_doubt(kept) for status in statuses)
+        if any(status.lineage != kept for status in statuses):
+            if statuses[self.group.control.rank].lineage != kept:
+                self.group.received = None
+                self.group.reset()
+            raise TryAgainError("members come from different averagings, and some must start from the others")
+        return statuses
+
+    def _resolve_doubt(self, *, was_committed: bool) -> None:
+        assert self._doubt is not None
+        doubt, self._doubt = self._doubt, None
+        if was_committed:
+            self.group.received = None
+            self._commit(doubt)
+        else:
+            doubt.abandon()
+
+    def _adopt(self) -> None:
+        received, contributor = self.group.received, self._contributor
+        if received is None:
+            return
+        lost = contributor.engine.state.error_norm()
+        # If a run resumes, the members that went on before this one have what it owed.
+        if self.lineage and self._error_members:
+            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away: it starts from the others%s", owed)
+            self.stats.lost_error += lost
+        contributor.start_from(contributor.check_state(received))
+        self.lineage, self.commits = received["members"]["lineage"], received["members"]["commits"]
+        self._error_members = self.group.control.size
+        self.statuses, self.group.received = (), None
+
+    def _commit(self, averaging: _Averaging) -> None:
+        pending, _, statuses = averaging
+        if pending is not None:
+            pending.wait()  # whatever can raise: if a mean is not finite, nothing has moved
+        self.lineage = averaging.lineage
+        self.commits += 1
+        may_be_empty = any(status.is_new or status.is_saving for status in statuses)
+        step = max(status.step for status in statuses)
+        self._contributor.commit(pending, step, len(statuses), may_be_empty=may_be_empty)
+        self.stats.averagings += pending is not None
+        count_changes(self.stats, self.statuses, statuses)
+        self.statuses = statuses
+
+    def _hand_over(self, statuses: Sequence[MemberStatus]) -> None:
+        """Let those who stay take over, in equal parts, the residual of those who leave."""
+        stayers = [rank for rank, status in enumerate(statuses) if not status.is_leaving]
+        leavers = [rank for rank, status in enumerate(statuses) if status.is_leaving]
+        errors, transport = self._contributor.engine.state.memory[ERROR], self.group.transport
+        # On which parameters there is a residual is the same on all members.
+        names = sorted(errors)
+        if not stayers or not names:
+            return
+        for place, rank in enumerate(leavers):
+            try:
+                arrived = broadcast_residual([errors[name] for name in names], transport, rank)
+            except CommunicationError as error:
+                # No message comes behind one that has failed, so those of the other leavers are lost, too.
+                logger.warning(
+                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                )
+                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[place:])
+                return
+            if transport.rank in stayers:
+                for name, part in zip(names, arrived, strict=True):
+                    errors[name].add_(part, alpha=1 / len(stayers))
+
+    def _drawn(self) -> int:
+        """Return a number that no other member has; whatever seeds the user's script sets."""
+        return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

@@ -1,0 +1,115 @@
+"""A group whose members come and go within one process, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire.comm import InProcessTransport
+from thinwire.comm.in_process import Awaited, wait_for
+from thinwire.errors import CommunicationError
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.groups.state_transfer import deserialize, serialize
+
+MAX_STANDSTILLS = 8
+
+
+class InProcessLighthouse:
+    """Knows who is there, and forms quorums as torchft's lighthouse does. Members: `InProcessGroup(this)`.
+
+    A quorum is formed once all who are there ask for one. If all wait and no one can go on, those
+    who have not asked count as gone, like processes whose heartbeat stops.
+
+    Args:
+        min_members: As of `Group`, for all its members.
+        wait_seconds: As of `Group`, for all its members.
+        options: `weigh_by` and `send_optimizer`, as of `Group`, for all its members.
+    """
+
+    def __init__(self, min_members: int = 1, wait_seconds: float = 5.0, **options: Any) -> None:
+        self.min_members, self.wait_seconds, self.options = min_members, wait_seconds, options
+        self.quorum_id = 0
+        self.members: list[InProcessGroup] = []  # that ever were, in the order in which they joined
+        self.there: list[InProcessGroup] = []
+        self.asking: list[InProcessGroup] = []
+
+    def form_if_all_ask(self) -> None:
+        """Make a quorum if all who are there ask for one, and are enough."""
+        if not len(self.there) == len(self.asking) >= self.min_members:
+            return
+        self.quorum_id += 1
+        self.asking.sort(key=self.members.index)
+        furthest = max(member.commits for member in self.asking)
+        source = next(member for member in self.asking if member.commits == furthest)
+        others = [member for member in self.asking if member is not source]
+        behind = [member for member in others if member.commits < furthest or furthest == 0]
+        state = serialize(source.provide() if behind else None)
+        members = InProcessTransport.group(len(self.asking))
+        for member, transport in zip(self.asking, members, strict=True):
+            member.transport.transport, member.quorum_id = transport, self.quorum_id
+            member.num_changes += 1
+        for member in behind:
+            member.received, member.commits = deserialize(state), furthest
+        self.there, self.asking = list(self.asking), []
+
+
+class _Quorum(Awaited):
+    def __init__(self, lighthouse: InProcessLighthouse, member: InProcessGroup) -> None:
+        self.lighthouse, self.member, self.before = lighthouse, member, member.quorum_id
+
+    @property
+    def is_complete(self) -> bool:
+        return self.member.quorum_id != self.before
+
+    def who_is_missing(self) -> str:
+        return f"a quorum of {self.lighthouse.min_members} members is waited for"
+
+
+class InProcessGroup(Group):
+    """A member of a group in this process; the others wait for it from now on.
+
+    Args:
+        lighthouse: The same object for all members.
+    """
+
+    def __init__(self, lighthouse: InProcessLighthouse) -> None:
+        super().__init__(lighthouse.min_members, lighthouse.wait_seconds, **lighthouse.options)
+        self.kind = "in one process"
+        self.leaves_on_sigterm = False  # it would be for the process, and no one knows for which member
+        self.commits = 0
+        self._lighthouse = lighthouse
+        lighthouse.members.append(self)
+        lighthouse.there.append(self)
+
+    def start_quorum(self) -> None:
+        lighthouse = self._lighthouse
+        if self not in lighthouse.there:
+            lighthouse.there.append(self)
+        lighthouse.asking.append(self)
+        awaited = _Quorum(lighthouse, self)
+        # When no one can go on for the first time, those in the middle of an averaging learn of it; when that
+        # happens again, all who are left have come.
+        for standstills in range(MAX_STANDSTILLS):
+            if standstills > 1:
+                lighthouse.there = [group for group in lighthouse.there if group in lighthouse.asking]
+            lighthouse.form_if_all_ask()
+            try:
+                wait_for(awaited)
+                return
+            except CommunicationError:
+                continue
+        lighthouse.there.remove(self)
+        lighthouse.asking.remove(self)
+        raise CommunicationError(awaited.who_is_missing())
+
+    def commit(self, committed: bool) -> None:
+        if not committed and isinstance(self.transport.transport, InProcessTransport):
+            self.transport.transport.abort()
+        self.commits += committed
+
+    def reset(self, commits: int = 0) -> None:
+        self.commits = commits
+
+    def leave(self) -> None:
+        if self in self._lighthouse.there:
+            self._lighthouse.there.remove(self)
+            self._lighthouse.form_if_all_ask()

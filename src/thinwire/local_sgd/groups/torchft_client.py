@@ -1,0 +1,219 @@
+"""Torchft's parts as a `TorchftGroup` uses them: client of the lighthouse, process group, state transport."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from urllib.parse import urlsplit
+
+from thinwire.comm.process_group import GroupTransport
+from thinwire.errors import MissingExtraError
+from thinwire.local_sgd.groups.state_transfer import receive_state, send_state
+
+LOOK_SECONDS = 0.2  # from one look to the next whether the lighthouse that is to answer is still there
+REACH_SECONDS = 5.0
+OLDEST = (0, 2)  # of torchft: its major and minor version
+
+
+class LighthouseGoneError(Exception):
+    """The lighthouse's process has ended; a question that it had not answered is lost."""
+
+
+class LivenessProbe:
+    """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
+
+    def __init__(self, lighthouse: str) -> None:
+        parts = urlsplit(lighthouse)
+        default = 443 if parts.scheme == "https" else 80
+        self._address = parts.hostname or "", default if parts.port is None else parts.port
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """Connect, if it is not connected."""
+        if self._socket is not None and not self.is_broken():
+            return
+        self.close()
+        try:
+            self._socket = socket.create_connection(self._address, REACH_SECONDS)
+        except ConnectionRefusedError as error:
+            raise LighthouseGoneError("nothing listens at its address") from error
+        except OSError:
+            return  # nothing is known: its machine or the network is gone, or only slow
+        self._socket.setblocking(False)
+
+    def is_broken(self) -> bool:
+        """Return whether it was connected and is no more."""
+        if self._socket is None:
+            return False
+        try:
+            return not self._socket.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+class QuorumClient:
+    """Asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+
+    It raises `LighthouseGoneError` if the lighthouse ends meanwhile.
+
+    A lighthouse that comes back numbers its quorums from 1 again. The number alone would let the manager take
+    a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
+    processes that have ended.
+    """
+
+    def __init__(self, inner: Any, manager: Any, group: ConfiguredGroup, probe: LivenessProbe) -> None:
+        self._inner, self._manager, self._group, self._probe = inner, manager, group, probe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _quorum(self, *arguments: Any, **options: Any) -> Any:
+        # Before the question: one that dies behind it is seen.
+        self._probe.open()
+        answer: Future[Any] = Future()
+        ask = partial(self._inner._quorum, *arguments, **options)
+        # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
+        # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
+        # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
+        threading.Thread(target=_put, args=(ask, answer), name="thinwire_quorum", daemon=True).start()
+        while not wait([answer], LOOK_SECONDS).done:
+            if self._probe.is_broken():
+                raise LighthouseGoneError("it has ended before it answered")
+        quorum = answer.result()
+        if quorum.replica_ids != self._group.members:
+            self._manager._quorum_id = -1  # so that it configures the group again
+        self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
+        return quorum
+
+
+def _put(call: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(call())
+    except Exception as error:
+        result.set_exception(error)
+
+
+class ConfiguredGroup:
+    """Torchft's process group as its manager configures it, whenever members are others."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.rank = self.size = 0
+        self.quorum_id = -1
+        self.num_configured = 0
+        self.address = ""
+        # From the last known quorum, the same for all of its members.
+        self.members: list[str] = []
+        self.max_step = 0
+
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
+    ) -> None:
+        self.size = 0  # until it is done
+        self.quorum_id = quorum_id
+        self.num_configured += 1
+        # A separate place in the store: see `QuorumClient`.
+        place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
+        self.address = f"{store_addr}/{place}"
+        self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
+        self.rank, self.size = rank, world_size
+
+    def transport(self) -> GroupTransport:
+        return GroupTransport(self.inner, self.rank, self.size)
+
+    def errored(self) -> Any:
+        return self.inner.errored()
+
+    def abort(self) -> None:
+        self.inner.abort()
+        self.size = 0
+
+
+class NothingSentError(Exception):
+    """There are too few members for an averaging."""
+
+
+class StateTransport:
+    """Carries the state that a newcomer starts from over the members' own process group: no further port.
+
+    If there are too few members for an averaging, only that is sent: the same newcomer would be sent the same
+    state again at the next attempt.
+    """
+
+    def __init__(self, group: ConfiguredGroup, min_members: int) -> None:
+        self._group, self._min_members = group, min_members
+
+    def metadata(self) -> str:
+        return "thinwire"
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
+    ) -> None:
+        is_enough = self._group.size >= self._min_members
+        send_state(state_dict if is_enough else None, self._group.transport(), dst_ranks)
+
+    def disallow_checkpoint(self) -> None:
+        pass  # everything was sent when `send_checkpoint` returned
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        state = receive_state(self._group.transport(), src_rank, timeout.total_seconds())
+        if state is None:
+            # Raised: else torchft would count this member among those who have the state. And as the sender
+            # says: this member's min_members may differ, for which it is refused only once they have met.
+            raise NothingSentError
+        return state
+
+    def shutdown(self, wait: bool = True) -> None:
+        pass  # there is no server
+
+
+def checked_version() -> str:
+    """Return torchft's version."""
+    try:
+        found = version("torchft")
+    except PackageNotFoundError:
+        return "nightly"  # that package has its own name, and is of today
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+        raise MissingExtraError(
+            f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]} or later, got {found}; "
+            "pip install '.[elastic]' in a clone of Thinwire"
+        )
+    return found
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    # It warns so at every change of members, if there is no NCCL, or one without a flight recorder. (A
+    # function of the module: however often it is added, a logger holds it once.)
+    return "NCCL flight recorder" not in record.getMessage()
+
+
+def torchft_module(name: str) -> Any:
+    """Return a module of torchft."""
+    # By default it logs every quorum to standard error, in its own format.
+    os.environ.setdefault("RUST_LOG", "error")
+    logging.getLogger("torchft.manager").addFilter(_says_something)
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"elastic members need torchft ({error}); pip install '.[elastic]' in a clone of Thinwire"
+        ) from error

@@ -1,0 +1,155 @@
+"""The status of each member before an averaging, and the members that come and go by it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, get_type_hints
+
+import torch
+
+from thinwire.comm import Transport
+from thinwire.local_sgd.groups.group import Group
+
+logger = logging.getLogger(__name__)
+
+NUMBER_BITS = 52  # a float64 holds every such number
+
+
+class MemberStatus(NamedTuple):
+    """The status of a member at the beginning of an averaging, in numbers that a float64 holds."""
+
+    step: int  # so far
+    weight: float  # of its contribution
+    is_finite: bool  # what it would put in
+    # Of members that stay; `has_…` in `average()` alone.
+    has_changed: bool = False  # its parameters, since the last averaging, without a step that counts
+    has_loaded: bool = False  # its parameters, inside the context, with steps behind the last averaging
+    outer_settings: int = 0  # a digest of what a schedule sets in the outer optimizer
+    # Of members that come and go.
+    is_leaving: bool = False  # after this averaging
+    is_new: bool = False  # it starts from the others' state
+    is_saving: bool = False  # behind this averaging
+    member: int = 0  # drawn when it joined
+    lineage: int = 0  # of the committed averagings that its model comes from
+    doubt: int = 0  # the lineage after an averaging that it could commit if others have; 0 if there is none
+    weight_behind_doubt: float = 0.0  # of its contribution if what it is in doubt of was committed
+    min_members: int = 1  # that it needs for an averaging
+    error_norm: float = 0.0  # of its residual
+    inner_settings: int = 0  # a digest of what its optimizers inside are set to
+    averagings: int = 0  # since it joined
+
+    @classmethod
+    def decode(cls, row: Sequence[float]) -> MemberStatus:
+        """Return the status that a row of numbers encodes."""
+        return cls(*(kind(number) for kind, number in zip(KINDS, row, strict=True)))
+
+    def without_doubt(self, kept: int) -> MemberStatus:
+        """Return the status that holds once it is known which lineage is kept."""
+        if self.doubt != kept:
+            return self
+        return self._replace(lineage=kept, doubt=0, weight=self.weight_behind_doubt)
+
+
+KINDS = tuple(get_type_hints(MemberStatus).values())
+
+
+class StatusGather:
+    """The statuses of all members of a group, under way until they are read. Collective.
+
+    Cost: a message of 136 bytes from each member and, when they are read, a host synchronisation.
+    """
+
+    def __init__(self, status: MemberStatus, transport: Transport, purpose: str) -> None:
+        # Kept: a backend may read it meanwhile.
+        self._row = torch.tensor(status, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._row.new_empty(transport.size, len(status))
+        self._work = transport.all_gather(self._rows, self._row, purpose)
+
+    def read(self) -> tuple[MemberStatus, ...]:
+        """Return the statuses, by rank. Blocks until all have come."""
+        self._work.wait()
+        return tuple(map(MemberStatus.decode, self._rows.tolist()))
+
+
+@dataclass
+class MembershipStats:
+    """Members that have come and gone, as this member has seen it.
+
+    Attributes:
+        members: In the last averaging.
+        averagings: Committed, since this member joined.
+        retries: Averagings that failed and were repeated.
+        joins: Members that joined after this one.
+        leaves: Members that left on purpose, and handed over their residual.
+        losses: Members that vanished.
+        lost_error: Sum of the norms of residuals that vanished with them, as last known.
+        quorum_seconds: Time spent waiting for it to be decided who takes part.
+    """
+
+    members: int = 0
+    averagings: int = 0
+    retries: int = 0
+    joins: int = 0
+    leaves: int = 0
+    losses: int = 0
+    lost_error: float = 0.0
+    quorum_seconds: float = 0.0
+
+
+def reduced_over_local_processes(status: MemberStatus, group: Group) -> MemberStatus:
+    """Return a member's status: work and health of all processes, the rest of the first one. Collective."""
+    if group.inside.size == 1:
+        return status
+    everyone = StatusGather(status, group.inside, "the status of each process of a member").read()
+    norms = [status.error_norm for status in everyone]
+    return everyone[0]._replace(
+        weight=sum(status.weight for status in everyone),
+        weight_behind_doubt=sum(status.weight_behind_doubt for status in everyone),
+        error_norm=math.hypot(*norms) if group.has_parts else norms[0],
+        is_finite=all(status.is_finite for status in everyone),
+        is_leaving=any(status.is_leaving for status in everyone),
+        is_saving=any(status.is_saving for status in everyone),
+    )
+
+
+def next_lineage(lineage: int, quorum_id: int, statuses: Sequence[MemberStatus]) -> int:
+    """Return the lineage behind an averaging: the same on all of its quorum, and on no one else."""
+    # The quorum's number is not enough: a lighthouse that has died and come back counts from the beginning.
+    members = [status.member for status in statuses]
+    digest = hashlib.sha256(f"{lineage} {quorum_id} {members}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
+
+
+def kept_lineage(statuses: Sequence[MemberStatus]) -> int:
+    """Return the lineage that all go on from; the others must start again."""
+    lineages = [status.lineage for status in statuses]
+    committed = {status.doubt for status in statuses if status.doubt}.intersection(lineages)
+    if committed:  # somebody has committed what others are in doubt of
+        return min(committed)
+    # Newcomers have no vote: they would count the member that has sent them its model twice.
+    counts = Counter([status.lineage for status in statuses if not status.is_new] or lineages)
+    # All see the same rows, and so all choose the same: the most frequent, of several the first.
+    return max(counts, key=lambda lineage: counts[lineage])
+
+
+def count_changes(
+    stats: MembershipStats, before: Sequence[MemberStatus], now: Sequence[MemberStatus]
+) -> None:
+    """Count who has come and gone from one committed averaging to the next."""
+    stats.members = len(now)
+    members = {status.member for status in now}
+    for gone in (status for status in before if status.member not in members):
+        if gone.is_leaving:
+            stats.leaves += 1
+            continue
+        stats.losses += 1
+        stats.lost_error += gone.error_norm
+        norm = f", and with it a residual of norm {gone.error_norm:g}, as last known"
+        logger.warning("a member has vanished after step %d%s", gone.step, norm if gone.error_norm else "")
+    if before:
+        stats.joins += len(members - {status.member for status in before})

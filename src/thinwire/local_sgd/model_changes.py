@@ -1,0 +1,235 @@
+"""The changes of a model since its last averages: the contribution of `LocalSGD` and `DiLoCo`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from time import monotonic
+
+import torch
+
+from thinwire.algorithms import Algorithm
+from thinwire.comm import Description
+from thinwire.errors import StepError
+from thinwire.local_sgd.averaged_model import AveragedModel
+from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.engines import Engines
+from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
+from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.outer import described_outer, nesterov_lr
+from thinwire.local_sgd.pending_average import Changes, PendingAverage, are_finite
+from thinwire.local_sgd.schedule import EXACT, Schedule
+from thinwire.local_sgd.settings import Nesterov
+from thinwire.sync import Engine
+
+
+class ModelChanges(Contributor):
+    """Puts in a model's changes, fragment by fragment, and moves the model by their means.
+
+    Attributes:
+        together: Joins the processes that hold the shards of a replica, and must all be finite; or None.
+        pending_steps: This process's since the last averaging.
+        chosen: Fragments to average out of turn, by place; None for those whose turn it is.
+    """
+
+    def __init__(
+        self,
+        model: AveragedModel,
+        schedule: Schedule,
+        engines: Engines,
+        optimizers: Sequence[torch.optim.Optimizer],
+        group: Group,
+    ) -> None:
+        super().__init__(model, (engines.main, engines.warmup), optimizers, group)
+        self.schedule = schedule
+        # Members that come and go combine the statuses of their processes.
+        self.together = None if self._follows_members else engines.together
+        self.pending_steps = 0
+        self.chosen: Sequence[int] | None = None
+        self.work: list[float] = []  # of this member since each fragment's last averaging
+        self.turn_began = 0  # steps at the last turn
+        self._averaged_at = monotonic()
+        # The averaging under way: its work by fragment, and the steps when it was sent.
+        self._sent_work: dict[int, float] = {}
+        self.sent_at = 0
+
+    @property
+    def fragments(self) -> Fragments:
+        """The model's."""
+        return self.model.fragments
+
+    def begin(self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm) -> None:
+        """Divide the model into fragments, on entry."""
+        self.model.divide(averaged, self.schedule, num_members, algorithm)
+        self.work = [0.0] * len(self.fragments)
+
+    # The schedule.
+
+    def count_step(self, *, is_own: bool) -> None:
+        """Count a step of the loop, of this process or (if it has no more input) of others."""
+        self.steps += 1
+        self.steps_here += 1
+        self.pending_steps += is_own
+        if self._group.weigh_by == "steps":
+            self.count_work(1.0)
+
+    def count_work(self, amount: float) -> None:
+        """Add to the weight of each fragment's next averaging."""
+        self.work = [work + amount for work in self.work]
+
+    @property
+    def age(self) -> int:
+        """Steps since the averaging under way was sent."""
+        return self.steps - self.sent_at
+
+    def is_due(self) -> bool:
+        """Return whether an averaging is due after this step."""
+        seconds = 0.0
+        if self.schedule.every_seconds is not None:
+            seconds = self._group.broadcast_scalar(monotonic() - self._averaged_at)
+        return self.schedule.is_due(self.steps, self.turns, self.steps - self.turn_began, seconds)
+
+    def end_warmup(self) -> None:
+        """Let the last step of the warm-up send what its algorithm has kept: no one would add to it later."""
+        if self._warm_engine.algorithm != EXACT and self.turn_began >= self.schedule.warmup.steps - 1:
+            self._warm_engine.buckets.use(EXACT)
+
+    @property
+    def _warm_engine(self) -> Engine:
+        return self.engines[-1]
+
+    @property
+    def engine(self) -> Engine:
+        return self.engine_after(self.turn_began)
+
+    def engine_after(self, step: int) -> Engine:
+        return self._warm_engine if step < self.schedule.warmup.steps else self.engines[0]
+
+    # The view of a membership.
+
+    def places(self, step: int, turns_ahead: int = 0) -> Sequence[int]:
+        """Return which fragments are averaged after a step, or so many turns later."""
+        if self.chosen is not None:
+            return self.chosen
+        if self.schedule.is_warm_up(step):
+            return range(len(self.fragments))
+        return [(self.turns + turns_ahead) % len(self.fragments)]
+
+    def contribution(self, turns_ahead: int = 0) -> Contribution:
+        places = self.places(self.steps, turns_ahead)
+        changes = {self.fragments[place]: self.fragments[place].changes() for place in places}
+        weight = self.own_weight
+        if self._follows_members:
+            # Work that the averaging in doubt has taken is no part of the next one.
+            weight = self.work[places[0]] - (self._sent_work.get(places[0], 0.0) if turns_ahead else 0.0)
+        return Contribution(weight, are_finite(changes, self.together), changes)
+
+    def start(
+        self, tensors: Changes | None, scale: float, step: int, *, is_delayed: bool
+    ) -> PendingAverage[Fragment]:
+        is_exact = self.schedule.is_warm_up(step)
+        places = self.places(step)
+        known = tensors or {}
+        fragments = [self.fragments[place] for place in places]
+        changes = {
+            fragment: known[fragment] if fragment in known else fragment.changes() for fragment in fragments
+        }
+        # Before it is sent: scaled later, the residual would be in a different unit than the next change.
+        for flat in chain(*changes.values()) if scale != 1 else ():
+            flat.mul_(scale)
+        self._sent_work = {place: self.work[place] for place in places}
+        self.sent_at = self.steps
+        engine = self._warm_engine if is_exact else self.engines[0]
+        return PendingAverage(changes, engine, is_delayed=is_delayed and not is_exact)
+
+    def rounds_due(self, pending: PendingAverage[Fragment]) -> int:
+        """Return how many rounds of an average under way are to be sent by now."""
+        # What is delayed is sent one fragment at a time.
+        (fragment,) = pending.changes
+        return self.schedule.rounds_sent(self.age, fragment.num_rounds)
+
+    def abandon(self) -> None:
+        self.go_by_steps(self.steps)
+
+    def go_by_steps(self, step: int) -> None:
+        """Let turns stand where the schedule says: so members that stay meet again, whatever has failed."""
+        self.turns, self.turn_began = self.schedule.position(step)
+
+    def commit(
+        self,
+        pending: PendingAverage[Fragment] | None,
+        step: int,
+        num_members: int,
+        *,
+        may_be_empty: bool,
+    ) -> None:
+        self._averaged_at = monotonic()
+        if pending is None:
+            # No mistake while this member, or a newcomer, joins: next time it puts something in.
+            if self.steps > self.turn_began and not may_be_empty:
+                raise StepError(
+                    "no member has counted any work since the last averaging, so nothing was averaged: call "
+                    "count_work() before optimizer.step()"
+                )
+            return
+        model, algorithm, made = self.model, self.engines[0].algorithm, self.age
+        is_exact = self.schedule.is_warm_up(step)
+        if self._follows_members and model.outer is not None and isinstance(model.make_outer, Nesterov):
+            for group in model.outer.param_groups:
+                group["lr"] = nesterov_lr(model.make_outer, num_members, algorithm)
+        # Without a step since it was sent there is nothing that is this member's to keep.
+        weight = self.schedule.local_weight(algorithm) if made else 0.0
+        for fragment, means in pending.changes.items():
+            fragment.apply(means, None if is_exact else model.outer, weight)
+            fragment.sent_after = step
+        for place, work in self._sent_work.items():
+            self.work[place] -= work
+        self._sent_work, self.steps, self.pending_steps = {}, step + made, 0
+        if self.chosen is None:
+            self.turns, self.turn_began = self.turns + (not is_exact), step
+            if not self._follows_members:
+                self.go_by_steps(step)
+            self.end_warmup()
+
+    @property
+    def own_weight(self) -> float:
+        """The weight of a member that stays."""
+        return float(self._group.weigh_by != "contributors" or self.pending_steps > 0)
+
+    @property
+    def _follows_members(self) -> bool:
+        """Whether the members change, and the outer learning rate with their number."""
+        return self._group.weigh_by in ("steps", "work")
+
+    @property
+    def averaged_steps(self) -> int:
+        return self.turn_began
+
+    def shared_tensors(self) -> dict[str, torch.Tensor]:
+        return {tensor.name: last for tensor, last in self.fragments.lasts}
+
+    def reset(self, step: int, turns: int) -> None:
+        for fragment in self.fragments:
+            fragment.restore_last()
+        self.work = [0.0] * len(self.fragments)
+        self._sent_work, self.pending_steps = {}, 0
+        self.steps = self.turn_began = step
+        self.turns = turns
+        self.end_warmup()
+
+    def description(self) -> Description:
+        schedule = self.schedule
+        return {
+            **super().description(),
+            "every_steps": str(schedule.every_steps),
+            "every_seconds": str(schedule.every_seconds),
+            "streaming": str(schedule.streaming),
+            "warmup": str(schedule.warmup),
+            "weigh_by": self._group.weigh_by,
+            "outer optimizer": described_outer(self.model.outer),
+        }
+
+    @property
+    def tolerates_other_settings(self) -> bool:
+        # Members that make as many steps as they can are at different ones when they meet.
+        return super().tolerates_other_settings or self.schedule.every_seconds is not None

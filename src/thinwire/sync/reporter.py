@@ -1,0 +1,123 @@
+"""Reporter: counts steps and messages, says once what went wrong, and tells observers of every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from thinwire.comm import Traffic
+from thinwire.sync.bucket_plans import BucketPlans
+from thinwire.sync.clock import StepClock
+from thinwire.sync.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+Errors = tuple[dict[str, float], dict[str, float]]
+"""Relative errors and error norms, by route."""
+
+
+class Reporter:
+    """What users, watchers and hooks ask of an engine.
+
+    Attributes:
+        observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
+        gradient_bytes: Of all steps, without compression.
+        compared: Puts the steps in between into the counts, for models that are averaged every few steps.
+    """
+
+    def __init__(self, buckets: BucketPlans, traffic: Traffic, clock: StepClock) -> None:
+        self.observers: list[Callable[[bool], None]] = []
+        self.compared: Callable[[Stats], Stats] = lambda stats: stats
+        self._buckets, self._state, self._traffic, self._clock = buckets, buckets.state, traffic, clock
+        self.gradient_bytes = 0
+        self._has_warned = False
+        self._kept_errors: tuple[int, Errors] | None = None  # the step after which they were kept
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, those that were not finite included."""
+        return self._state.steps
+
+    def warn_of_nonfinite(self) -> None:
+        """Say once what becomes of a step that is not finite; for adapters whose means the user applies."""
+        settings = self._buckets.settings
+        # A scaler tries out how far it can go, and leaves out such steps.
+        if self._has_warned or settings.is_skipped:
+            return
+        self._has_warned = True
+        became, then = "zeros", "stats().nonfinite_steps counts such steps"
+        if settings.on_nonfinite != "zero":
+            became, then = (
+                "NaN",
+                "A GradScaler skips such a step; without one the optimizer makes the model NaN. If you use "
+                'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"',
+            )
+        words = (
+            "within %d steps, the mean gradients of one were not finite, and became %s on all processes; the "
+            "error memory stayed as it was. %s. This is not said again"
+        )
+        logger.warning(words, self.steps, became, then)
+
+    # Figures.
+
+    def stats(self) -> Stats:
+        """Return the figures of the steps so far. Cost: a norm of each residual, and a synchronisation."""
+        relative_error, error_norm = self._errors()
+        unseen_steps, counts = self._state.unseen_nonfinite_steps(), self.counts()
+        if unseen_steps:
+            self.warn_of_nonfinite()
+        nonfinite_steps = self._state.nonfinite_steps + unseen_steps
+        return replace(
+            counts, nonfinite_steps=nonfinite_steps, relative_error=relative_error, error_norm=error_norm
+        )
+
+    def counts(self) -> Stats:
+        """Return `stats()` without errors, and without non-finite steps that the host has not seen."""
+        traffic = self._traffic
+        counts = Stats(
+            steps=self.steps,
+            averagings=self.steps,
+            members=traffic.members,
+            nonfinite_steps=self._state.nonfinite_steps,
+            messages=traffic.messages,
+            rounds=traffic.rounds,
+            message_bytes=traffic.message_bytes if self._buckets.partition is None else traffic.machine_bytes,
+            inside_bytes=traffic.inside_bytes,
+            gradient_bytes=self.gradient_bytes,
+            waiting_seconds=traffic.waiting_seconds,
+            arithmetic_seconds=self._clock.arithmetic_seconds,
+            exposed_seconds=self._clock.exposed_seconds,
+        )
+        return self.compared(counts)
+
+    def keep_errors(self) -> None:
+        """Keep the errors of the last step until the next one, before residuals are averaged."""
+        self._kept_errors = self.steps, self._errors()
+
+    def forget_errors(self) -> None:
+        """Look at memory again when asked for errors."""
+        self._kept_errors = None
+
+    def _errors(self) -> Errors:
+        """Return relative errors and error norms by route, as of the last step; read back at once."""
+        if self._kept_errors is not None and self._kept_errors[0] == self.steps:
+            return self._kept_errors[1]
+        diagnoses = [
+            diagnosis
+            for plan in self._buckets.plans
+            if (diagnosis := plan.diagnose(self._state.memory)) is not None
+        ]
+        if not diagnoses:
+            return {}, {}
+        # All in one tensor: each number read by itself would make the host wait for the device.
+        device = diagnoses[0].error_norms.device
+        numbers = [
+            torch.stack([diagnosis.relative_errors, diagnosis.error_norms]).to(device)
+            for diagnosis in diagnoses
+        ]
+        labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
+        relative, norms = (dict(zip(labels, row, strict=True)) for row in torch.cat(numbers, dim=1).tolist())
+        return relative, norms

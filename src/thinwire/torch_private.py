@@ -1,0 +1,242 @@
+"""Every use of torch's private API, each with a name: if a new torch breaks one, it breaks here.
+
+`tests/test_torch_private.py` runs each against the torch that is installed. All are there in torch 2.6, the
+oldest that Thinwire takes, unless a docstring says otherwise. Two kinds of names are not here, but where they
+are used: `torch._foreach_*`, and public classes that only `torch._C` exports with their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Autograd. These are torch's functions themselves: hooks call them for each bucket or gradient.
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that this thread is in, the innermost one; -1 outside of any."""
+
+running_node: Callable[[], Node | None] = torch._C._current_autograd_node
+"""Return the node of autograd that is running on this thread: in an end of a pass, that of the outer pass."""
+
+at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Call a function at the end of the backward pass under way, behind those that were queued before."""
+
+not_compiled = _disable_dynamo
+"""Decorate a function that `torch.compile` must call as it is."""
+
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Return whether `torch.profiler` or `torch.autograd.profiler` records on this thread."""
+
+
+# Modules, tensors and optimizers.
+
+tree_map = _pytree.tree_map
+"""Apply a function to each leaf of nested lists, tuples and dictionaries."""
+
+
+def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a module's own dictionaries of modules and of parameters, which change with it."""
+    return module._modules, module._parameters
+
+
+def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
+    """Remove the hooks of a class: a copied module has copies of hooks, of which there is no handle."""
+    for number, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, kind):
+            del module._forward_pre_hooks[number]
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that are not saved."""
+    return module._non_persistent_buffers_set
+
+
+def uncompiled(model: object) -> object:
+    """Return the model that `torch.compile` was given, if this is its result; otherwise the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors have in common if they lie in the same storage, an empty one too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> Iterable[Any]:
+    """Return the hooks of `register_post_accumulate_grad_hook`."""
+    return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def takes_step_hooks(optimizer: object) -> bool:
+    """Return whether it has hooks of its steps: wrappers may derive from Optimizer without its `__init__`."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
+
+
+def was_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the gradients of an optimizer were unscaled since its last step."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+
+def scales_now(scaler: GradScaler) -> bool:
+    """Return whether it has scaled a loss, and no gradients have been unscaled yet; a disabled one never."""
+    if getattr(scaler, "_scale", None) is None:
+        return False
+    return all(state["stage"] is OptState.READY for state in scaler._per_optimizer_states.values())
+
+
+# Precision of products in fp32.
+
+fp32_precision: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
+"""Return the setting in effect for a backend ("generic" for all) and an operation of it ("all" for all).
+
+None before torch 2.9, which has `torch.set_float32_matmul_precision` only.
+"""
+
+set_fp32_precision: Callable[[str, str, str], object] | None = getattr(
+    torch._C, "_set_fp32_precision_setter", None
+)
+"""Set it; "none" follows the wider setting. None before torch 2.9."""
+
+
+# DDP.
+
+
+def ddp_parameters(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Return the parameters that DDP was built with, frozen ones too, but those that it is to ignore.
+
+    An object that is half made or taken apart, as a look at all objects may find it, has none.
+    """
+    parameters: list[nn.Parameter] = model.__dict__.get("_module_parameters", [])
+    return parameters
+
+
+def comm_hooks(model: DistributedDataParallel) -> Sequence[tuple[Callable[..., Any], Any]]:
+    """Return each communication hook with its state; a copied model lists those that it has lost."""
+    hooks: Sequence[tuple[Callable[..., Any], Any]] = model.__dict__.get("_comm_hooks", ())
+    return hooks
+
+
+def forget_refused_hook(model: DistributedDataParallel, name_before: str) -> None:
+    """Undo what `register_comm_hook` notes before it finds that DDP can't have the hook."""
+    model._comm_hooks.pop()
+    model.logger._set_comm_hook_name(name_before)  # type: ignore[union-attr]
+
+
+def ddp_logging_data(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return what DDP logs: `comm_hook`, the hook in use, and `dtypes`, the reducer's names of types."""
+    if model.logger is None:
+        return {}
+    return model._get_ddp_logging_data()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def has_python_reducer(model: DistributedDataParallel) -> bool:
+    """Return whether it was built under `optimize_ddp="python_reducer"`: then it has no buckets."""
+    return bool(getattr(model, "_use_python_reducer", False))
+
+
+def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
+    """Return whether `_apply_optimizer_in_backward` was called for it; DDP takes its hook for that."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def divide_by_all_members(model: DistributedDataParallel) -> None:
+    """Let DDP no longer divide by the contributors whom a join context has counted last."""
+    model.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+
+
+def leave_join(joinable: Joinable) -> None:
+    """Let later steps notify no join context any more: torch leaves that switched on at the context's end."""
+    joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+
+
+# Process groups.
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return a group's timeout, which nothing public hands on; None if its backend has no such option."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def num_messages(group: Any) -> int | None:  # its stub lacks the method
+    """Return how many collectives a group has started; None if its backend does not count them."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return None
+
+
+def num_groups() -> int:
+    """Return how many process groups this process knows: torch names the next one by it."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that one of its dimensions was taken from; before torch 2.7 what is given."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+# FSDP2. Its modules are not imported: that takes seconds, and a model that has them has imported them.
+
+
+def fsdp_states(model: nn.Module) -> list[Any]:
+    """Return the state of each call of `fully_shard`, or `replicate`: modules of one call have one."""
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    states = [module._get_fsdp_state() for module in modules]
+    return list({id(state): state for state in states}.values())
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """Return a state's groups of parameters that are reduced as one; before torch 2.12 one, or none."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in [state._fsdp_param_group] if group] if groups is None else list(groups)
+
+
+def fsdp_parameters(group: Any) -> list[tuple[str | None, nn.Parameter]]:
+    """Return the shards that a group gives gradients to, with names from the first forward pass on."""
+    return [(param._param_fqn, param.sharded_param) for param in group.fsdp_params]
+
+
+def fsdp_waits(states: Iterable[Any], groups: Iterable[Any]) -> bool:
+    """Return whether the user has said that one more backward pass of the same step follows.
+
+    By `set_requires_gradient_sync(False)` or `set_is_last_backward(False)`.
+    """
+    reduces = all(group.all_reduce_grads and group.reduce_grads for group in groups)
+    return not reduces or not all(state._state_ctx.is_last_backward for state in states)
+
+
+def fsdp_has_calls_to_come(group: Any) -> bool:
+    """Return whether forward calls of a group's modules have not all come back in this backward pass."""
+    return bool(group._post_forward_indices)
+
+
+def fsdp_is_root(state: Any) -> bool | None:
+    """Return whether no other state holds its module; None before the first forward pass."""
+    is_root: bool | None = state._is_root
+    return is_root
+
+
+def fsdp_is_finalized_by_hand(state: Any) -> bool:
+    """Return whether the user calls `finalize_backward`, as torch 2.15 allows."""
+    return bool(getattr(state._state_ctx, "manual_backward_finalization", False))
+
+
+def fsdp_mesh_info(group: Any) -> Any:
+    """Return a group's `mesh`, and `shard_mesh_dim`, `shard_process_group` and the same of `replicate_`."""
+    return group.mesh_info

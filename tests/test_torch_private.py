@@ -1,0 +1,360 @@
+"""Each use of torch's private API, against the torch that is installed; and that there are no others."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.profiler import profile
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire import torch_private
+from thinwire.hooks import noop_hook
+
+SOURCE = Path(thinwire.__file__).parent
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def new_ddp() -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+
+
+def foreign_hook(state, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+# Autograd.
+
+
+def test_a_backward_pass_has_a_number_a_running_node_and_an_end() -> None:
+    seen: list[Any] = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def note(gradient: Tensor) -> None:
+        seen.append((torch_private.backward_pass(), torch_private.running_node() is not None))
+        torch_private.at_end_of_backward(lambda: seen.append(torch_private.running_node()))
+
+    weight.register_hook(note)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        weight.sum().backward()  # type: ignore[no-untyped-call]
+    (first, is_running), end, (second, _), _ = seen
+    assert first != second
+    assert -1 not in (first, second)
+    assert is_running
+    assert end is None
+    assert torch_private.backward_pass() == -1
+    assert torch_private.running_node() is None
+
+
+def test_a_function_of_an_end_may_queue_another_one_behind() -> None:
+    order: list[int] = []
+    weight = torch.ones(3, requires_grad=True)
+
+    def note(gradient: Tensor) -> None:
+        queue = torch_private.at_end_of_backward
+        queue(lambda: queue(lambda: order.append(2)))
+        queue(lambda: order.append(1))
+
+    weight.register_hook(note)  # type: ignore[no-untyped-call]
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    assert order == [1, 2]
+
+
+def test_a_function_that_is_not_compiled() -> None:
+    seen = []
+
+    @torch_private.not_compiled
+    def look(tensor: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return tensor
+
+    torch.compile(lambda tensor: look(tensor) + 1, backend="eager")(torch.ones(2))
+    assert seen == [False]
+
+
+def test_a_profiler_shows() -> None:
+    assert not torch_private.is_profiling()
+    with profile():
+        assert torch_private.is_profiling()
+
+
+# Modules, tensors and optimizers.
+
+
+def test_a_modules_dictionaries_change_with_it() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    children, parameters = torch_private.children_and_parameters(module)
+    module.append(nn.Linear(2, 2))
+    module.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    assert list(children) == ["0", "1"]
+    assert list(parameters) == ["scale"]
+
+
+class Refusal:
+    """A hook that lets no one pass."""
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError("called")
+
+
+def test_hooks_of_a_class_are_removed_from_a_copy_too() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(Refusal())
+    calls: list[object] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(_))
+    copied = copy.deepcopy(module)
+    for each in (module, copied):
+        torch_private.remove_forward_pre_hooks(each, Refusal)
+        each(torch.ones(1, 2))
+    assert len(calls) == 2
+
+
+def test_leaves_of_a_tree() -> None:
+    assert torch_private.tree_map(lambda leaf: leaf + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}
+
+
+def test_buffers_that_are_not_saved() -> None:
+    module = nn.BatchNorm1d(2)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    assert torch_private.non_persistent_buffers(module) == {"scratch"}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_compiled_model_leads_to_its_own() -> None:
+    module = nn.Linear(2, 2)
+    assert torch_private.uncompiled(torch.compile(module)) is module
+    assert torch_private.uncompiled(module) is module
+
+
+def test_tensors_of_one_storage() -> None:
+    tensor, empty = torch.ones(4), torch.empty(0)
+    assert torch_private.storage_key(tensor[:2]) == torch_private.storage_key(tensor[2:])
+    assert torch_private.storage_key(empty) not in map(torch_private.storage_key, (tensor, torch.empty(0)))
+
+
+def test_hooks_behind_a_gradient() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    assert not list(torch_private.post_accumulate_hooks(weight))
+    hook = weight.register_post_accumulate_grad_hook(print)  # type: ignore[no-untyped-call]
+    assert list(torch_private.post_accumulate_hooks(weight)) == [print]
+    hook.remove()
+    assert not list(torch_private.post_accumulate_hooks(weight))
+
+
+def test_wrappers_take_no_hooks() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    assert torch_private.takes_step_hooks(torch.optim.SGD([torch.ones(1)]))
+    assert not torch_private.takes_step_hooks(Wrapper())
+
+
+def test_stages_of_a_scaler() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    scaler = GradScaler("cpu")
+    assert not torch_private.scales_now(scaler)
+    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    assert torch_private.scales_now(scaler)
+    assert not torch_private.was_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    assert not torch_private.scales_now(scaler)
+    assert torch_private.was_unscaled(scaler, optimizer)
+    assert not torch_private.scales_now(GradScaler("cpu", enabled=False))
+
+
+@pytest.mark.skipif(torch_private.fp32_precision is None, reason="torch before 2.9")
+def test_precision_of_products() -> None:
+    assert torch_private.fp32_precision is not None
+    assert torch_private.set_fp32_precision is not None
+    before = torch_private.fp32_precision("mkldnn", "matmul")
+    torch_private.set_fp32_precision("mkldnn", "matmul", "ieee")
+    try:
+        assert torch_private.fp32_precision("mkldnn", "matmul") == "ieee"
+    finally:
+        torch_private.set_fp32_precision("mkldnn", "matmul", before)
+
+
+# DDP.
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_and_options_of_ddp() -> None:
+    module = nn.Linear(4, 4)
+    module.bias.requires_grad_(False)
+    model = DistributedDataParallel(module)
+    assert list(map(id, torch_private.ddp_parameters(model))) == list(map(id, module.parameters()))
+    assert torch_private.ddp_parameters(DistributedDataParallel.__new__(DistributedDataParallel)) == []
+    assert not torch_private.has_python_reducer(model)
+    assert torch_private.ddp_logging_data(model)["dtypes"] == "float"
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_hook_of_ddp() -> None:
+    model = new_ddp()
+    assert torch_private.ddp_logging_data(model).get("comm_hook", "") == ""
+    model.register_comm_hook("state", foreign_hook)
+    assert torch_private.ddp_logging_data(model)["comm_hook"] == "foreign_hook"
+    with pytest.raises(RuntimeError):
+        model.register_comm_hook("second", noop_hook)
+    assert len(torch_private.comm_hooks(model)) == 2
+    torch_private.forget_refused_hook(model, "foreign_hook")
+    assert [(hook, state) for hook, state in torch_private.comm_hooks(model)] == [(foreign_hook, "state")]
+    assert torch_private.ddp_logging_data(model)["comm_hook"] == "foreign_hook"
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_behind_a_join_context() -> None:
+    model = new_ddp()
+    with Join([model]):
+        model(torch.ones(1, 4)).sum().backward()
+    torch_private.leave_join(model)
+    torch_private.divide_by_all_members(model)
+    model(torch.ones(1, 4)).sum().backward()
+    assert not model._join_config.enable
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_an_optimizer_in_the_backward_pass() -> None:
+    apply = import_module("torch.distributed.optim")._apply_optimizer_in_backward  # it takes long
+
+    module = nn.Linear(2, 2)
+    assert not torch_private.has_optimizer_in_backward(module.weight)
+    apply(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    assert torch_private.has_optimizer_in_backward(module.weight)
+
+
+# Process groups.
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    assert torch_private.timeout_of(group, torch.device("cpu")) == timedelta(seconds=77)
+    before, groups = torch_private.num_messages(group), torch_private.num_groups()
+    dist.all_reduce(torch.ones(1), group=group)
+    assert (before, torch_private.num_messages(group)) == (0, 1)
+    dist.new_group([0])
+    assert torch_private.num_groups() == groups + 1
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    assert torch_private.root_mesh(mesh["shard"]) in (mesh, mesh["shard"])
+
+
+# FSDP2.
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu.Stream(), "record_event"), reason="FSDP2 of this torch needs a GPU")
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_model() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    fully_shard(model[0], mesh=mesh)
+    sharded: FSDPModule = fully_shard(model, mesh=mesh)
+    states = torch_private.fsdp_states(model)
+    groups = [group for state in states for group in torch_private.fsdp_groups(state)]
+    assert (len(states), len(groups)) == (2, 2)
+    assert [torch_private.fsdp_is_root(state) for state in states] == [None, None]
+    model(torch.ones(1, 4)).sum().backward()
+    assert [torch_private.fsdp_is_root(state) for state in states] == [True, False]
+    named = dict(parameter for group in groups for parameter in torch_private.fsdp_parameters(group))
+    assert named.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert {id(parameter) for parameter in named.values()} == set(map(id, model.parameters()))
+    info = torch_private.fsdp_mesh_info(groups[0])
+    assert (info.shard_mesh_dim, info.replicate_mesh_dim) == (0, None)
+    assert dist.get_process_group_ranks(info.shard_process_group) == info.mesh.mesh.tolist() == [0]
+    assert not torch_private.fsdp_has_calls_to_come(groups[0])
+    assert not torch_private.fsdp_is_finalized_by_hand(states[0])
+    for wait in (sharded.set_requires_gradient_sync, sharded.set_is_last_backward):
+        assert not torch_private.fsdp_waits(states, groups)
+        wait(False)
+        assert torch_private.fsdp_waits(states, groups)
+        wait(True)
+
+
+# That there are no others.
+
+# Of other libraries, and of subclasses; by what they belong to.
+OTHERS = {
+    "integrations/accelerate.py": {"_custom_objects"},
+    "integrations/lightning.py": {
+        "_ddp_comm_hook",
+        "_ddp_comm_state",
+        "_ddp_comm_wrapper",
+        "_enable_model_averaging",
+        "_model_averager",
+    },
+    "local_sgd/groups/torchft_client.py": {"_quorum_id"},
+    "local_sgd/groups/torchft_group.py": {"_client", "_quorum_future", "_quorum_id"},
+    "demo/train.py": {"_exit"},
+}
+OF_NAMED_TUPLES = {"_asdict", "_fields", "_replace"}
+
+
+def test_no_other_module_uses_torchs_private_api() -> None:
+    paths = {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
+    trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
+    ours = {name for tree in trees.values() for node in ast.walk(tree) for name in _names_made(node)}
+    foreign = {
+        (path, name)
+        for path, tree in trees.items()
+        if path != "torch_private.py" and not path.startswith("kernels/")  # of Numba and Triton
+        for node in ast.walk(tree)
+        for name in _private_names_in(node)
+        if name not in ours | OF_NAMED_TUPLES | OTHERS.get(path, set()) and not name.startswith("_foreach_")
+    }
+    assert foreign == set()
+
+
+def _names_made(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
+    ):
+        yield node.attr
+
+
+def _private_names_in(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Attribute):
+        name = node.attr
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        name = ast.unparse(node.args[1]).strip("'\"")
+    elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+        yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+        name = node.module.rpartition(".")[2] if node.module != "torch._C._distributed_c10d" else ""
+    else:
+        return
+    if name.startswith("_") and not name.startswith("__"):
+        yield name
