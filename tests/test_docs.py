@@ -53,7 +53,7 @@ LOOKED_UP = (
     "speed.md",
 )
 COMMAND_FIRST = ("will-it-pay.md",)  # the first question needs no code
-STARTS = ("README.md", "install.md", "quickstart.md")
+STARTS = ("without-code.md", "README.md", "install.md", "quickstart.md")
 
 
 @pytest.mark.parametrize("name", sorted(PAGES.keys() - {*LOOKED_UP, *STARTS}))

@@ -264,6 +264,8 @@ def test_a_group() -> None:
     assert (before, torch_private.num_messages(group)) == (0, 1)
     dist.new_group([0])
     assert torch_private.num_groups() == groups + 1
+    torch_private.default_store().set("key", "here")
+    assert torch_private.default_store().get("key") == b"here"
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     assert torch_private.root_mesh(mesh["shard"]) in (mesh, mesh["shard"])
 

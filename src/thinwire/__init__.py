@@ -4,12 +4,17 @@ It sends small messages (low-rank PowerSGD factors, gradients in 16 to 1 bits) i
 gradients, and gives back the same model. Start with `attach`.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from thinwire.version import __version__
 
+# Without the module `typing`: every Python process under `thinwire attach` imports this one.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from thinwire import hooks
     from thinwire.adapters.attach import attach
     from thinwire.adapters.join import join

@@ -186,6 +186,11 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+def default_store() -> dist.Store:
+    """Return the store of the default group, through which its processes have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that one of its dimensions was taken from; before torch 2.7 what is given."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh

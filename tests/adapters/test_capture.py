@@ -20,7 +20,7 @@ from thinwire.sync.step import Step
 
 def refused(action: Callable[[], object]) -> str:
     """What an adapter says where the stream is being captured; there is no such stream on the CPU."""
-    refusal = patch.object(Step, "_check_open", side_effect=StepError("a graph is captured"))
+    refusal = patch.object(Step, "start", side_effect=StepError("a graph is captured"))
     with refusal, pytest.raises(Exception, match="a graph is captured") as caught:
         action()
     return type(caught.value).__name__

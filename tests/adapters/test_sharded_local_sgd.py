@@ -263,7 +263,7 @@ def test_what_cant_be_averaged_is_told_what_to_do() -> None:
     for words, said in (
         ("the model itself by LocalSGD, over the same processes", inside),
         (
-            "the model is attached already; its gradients are averaged",
+            "the model is attached already: its gradients are averaged",
             error(attached, replicas=mesh["replicate"]),
         ),
         ('mesh["replicate"]', error(model)),

@@ -36,6 +36,7 @@ SURFACE = {
     "report": "RUNS --output",
     "run": "SCRIPT ARGUMENTS --min --max --processes-per-member --lighthouse --host --port --max-restarts "
     "--grace-seconds",
+    "attach": "COMMAND --bits --algorithm --auto --watch --checkpoint --strict",
 }
 
 

@@ -156,8 +156,8 @@ class Run(InTurns[LocalSGD]):
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
         changes = local._contributor
-        (place,) = changes.places(local._schedule.warmup.steps + 1)
-        due = {each.name: last for each, last in changes.fragments[place].lasts}
+        (fragment,) = changes.fragments_after(local._schedule.warmup.steps + 1)
+        due = {each.name: last for each, last in fragment.lasts}
         change = torch.zeros(0, dtype=torch.float64)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -165,7 +165,7 @@ class Run(InTurns[LocalSGD]):
             moved = (parameter - due.get(name, parameter)).detach().double()
             moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
             change = torch.cat([change, moved.flatten()])
-        weight = round(changes.work[place]) + 1
+        weight = round(fragment.work) + 1
         self.put_in.setdefault(changes.turns, {})[member] = (weight, change)
 
     def lost(self, *, least_owed: float = 0.05) -> float:
@@ -665,7 +665,7 @@ def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
 def test_work_weighs_changes() -> None:
     class Weighed(LocalSGD):
         def _after_own_step(self) -> None:
-            self.count_work(1 + 3 * self._group.transport.rank)
+            self.count_work(1 + 3 * self._membership.group.transport.rank)
             super()._after_own_step()
 
     run = Run([0, 0], steps=2, kind=Weighed, algorithm=AllReduce(), weigh_by="work")

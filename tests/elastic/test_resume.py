@@ -267,6 +267,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "fragments and a delay": {"streaming": Streaming(fragments=2, delay_steps=1, local_weight=0.25)},
     "low rank with a delay": {"streaming": Streaming(delay_steps=2), "algorithm": PowerSGD(matrix_rank=2)},
     "a warm-up": {"warmup": Warmup(3), "streaming": Streaming(fragments=2)},
+    "a warm-up in few bits": {"warmup": Warmup(5, FEW_BITS), "algorithm": TopK(density=1 / 8)},
     "an outer step": {"outer": Nesterov(lr=0.7, momentum=0.9), "warmup": Warmup(2)},
 }
 

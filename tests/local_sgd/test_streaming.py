@@ -298,7 +298,7 @@ def test_another_number_of_fragments_goes_on_unless_some_are_in_flight(member: M
         local.average()
         at_rest = local.state_dict()
     other = member.local(streaming=Streaming(fragments=3), **settings)
-    with refused(StateError, "saved while one of 2 fragments was in flight", "pass fragments=2"):
+    with refused(StateError, "saved while one of 2 fragments was under way", "pass fragments=2"):
         other.load_state_dict(in_flight)
     other.load_state_dict(at_rest)
     with other:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, 
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, agree, run_members
+from thinwire.comm import InProcessTransport, ProcessGroupTransport, agree, run_members
 from thinwire.kernels import dispatch
 from thinwire.sync import Engine, GradientSync, bucket_plans
 
@@ -274,24 +273,20 @@ def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(al
     assert sync.stats().compression_ratio > 1.9
 
 
-def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_each_process(3)
+def test_a_backend_that_fails_on_one_member_is_seen_by_all() -> None:
     """As Triton may, where one machine has no compiler, or its cache no place, when it is tried."""
-    here = threading.local()
     triton = dispatch.Backend(
-        "Triton", lambda: None if here.rank == 1 else dispatch.TORCH.load(), lambda: "3.6.0"
+        "Triton", lambda: None if dist.get_rank() == 1 else dispatch.TORCH.load(), lambda: "3.6.0"
     )
-    monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
-    engines = [Engine(POWER, transport) for transport in InProcessTransport.group(3)]
-    (bucket, *_) = buckets()
-
-    def body(rank: int) -> str:
-        here.rank = rank
-        with pytest.raises(AgreementError) as refused:
-            engines[rank].average([(bucket, torch.randn(sum(spec.numel for spec in bucket)))])
-        return str(refused.value)
-
-    for told in run_members(3, body):
-        assert "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch" in told
+    engine, (bucket, *_) = Engine(POWER, ProcessGroupTransport()), buckets()
+    with (
+        patch.object(dispatch, "backends", (triton, dispatch.TORCH)),
+        pytest.raises(AgreementError) as refused,
+    ):
+        engine.average([(bucket, torch.randn(sum(spec.numel for spec in bucket)))])
+    told = "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch"
+    assert told in str(refused.value)
 
 
 @in_each_process(2)

@@ -13,7 +13,6 @@ from itertools import chain
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 
 from thinwire.advice.advice_page import Advice
 from thinwire.advice.forecast import advice_from
@@ -54,7 +53,7 @@ COLLECTIVES: dict[type[Algorithm], tuple[Collective, ...]] = {
 }
 FORWARD_SHARE = 1 / 3  # of computing: a backward pass takes about twice as long
 BLOCKS_SHARE = 0.85  # of the parameters; the others are the embedding
-BUCKET_BYTES = 25 << 20  # DDP's default
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 MAX_PARAMETERS = 10**12
 MOMENT = 1e-9  # puts events that happen at once in their order
 
@@ -115,12 +114,9 @@ class PlannedSteps(PricedSteps):
 
     def __init__(self, model: nn.Module, compute_seconds: float, training: Training) -> None:
         super().__init__(training, InProcessTransport.group(1)[0])
-        # Gradients are ready from the last layer to the first, and DDP's first bucket is a small one.
-        backwards = list(model.named_parameters())[::-1]
-        tensors: list[torch.Tensor] = [tensor for _, tensor in backwards]
-        limits = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
-        indices, _ = _compute_bucket_assignment_by_size(tensors, limits)
-        self._buckets = [[ParameterSpec.of(*backwards[index]) for index in bucket] for bucket in indices]
+        # Gradients are ready from the last layer to the first.
+        named = list(model.named_parameters())[::-1]
+        self._buckets = list(in_buckets([ParameterSpec.of(name, parameter) for name, parameter in named]))
         self.gradient_bytes = sum(spec.gradient_bytes for spec in chain(*self._buckets))
         self.alone.timelines.append(Timeline((), compute_seconds))
         for name, variant in self.variants.items():
@@ -151,6 +147,18 @@ class PlannedSteps(PricedSteps):
         if collective == "all_gather":
             return 2 * message_bytes // self.training.members
         return 2 * message_bytes if collective == "all_to_all" else message_bytes
+
+
+def in_buckets(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
+    """Yield DDP's buckets: one is closed when it has its bytes, and the first is a small one."""
+    bucket, enough = list[ParameterSpec](), FIRST_BUCKET_BYTES
+    for spec in specs:
+        bucket.append(spec)
+        if sum(member.gradient_bytes for member in bucket) >= enough:
+            yield bucket
+            bucket, enough = [], BUCKET_BYTES
+    if bucket:
+        yield bucket
 
 
 # When it is sent, its bytes, when its mean is needed, and which of its bucket's messages it is.

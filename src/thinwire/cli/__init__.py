@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["build_app", "main"]
 
 CLI_PACKAGES = ("matplotlib", "numpy", "rich", "typer")
-COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
+COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run", "attach")
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def build_app(note_debug: Callable[[bool], object]) -> typer.Typer:
             raise typer.Exit
 
     for name in COMMANDS:
-        # All that stands behind the script of `run` is the script's own, options too.
-        context = {"allow_interspersed_args": False} if name == "run" else None
+        # All that stands behind the script of `run`, or the command of `attach`, is its own, options too.
+        context = {"allow_interspersed_args": False} if name in ("run", "attach") else None
         app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))
     return app
 

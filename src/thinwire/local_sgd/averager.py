@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport
 from thinwire.errors import LeftError, StepError
-from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contributor
 from thinwire.local_sgd.inner_optimizers import CopiesOfWeights, silent_steps
 from thinwire.local_sgd.membership import Membership
@@ -40,17 +39,10 @@ class Averager(AbstractContextManager[Any]):
         observers: Called after every step, with True.
     """
 
-    def __init__(
-        self,
-        model: AveragedModel,
-        optimizers: Sequence[torch.optim.Optimizer],
-        contributor: Contributor,
-        membership: Membership,
-        sync: GradientSync,
-    ) -> None:
+    def __init__(self, contributor: Contributor, membership: Membership, sync: GradientSync) -> None:
         super().__init__()
-        self._model, self._optimizers, self.sync = model, optimizers, sync
-        self._contributor, self._membership = contributor, membership
+        self._contributor, self._membership, self.sync = contributor, membership, sync
+        self._model, self._optimizers = contributor.model, contributor.optimizers
         self._engine = contributor.engines[0]
         self.observers: list[Callable[[bool], None]] = []
         self._attached = ExitStack()
@@ -165,14 +157,12 @@ class ModelAverager(Averager):
 
     def __init__(
         self,
-        model: AveragedModel,
-        optimizers: Sequence[torch.optim.Optimizer],
         changes: ModelChanges,
         membership: Membership,
         sync: GradientSync,
         grad_scaler: GradScaler | None,
     ) -> None:
-        super().__init__(model, optimizers, changes, membership, sync)
+        super().__init__(changes, membership, sync)
         self._schedule, self._grad_scaler = changes.schedule, grad_scaler
         self._copies = CopiesOfWeights()
         self._warned_for: Algorithm | None = None  # for which the outer momentum was looked at
@@ -226,9 +216,9 @@ class ModelAverager(Averager):
         if membership.is_open and changes.age >= schedule.streaming.delay_steps:
             with self._collective("a step"):
                 membership.finish()
-        elif membership.is_behind(changes.rounds_due):
+        elif membership.is_behind:
             with self._collective("a step"):
-                membership.advance(changes.rounds_due)
+                membership.advance()
         if not membership.is_open and changes.is_due():
             with self._collective("a step"):
                 membership.start(is_delayed=is_delayed)

@@ -75,6 +75,11 @@ class Contributor(ABC):
     ) -> None:
         """Take the means of a committed averaging; None if no one had anything to average."""
 
+    @property
+    def rounds_due(self) -> int:
+        """The rounds of the averaging under way that are to be sent by now."""
+        return 1
+
     def abandon(self) -> None:  # noqa: B027 - most have nothing to do
         """Go on after an averaging that has failed on all members."""
 
@@ -146,7 +151,7 @@ class Contributor(ABC):
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
         if loaded.in_flight:
             raise StateError(
-                "the state was saved while an average was in flight, and members that come and go start from "
+                "the state was saved while an average was under way, and members that come and go start from "
                 "an average; save after average()"
             )
         return loaded

@@ -17,7 +17,7 @@ from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.member import Joining, Member
+from thinwire.local_sgd.member import Member, joining
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
@@ -95,15 +95,14 @@ class LocalSGD(ModelAverager, Member):
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
         check_gradient_settings(schedule, grad_scaler)
-        held, optimizers, group, health_group = Joining.of(
-            model, optimizer, group, average_buffers=streaming.average_buffers, outer=outer
+        held, optimizers, group, health_group = joining(
+            model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
         engines = engines_of(held, schedule, algorithm, group.transport, health_group)
         changes = ModelChanges(held, schedule, engines, optimizers, group)
         membership = ElasticMembership(group, changes, type(self).__name__)
         sync = held.replica.sync_of(engines.main)
-        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
-        self._group = group
+        super().__init__(changes, membership, sync, grad_scaler)
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"
@@ -118,7 +117,7 @@ class LocalSGD(ModelAverager, Member):
             ConfigError: It is not a number, or negative, or steps are what counts.
             StepError: Outside the context.
         """
-        if self._group.weigh_by != "work":
+        if self._membership.group.weigh_by != "work":
             raise ConfigError(
                 'count_work() is for a group with weigh_by="work"; here all steps count the same'
             )
@@ -154,7 +153,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with all who are there: what is in flight, then each fragment. Collective.
+        """Average now with all who are there: what is under way, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.

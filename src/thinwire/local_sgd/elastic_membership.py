@@ -69,7 +69,8 @@ class ElasticMembership(Membership):
         # The committed averagings that the model comes from, a digest and a number; newcomers take both.
         self.lineage = self.commits = 0
         self.statuses: tuple[MemberStatus, ...] = ()  # at the last committed averaging
-        self._admission, self._member = Admission(group, contributor, kind, self.leave), self._drawn()
+        self._admission = Admission(group, contributor, kind, self.leave)
+        self._member = self._draw_number()
         # Over whose mean this member's residual counts; 0 for those who resume together.
         self._error_members = 1
         self._agreed_changes = 0
@@ -93,7 +94,8 @@ class ElasticMembership(Membership):
         self._is_delayed = is_delayed
         self._repeated(self._start)
 
-    def is_behind(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> bool:
+    @property
+    def is_behind(self) -> bool:
         return False  # a member that is lost meanwhile shows when the averaging is due, and it is done again
 
     def finish(self) -> None:
@@ -166,7 +168,7 @@ class ElasticMembership(Membership):
 
     def _start(self) -> None:
         group, contributor = self.group, self._contributor
-        statuses, tensors = self._met()
+        statuses, tensors = self._gather_members()
         lineage = next_lineage(self.lineage, group.quorum_id, statuses)
         total = sum(status.weight for status in statuses)
         pending = None
@@ -209,7 +211,7 @@ class ElasticMembership(Membership):
         if not is_anyone_leaving and any(status.is_saving for status in opened.statuses):
             self._saved = in_all_processes(self._contributor.engine.state_dict, self.group, RETRIED)
 
-    def _met(self) -> tuple[tuple[MemberStatus, ...], Any]:
+    def _gather_members(self) -> tuple[tuple[MemberStatus, ...], Any]:
         """Return who averages next, and what this one starts with; None if that must be looked at again."""
         group = self.group
         start = time.perf_counter()
@@ -246,8 +248,8 @@ class ElasticMembership(Membership):
             group,
         )
         statuses = StatusGather(own, group.control, "who takes part in an averaging").read()
-        # In this order, and by the rows alone: all refuse at the same place, and no one sends to one that has
-        # gone back to meet.
+        # In this order, and by the statuses alone. Else, if rank 0 goes on and rank 1 starts over: rank 0
+        # waits for rank 1's round 1, and rank 1 for rank 0 at the lighthouse, until both time out.
         self._admission.check_number(statuses)
         statuses = self._of_one_lineage(statuses)
         self._admission.check(statuses, settings)
@@ -300,7 +302,7 @@ class ElasticMembership(Membership):
             # its residual.
             self._resolve_doubt(was_committed=True)
             return
-        self._member = self._drawn()  # to the others, it is a new one
+        self._member = self._draw_number()  # to the others, it is a new one
 
     def _of_one_lineage(self, statuses: tuple[MemberStatus, ...]) -> tuple[MemberStatus, ...]:
         """Return the members with their true lineage; others must start again."""
@@ -361,20 +363,20 @@ class ElasticMembership(Membership):
         names = sorted(errors)
         if not stayers or not names:
             return
-        for place, rank in enumerate(leavers):
+        for number, rank in enumerate(leavers):
             try:
                 arrived = broadcast_residual([errors[name] for name in names], transport, rank)
             except CommunicationError as error:
                 # No message comes behind one that has failed, so those of the other leavers are lost, too.
                 logger.warning(
-                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                    "the residuals of %d members that leave are lost: %s", len(leavers[number:]), error
                 )
-                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[place:])
+                self.stats.lost_error += sum(statuses[rank].error_norm for rank in leavers[number:])
                 return
             if transport.rank in stayers:
                 for name, part in zip(names, arrived, strict=True):
                     errors[name].add_(part, alpha=1 / len(stayers))
 
-    def _drawn(self) -> int:
+    def _draw_number(self) -> int:
         """Return a number that no other member has; whatever seeds the user's script sets."""
         return int(self.group.broadcast_scalar(random.SystemRandom().getrandbits(NUMBER_BITS) | 1))

@@ -84,6 +84,8 @@ class Fragment(Buckets):
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
         self.sent_after = 0  # steps so far when its change was last sent, or the copy taken
+        self.work = 0.0  # of this member since its last averaging
+        self.sent_work = 0.0  # of that, in the averaging under way
         self.last = self.empty(device, is_kept=True)  # the copy, flat, by bucket; in fp32 of what has 16 bits
         self.lasts = self.parts(self.last)  # each tensor with its part of it, always the same tensors
 
@@ -201,7 +203,7 @@ def layer_of(name: str) -> str:
         ['blocks.3', 'embed.tokens', 'scale']
     """
     parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    numbered = next((depth for depth, part in enumerate(parts) if part.isdecimal()), None)
     if numbered is not None and numbered < len(parts) - 1:
         return ".".join(parts[: numbered + 1])
     return name.rpartition(".")[0] or name
@@ -242,8 +244,8 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
             share[lightest] += 1
         # The order of the model, so that layers next to each other come into different fragments.
         dealt: Counter[int] = Counter()
-        for place, name in enumerate(names, start=1):
-            behind = {f: place * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}
+        for number, name in enumerate(names, start=1):
+            behind = {f: number * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}
             fragment_of[name] = max(behind, key=lambda f: (behind[f], -f))
             dealt[fragment_of[name]] += 1
     fragments: list[list[Averaged]] = [[] for _ in range(num_fragments)]

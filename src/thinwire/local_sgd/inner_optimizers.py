@@ -28,9 +28,9 @@ def check_keeps_to_itself(optimizer: torch.optim.Optimizer, *, is_sharded: bool)
     use = "the optimizer inside it" if inside is None else f"the {type(inside).__name__} inside it"
     if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer
         raise ConfigError(
-            f"{name} sends each parameter in its step from the one process that trains it, so each would "
-            "learn from that one's data only; pass the optimizer that it was made of, such as "
-            "torch.optim.AdamW(model.parameters(), …), or average gradients with thinwire.attach"
+            f"{name} sends each parameter in its step from the one process that trains it; pass the "
+            "optimizer that it was made of, such as torch.optim.AdamW, or average gradients with "
+            "thinwire.attach"
         )
     # An optimizer of a sharded model may gather a matrix from the shards of one replica.
     held = () if is_sharded else vars(optimizer).items()
@@ -72,9 +72,9 @@ def silent_steps(
         counts[id(optimizer)] = None
         if count is not None and num_messages(group) != count:
             raise ConfigError(
-                f"{type(optimizer).__name__} communicates in its step, which replaces the averaging of "
-                "models: parameters would learn from some processes' data only; pass one that does not, such "
-                "as torch.optim.Muon, or average gradients with thinwire.attach"
+                f"{type(optimizer).__name__} communicates in its step, which would replace the averaging of "
+                "models; pass one that does not, such as torch.optim.Muon, or average gradients with "
+                "thinwire.attach"
             )
 
     with ExitStack() as attached:
@@ -127,9 +127,8 @@ class CopiesOfWeights:
                 if min(now, before) < MAX_DISTANCE:
                     raise ConfigError(
                         f"{type(optimizer).__name__} keeps a copy of the weights in {place}, from which its "
-                        "next step would undo the average of the models; pass an optimizer that keeps none, "
-                        "such as torch.optim.AdamW (of 16-bit weights: keep the model in fp32, with "
-                        "torch.autocast), or average gradients with thinwire.attach"
+                        "next step would undo the average; pass one that keeps none (of 16-bit weights: keep "
+                        "the model in fp32, with torch.autocast), or use thinwire.attach"
                     )
 
 

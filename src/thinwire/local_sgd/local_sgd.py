@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from thinwire.adapters.common import Shadow
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm
-from thinwire.comm import ProcessGroupTransport, Transport, agree, copy_from
-from thinwire.comm.agreement import alike_on_all_shards
+from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import (
@@ -30,25 +29,22 @@ from thinwire.local_sgd.averaged_model import (
     unwrapped,
 )
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.local_sgd.engines import Engines, engines_of
-from thinwire.local_sgd.fragment import Averaged, fragments_of
+from thinwire.local_sgd.engines import engines_of
+from thinwire.local_sgd.entering import agree_on, check_models, entry_settings, go_on_from
+from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.membership import Membership
 from thinwire.local_sgd.model_changes import ModelChanges
-from thinwire.local_sgd.outer import Outer, check_outer, described_outer, saved_outer
-from thinwire.local_sgd.pending_average import PendingAverage
-from thinwire.local_sgd.saved_state import LoadedState, checked_state, load_fragments, packed_state
+from thinwire.local_sgd.outer import Outer, check_outer, saved_outer
+from thinwire.local_sgd.saved_state import checked_state, packed_state
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
 from thinwire.local_sgd.settings import Streaming, Warmup
 from thinwire.local_sgd.static_averages import StaticAverages
 from thinwire.local_sgd.training_loop import check_ddp
-from thinwire.sync import Engine
 from thinwire.tensors.layout import local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-LOADED = "loaded state"
 
 
 class LocalSGD(ModelAverager, Joinable):
@@ -153,7 +149,7 @@ class LocalSGD(ModelAverager, Joinable):
         changes = ModelChanges(held, schedule, engines, optimizers, static)
         membership = Membership(static, changes)
         sync = replica.sync_of(engines.main)
-        super().__init__(held, optimizers, changes, membership, sync, grad_scaler)
+        super().__init__(changes, membership, sync, grad_scaler)
         self._engines = engines
         self._averages = StaticAverages(engines, membership, changes)
 
@@ -169,10 +165,10 @@ class LocalSGD(ModelAverager, Joinable):
         group, model, engines = self._engine.transport, self._model, self._engines
         averaged = model.tensors()
         # The models first: those of other shapes could not even be divided alike.
-        _check_models(model, self._engine, averaged, type(self).__name__)
+        check_models(model, self._engine, averaged, type(self).__name__)
         self._contributor.begin(averaged, engines.num_members, self._engine.algorithm)
         # All must know before the first message whether they start, which is collective, or go on.
-        _agree_on(_described(self._contributor, engines, self._loaded), model, self._engine)
+        agree_on(entry_settings(self._contributor, engines, self._loaded), model, self._engine)
         if self._loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
@@ -180,7 +176,7 @@ class LocalSGD(ModelAverager, Joinable):
             for fragment in model.fragments:
                 fragment.set_last()
         else:
-            _go_on_from(self._loaded, self._contributor, self._membership)
+            go_on_from(self._loaded, self._contributor, self._membership)
         self._check_momentum(stacklevel=3)
         with ExitStack() as attached:
             # If the second refuses, the first is taken off.
@@ -210,8 +206,8 @@ class LocalSGD(ModelAverager, Joinable):
     def average(self) -> None:
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
-        flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is under
+        way is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
@@ -305,7 +301,7 @@ class LocalSGD(ModelAverager, Joinable):
         they differ from process to process, so save them on each to resume to the bit; or call
         `average()` first and save one model. `torch.load(weights_only=True)` takes it.
 
-        What is in flight is waited for and saved as it came; it is applied when it is due, here and in the
+        What is under way is waited for and saved as it came; it is applied when it is due, here and in the
         run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
@@ -349,7 +345,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be different, unless something was in flight. The outer optimizer goes on with the
+        fragments may be different, unless something was under way. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 
@@ -371,7 +367,7 @@ class LocalSGD(ModelAverager, Joinable):
         loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
-            in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
+            in_flight=[(number, replica.own(means)) for number, means in loaded.in_flight],
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)
@@ -383,66 +379,3 @@ class LocalSGD(ModelAverager, Joinable):
             warm_engine.load(warmup)
         self._loaded = loaded
         self._contributor.steps = loaded.step
-
-
-def _check_models(model: AveragedModel, engine: Engine, averaged: Sequence[Averaged], name: str) -> None:
-    """Refuse, on all processes alike, models that differ, or that have changed since this was made."""
-    group = engine.transport
-    alike_on_all_shards(
-        model.replica.inside,
-        "entering LocalSGD",
-        lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(engine.algorithm)},
-        lambda: engine.agree(averaged[0].value.device),
-    )
-    # The plan is of what was trained then: messages of other lengths would end the process, and those of
-    # equal lengths be averaged with other parameters'.
-    others = sorted({spec.name for spec in {*engine.specs} ^ {tensor.spec for tensor in averaged}})
-    changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
-    _agree_on(changed, model, engine)
-    if others:
-        raise StepError(
-            "the model's trainable parameters or buffers are others than when this "
-            f"{name} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
-            "make it"
-        )
-
-
-def _agree_on(described: dict[str, str], model: AveragedModel, engine: Engine) -> None:
-    """Refuse, on all processes alike, to enter with other settings. Collective."""
-    transport, replica, purpose = engine.transport, model.replica, "entering LocalSGD"
-    of_all = dict(described)
-    if replica.saves_parts:  # each process has loaded its own
-        of_all.pop(LOADED, None)
-    alike_on_all_shards(replica.inside, purpose, lambda: of_all, lambda: agree(transport, described, purpose))
-
-
-def _described(changes: ModelChanges, engines: Engines, loaded: LoadedState | None) -> dict[str, str]:
-    """Return the settings that must be the same on all processes, by subject."""
-    schedule = changes.schedule
-    described = {
-        "every_steps": schedule.every_steps,
-        "warmup_steps": schedule.warmup.steps,
-        "algorithm of the warm-up": engines.gradients.algorithm,
-        "streaming": schedule.streaming,
-        "subgroup": schedule.has_subgroup,
-        "outer optimizer": described_outer(changes.model.outer),
-        LOADED: None if loaded is None else loaded.digest,
-    }
-    return {subject: str(value) for subject, value in described.items()}
-
-
-def _go_on_from(loaded: LoadedState, changes: ModelChanges, membership: Membership) -> None:
-    """Let fragments and what was under way go on from a state."""
-    load_fragments(loaded, changes.model)
-    membership.abandon()  # of an attempt to enter that has failed
-    changes.go_by_steps(loaded.step)
-    changes.end_warmup()
-    for place, means in loaded.in_flight:
-        # Version 0.2 had several under way: those before the last are applied here.
-        if membership.is_open:
-            membership.finish()
-        fragment = changes.fragments[place]
-        changes.sent_at = fragment.sent_after
-        changes.go_by_steps(fragment.sent_after)
-        pending = PendingAverage({fragment: fragment.flat(means)}, None)
-        membership.resume(pending, fragment.sent_after)

@@ -49,38 +49,31 @@ class Joining(NamedTuple):
     group: Group
     health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
 
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        optimizer: Optimizers,
-        group: Group | None,
-        *,
-        average_buffers: bool,
-        outer: Outer | None = None,
-    ) -> Joining:
-        """Check a user's model and optimizers, and find the group."""
-        module, ddp = unwrapped(model)
-        in_job = dist.get_world_size() if dist.is_initialized() else 1
-        _check_model(module, ddp, in_job if group is None else group.inside.size)
-        group, replica = _group_of_environment() if group is None else group, Replica()
-        if group.inside.size > 1:
-            group = MachineGroup(group, has_parts=ddp is None)
-            if ddp is None:
-                replica = replica_of(module, group.transport, has_subgroup=False)
-        held = AveragedModel(module, replica, ddp, buffers=average_buffers, make_outer=outer)
-        averaged = held.tensors()
-        optimizers = checked_optimizers(optimizer, averaged, module, replica)
-        if group.send_optimizer:
-            _check_hold_all(optimizers, averaged)
-        return cls(held, optimizers, group, group.inside if group.has_parts else None)
+
+def joining(
+    model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
+) -> Joining:
+    """Check a user's model and optimizers, and find the group."""
+    module, ddp = unwrapped(model)
+    in_job = dist.get_world_size() if dist.is_initialized() else 1
+    _check_model(module, ddp, in_job if group is None else group.inside.size)
+    group, replica = _group_of_environment() if group is None else group, Replica()
+    if group.inside.size > 1:
+        group = MachineGroup(group, has_parts=ddp is None)
+        if ddp is None:
+            replica = replica_of(module, group.transport, has_subgroup=False)
+    held = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+    averaged = held.tensors()
+    optimizers = checked_optimizers(optimizer, averaged, module, replica)
+    if group.send_optimizer:
+        _check_hold_all(optimizers, averaged)
+    return Joining(held, optimizers, group, group.inside if group.has_parts else None)
 
 
 class Member(Averager):
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`."""
 
     _membership: ElasticMembership
-    _group: Group
 
     @property
     def is_leaving(self) -> bool:
@@ -101,7 +94,7 @@ class Member(Averager):
         return {name: float(value) for name, value in vars(self._membership.stats).items()}
 
     def leave(self) -> None:
-        """Leave after the next averaging, handing over what this member has not transmitted."""
+        """Leave after the next averaging, which takes over what this member has not transmitted."""
         self._membership.is_leaving = True
 
     @torch.inference_mode(False)
@@ -127,7 +120,10 @@ class Member(Averager):
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
-            if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
+            if (
+                self._membership.group.leaves_on_sigterm
+                and threading.current_thread() is threading.main_thread()
+            ):
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError), full_precision(self._contributor.device):

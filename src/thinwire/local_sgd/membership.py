@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from thinwire.errors import StepError
@@ -64,20 +64,19 @@ class Membership:
         self._step = contributor.steps
         self.pending = contributor.start(contribution.tensors, scale, self._step, is_delayed=is_delayed)
 
-    def is_behind(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> bool:
-        """Return whether more rounds of the averaging under way are due than were sent."""
-        pending = self.pending
-        return pending is not None and not pending.is_done and pending.num_rounds < rounds_due(pending)
+    @property
+    def is_behind(self) -> bool:
+        """Whether more rounds of the averaging under way are due than were sent."""
+        pending, contributor = self.pending, self._contributor
+        return pending is not None and not pending.is_done and pending.num_rounds < contributor.rounds_due
 
-    def advance(self, rounds_due: Callable[[PendingAverage[Any]], int]) -> None:
-        """Send the rounds of the averaging under way that are due. Collective.
-
-        Whatever may be sent, a status goes before it. So a process that has left the common course, and
-        asks before it averages what is left, meets a status of the others, and all learn of it.
-        """
+    def advance(self) -> None:
+        """Send the rounds of the averaging under way that are due. Collective."""
         assert self.pending is not None
+        # A status goes before all that is sent. Else, with rank 0 a step behind: rank 1 sends round 2, rank 0
+        # leaves the context and sends its status, and each waits for the other. So both read two statuses.
         self.gather_status()
-        self.pending.send(rounds_due(self.pending), self._read_due)
+        self.pending.send(self._contributor.rounds_due, self._read_due)
 
     def wait(self) -> None:
         """Wait for the means of the averaging under way; they are applied by `finish`. Collective."""
@@ -133,7 +132,7 @@ class Membership:
     def read(self) -> tuple[MemberStatus, ...]:
         """Wait for all statuses that were asked for; return the last ones, or refuse on all alike."""
         statuses: tuple[MemberStatus, ...] = ()
-        # In the order of asking, the same everywhere: so all refuse at the same question.
+        # In the order of asking, the same on all ranks: so all refuse at the same question.
         while self._gathers:
             statuses = self._gathers.pop(0).read()
             check_alike(statuses)

@@ -29,7 +29,7 @@ class ModelChanges(Contributor):
     Attributes:
         together: Joins the processes that hold the shards of a replica, and must all be finite; or None.
         pending_steps: This process's since the last averaging.
-        chosen: Fragments to average out of turn, by place; None for those whose turn it is.
+        chosen: Fragments to average out of turn; None for those whose turn it is.
     """
 
     def __init__(
@@ -45,13 +45,11 @@ class ModelChanges(Contributor):
         # Members that come and go combine the statuses of their processes.
         self.together = None if self._follows_members else engines.together
         self.pending_steps = 0
-        self.chosen: Sequence[int] | None = None
-        self.work: list[float] = []  # of this member since each fragment's last averaging
+        self.chosen: Sequence[Fragment] | None = None
         self.turn_began = 0  # steps at the last turn
         self._averaged_at = monotonic()
-        # The averaging under way: its work by fragment, and the steps when it was sent.
-        self._sent_work: dict[int, float] = {}
-        self.sent_at = 0
+        self._sent: Sequence[Fragment] = ()  # in the averaging under way
+        self.sent_at = 0  # steps when that was sent
 
     @property
     def fragments(self) -> Fragments:
@@ -61,7 +59,6 @@ class ModelChanges(Contributor):
     def begin(self, averaged: Sequence[Averaged], num_members: int, algorithm: Algorithm) -> None:
         """Divide the model into fragments, on entry."""
         self.model.divide(averaged, self.schedule, num_members, algorithm)
-        self.work = [0.0] * len(self.fragments)
 
     # The schedule.
 
@@ -75,7 +72,8 @@ class ModelChanges(Contributor):
 
     def count_work(self, amount: float) -> None:
         """Add to the weight of each fragment's next averaging."""
-        self.work = [work + amount for work in self.work]
+        for fragment in self.fragments:
+            fragment.work += amount
 
     @property
     def age(self) -> int:
@@ -107,45 +105,46 @@ class ModelChanges(Contributor):
 
     # The view of a membership.
 
-    def places(self, step: int, turns_ahead: int = 0) -> Sequence[int]:
-        """Return which fragments are averaged after a step, or so many turns later."""
+    def fragments_after(self, step: int, turns_ahead: int = 0) -> Sequence[Fragment]:
+        """Return the fragments that are averaged after a step, or so many turns later."""
         if self.chosen is not None:
             return self.chosen
         if self.schedule.is_warm_up(step):
-            return range(len(self.fragments))
-        return [(self.turns + turns_ahead) % len(self.fragments)]
+            return self.fragments
+        return [self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]
 
     def contribution(self, turns_ahead: int = 0) -> Contribution:
-        places = self.places(self.steps, turns_ahead)
-        changes = {self.fragments[place]: self.fragments[place].changes() for place in places}
+        fragments = self.fragments_after(self.steps, turns_ahead)
+        changes = {fragment: fragment.changes() for fragment in fragments}
         weight = self.own_weight
         if self._follows_members:
             # Work that the averaging in doubt has taken is no part of the next one.
-            weight = self.work[places[0]] - (self._sent_work.get(places[0], 0.0) if turns_ahead else 0.0)
+            weight = fragments[0].work - (fragments[0].sent_work if turns_ahead else 0.0)
         return Contribution(weight, are_finite(changes, self.together), changes)
 
     def start(
         self, tensors: Changes | None, scale: float, step: int, *, is_delayed: bool
     ) -> PendingAverage[Fragment]:
         is_exact = self.schedule.is_warm_up(step)
-        places = self.places(step)
         known = tensors or {}
-        fragments = [self.fragments[place] for place in places]
         changes = {
-            fragment: known[fragment] if fragment in known else fragment.changes() for fragment in fragments
+            fragment: known[fragment] if fragment in known else fragment.changes()
+            for fragment in self.fragments_after(step)
         }
         # Before it is sent: scaled later, the residual would be in a different unit than the next change.
         for flat in chain(*changes.values()) if scale != 1 else ():
             flat.mul_(scale)
-        self._sent_work = {place: self.work[place] for place in places}
+        self._sent = tuple(changes)
+        for fragment in changes:
+            fragment.sent_work = fragment.work
         self.sent_at = self.steps
         engine = self._warm_engine if is_exact else self.engines[0]
         return PendingAverage(changes, engine, is_delayed=is_delayed and not is_exact)
 
-    def rounds_due(self, pending: PendingAverage[Fragment]) -> int:
-        """Return how many rounds of an average under way are to be sent by now."""
+    @property
+    def rounds_due(self) -> int:
         # What is delayed is sent one fragment at a time.
-        (fragment,) = pending.changes
+        (fragment,) = self._sent
         return self.schedule.rounds_sent(self.age, fragment.num_rounds)
 
     def abandon(self) -> None:
@@ -182,9 +181,8 @@ class ModelChanges(Contributor):
         for fragment, means in pending.changes.items():
             fragment.apply(means, None if is_exact else model.outer, weight)
             fragment.sent_after = step
-        for place, work in self._sent_work.items():
-            self.work[place] -= work
-        self._sent_work, self.steps, self.pending_steps = {}, step + made, 0
+            fragment.work -= fragment.sent_work
+        self.steps, self.pending_steps = step + made, 0
         if self.chosen is None:
             self.turns, self.turn_began = self.turns + (not is_exact), step
             if not self._follows_members:
@@ -211,8 +209,8 @@ class ModelChanges(Contributor):
     def reset(self, step: int, turns: int) -> None:
         for fragment in self.fragments:
             fragment.restore_last()
-        self.work = [0.0] * len(self.fragments)
-        self._sent_work, self.pending_steps = {}, 0
+            fragment.work = fragment.sent_work = 0.0
+        self.pending_steps = 0
         self.steps = self.turn_began = step
         self.turns = turns
         self.end_warmup()

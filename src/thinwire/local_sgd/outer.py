@@ -168,12 +168,12 @@ def _tensors(
     outer: torch.optim.Optimizer, lasts: Lasts, state: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
     """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
-    # An optimizer knows no names: a state has the parameters' places in its groups, one after the other.
+    # An optimizer knows no names: a state numbers the parameters, group by group.
     names = {id(last): tensor.name for tensor, last in lasts}
     parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
-    for place, values in state["state"].items():
-        if place >= len(parameters):
+    for number, values in state["state"].items():
+        if number >= len(parameters):
             continue  # of a different optimizer: this one refuses it when it is loaded
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                yield names[id(parameters[place])], parameters[place], values, key
+                yield names[id(parameters[number])], parameters[number], values, key

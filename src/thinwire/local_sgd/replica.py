@@ -27,7 +27,7 @@ class Replica:
     pieces: Mapping[str, Piece] = field(default_factory=dict)  # what this process has of each parameter
     sync_of: Callable[[Engine], GradientSync] = GradientSync  # saves and loads the state of the whole model
     # Lets the parameters be what this process holds of them, as they are between steps.
-    show_shards: Callable[[], None] = lambda: None
+    show_shards: Callable[[], object] = bool
 
     @property
     def shards(self) -> Transport | None:
@@ -49,9 +49,9 @@ class Replica:
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
-        place, shards = self.inside.rank, self.inside.size
+        shard, shards = self.inside.rank, self.inside.size
         return {
-            name: self.pieces[name].cut(place, shards)(tensor).clone() if name in self.pieces else tensor
+            name: self.pieces[name].cut(shard, shards)(tensor).clone() if name in self.pieces else tensor
             for name, tensor in whole.items()
         }
 

@@ -27,7 +27,7 @@ class LoadedState(NamedTuple):
 
     step: int  # attempted
     sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
-    in_flight: Sequence[tuple[int, Tensors]]  # landed, not applied: a fragment's place, mean changes by name
+    in_flight: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
     last_average: Tensors  # by name
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
@@ -116,7 +116,7 @@ def checked_state(
         loaded = LoadedState(
             step=whole_number("step", state["step"], minimum=0, error=StateError),
             sent_after=list(map(int, state["sent_after"])),
-            in_flight=[(int(place), dict(means)) for place, means in state["in_flight"]],
+            in_flight=[(int(number), dict(means)) for number, means in state["in_flight"]],
             last_average=dict(state["last_average"]),
             sync=state["sync"],
             outer=state["outer"],
@@ -128,12 +128,12 @@ def checked_state(
         num_saved = len(loaded.sent_after)
         if loaded.in_flight and num_saved != len(shapes):
             raise StateError(
-                f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+                f"the state was saved while one of {num_saved} fragments was under way, and here are "
                 f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
             )
         _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
-        for place, means in loaded.in_flight:
-            _check_tensors(f"in_flight of fragment {place}", means, shapes[place])
+        for number, means in loaded.in_flight:
+            _check_tensors(f"in_flight of fragment {number}", means, shapes[number])
     except StateError:
         raise
     # Whatever values of wrong kinds raise where they are used.

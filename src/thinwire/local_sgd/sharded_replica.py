@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.adapters.ddp_model import is_fsdp2
-from thinwire.adapters.sharded.fsdp import attached_to, refuse_attached
+from thinwire.adapters.sharded.fsdp import attached_to
 from thinwire.adapters.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.adapters.sharded.sync import ShardedSync
 from thinwire.comm import ProcessGroupTransport, Transport, group_of
@@ -23,59 +23,33 @@ from thinwire.torch_private import root_mesh
 
 
 def new_replica(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
-    """Return a replica whose processes hold parts of it, in whatever layout."""
-    meshes = _meshes_of(module)
-    # FSDP2's own layout over one dimension has a state of the whole model.
-    is_usual = is_fsdp2(module) and len(meshes) == 1 and meshes[0].ndim == 1 and _holds_all(module)
-    if replicas is None or (is_fsdp2(module) and (is_usual or not _lies_outside(replicas, meshes))):
-        return _in_shards(module, replicas)
-    return _in_parts(module, replicas, meshes)
+    """Return a replica whose processes hold parts of it, in whatever layout.
 
-
-def _in_shards(module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None) -> Replica:
-    sharded = ShardedModel(module)
-    mesh = sharded.mesh_of_shards()
-    if sharded.is_replicated:
-        raise AttachError(
-            "replicate averages this model's gradients in every step; pass the plain module instead, "
-            "without replicate"
-        )
-    if not isinstance(replicas, Transport):
-        replicas = replicas_of(sharded, replicas)
-    pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
-    refuse_attached(
-        pieces.values(),
-        "its gradients are averaged over the replicas in every step, so averaging models as well would "
-        "change nothing; leave out one of the two",
-    )
-    inside = ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
-    return Replica(
-        replicas,
-        inside,
-        is_sharded=True,
-        pieces=pieces,
-        sync_of=partial(_sync_of, pieces, inside),
-        show_shards=partial(reshard, module),
-    )
-
-
-def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
-    pieces = dict(parameters)
-    # Each process has whole buffers.
-    for name, shape, _, dtype, *_ in engine.specs:
-        whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
-        pieces.setdefault(name, Piece(name, whole, shape, None, 0))
-    return ShardedSync(engine, inside, {spec.name: pieces[spec.name] for spec in engine.specs})
-
-
-def _in_parts(
-    module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh, meshes: list[DeviceMesh]
-) -> Replica:
-    """Return one of DTensors over any mesh (tensor, expert, native HSDP), or a stage of a pipeline."""
-    parameters = list(module.parameters())
+    In FSDP2's own layout over one dimension the state is of the whole model. In any other (tensor or expert
+    parallel, native HSDP, a stage of a pipeline) each process saves its part.
+    """
+    parameters, meshes = list(module.parameters()), _meshes_of(module)
     if any(map(attached_to, parameters)):
         raise AttachError(
-            "the model is attached already, so its gradients are averaged in every step; leave that out"
+            "the model is attached already: its gradients are averaged in every step, so averaging models "
+            "would change nothing; leave out one of the two"
+        )
+    show_shards = partial(reshard, module) if is_fsdp2(module) else bool
+    if replicas is None or (is_fsdp2(module) and _saves_whole(module, replicas, meshes)):
+        sharded = ShardedModel(module)
+        mesh = sharded.mesh_of_shards()
+        if sharded.is_replicated:
+            raise AttachError(
+                "replicate averages this model's gradients in every step; pass the plain module instead, "
+                "without replicate"
+            )
+        if not isinstance(replicas, Transport):
+            replicas = replicas_of(sharded, replicas)
+        pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
+        inside = ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
+        sync_of = partial(_sync_of, pieces, inside)
+        return Replica(
+            replicas, inside, is_sharded=True, pieces=pieces, sync_of=sync_of, show_shards=show_shards
         )
     inner = _inner_ranks(meshes, replicas)
     if isinstance(replicas, DeviceMesh):
@@ -88,12 +62,24 @@ def _in_parts(
                 "different parts of it; expected those that hold the same part, such as "
                 'mesh["replicate"]'
             )
-    replica = Replica(replicas, is_sharded=True, saves_parts=True)
+    replica = Replica(replicas, is_sharded=True, saves_parts=True, show_shards=show_shards)
     if len(inner) > 1:
         replica = replace(replica, inside=ProcessGroupTransport(group_of(inner), parameters[0].device))
-    if is_fsdp2(module):
-        replica = replace(replica, show_shards=partial(reshard, module))
     return replica
+
+
+def _saves_whole(module: nn.Module, replicas: object, meshes: list[DeviceMesh]) -> bool:
+    is_usual = len(meshes) == 1 and meshes[0].ndim == 1 and _holds_all(module)
+    return is_usual or not _lies_outside(replicas, meshes)
+
+
+def _sync_of(parameters: Mapping[str, Piece], inside: Transport, engine: Engine) -> GradientSync:
+    pieces = dict(parameters)
+    # Each process has whole buffers.
+    for name, shape, _, dtype, *_ in engine.specs:
+        whole = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        pieces.setdefault(name, Piece(name, whole, shape, None, 0))
+    return ShardedSync(engine, inside, {spec.name: pieces[spec.name] for spec in engine.specs})
 
 
 def _holds_all(module: nn.Module) -> bool:
@@ -139,9 +125,9 @@ def _inner_ranks(meshes: list[DeviceMesh], replicas: object) -> list[int]:
             assert coordinate is not None, "a process of the mesh has its place in it"
             return list(map(int, root.mesh.select(dim, coordinate[dim]).flatten().tolist()))
     # Experts may lie on a part of the processes that hold the rest, or on all of them in two dimensions.
-    places = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
-    widest = max(places, key=len)
-    if not all(set(widest).issuperset(ranks) for ranks in places):
+    ranks_of = [list(map(int, mesh.mesh.flatten().tolist())) for mesh in meshes] or [[dist.get_rank()]]
+    widest = max(ranks_of, key=len)
+    if not all(set(widest).issuperset(ranks) for ranks in ranks_of):
         shown = " and ".join(str(mesh.mesh.tolist()) for mesh in meshes)
         raise AttachError(
             f"parameters use different meshes, {shown}; pass replicas=mesh['replicate'] of their common "

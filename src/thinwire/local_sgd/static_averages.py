@@ -38,8 +38,8 @@ class StaticAverages:
         if self.has_subgroup:
             self._agree_within(is_finite=is_finite)
         # Weights that were loaded, or are those of an optimizer that nobody counts.
-        pending = () if membership.pending is None else membership.pending.changes
-        quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in pending}
+        under_way = () if membership.pending is None else membership.pending.changes
+        quiet = {f: flats[f] for f in fragments if step == f.sent_after and f not in under_way}
         membership.gather_status(
             changes.own_weight,
             is_finite=is_finite,
@@ -51,11 +51,11 @@ class StaticAverages:
             self._take_over(list(quiet))
         if membership.is_open:
             membership.finish()
-        places = [place for place, fragment in enumerate(fragments) if step > fragment.sent_after]
+        pending = [fragment for fragment in fragments if step > fragment.sent_after]
         # Each by itself as ever, those first that have waited longest: the same order everywhere.
-        turns = [[place] for place in sorted(places, key=lambda place: fragments[place].sent_after)]
+        turns = [[fragment] for fragment in sorted(pending, key=lambda fragment: fragment.sent_after)]
         if changes.schedule.is_warm_up(step):
-            turns = [places] if places else []
+            turns = [pending] if pending else []
         try:
             for changes.chosen in turns:  # all are known to be at this step: one question is enough
                 membership.average(statuses)
@@ -73,9 +73,8 @@ class StaticAverages:
             are_alike = true_for_all(are_alike, together, purpose)
         if not are_alike:
             raise StepError(
-                "parameters have changed since the last averaging without a step of the optimizer that was "
-                "given, and not on all processes alike; nothing was averaged, and each has its own. Pass all "
-                "optimizers that train the model, in the order of their steps; load the same weights on all"
+                "parameters have changed since the last averaging without a step of an optimizer passed, and "
+                "not on all ranks alike; nothing was averaged. Pass all optimizers; load alike on all ranks"
             )
         for fragment in fragments:
             fragment.set_last_parameters()
@@ -90,8 +89,8 @@ class StaticAverages:
         self._agree_within(is_finite=are_finite(averaged, changes.together))
         # Fragments that the group averages at once need no mean of the subgroup before.
         if changes.is_due() and not changes.schedule.is_delayed(changes.steps):
-            for place in changes.places(changes.steps):
-                del averaged[changes.fragments[place]]
+            for fragment in changes.fragments_after(changes.steps):
+                del averaged[fragment]
         if averaged:
             PendingAverage(averaged, engine).wait()
             for fragment, means in averaged.items():

@@ -16,7 +16,7 @@ from thinwire.local_sgd.contributor import Contribution, Contributor
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
-from thinwire.local_sgd.member import Joining, Member
+from thinwire.local_sgd.member import Member, joining
 from thinwire.local_sgd.optimizer_state import as_sharded
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
@@ -73,18 +73,16 @@ class Steps(Member):
     def __init__(
         self, model: nn.Module, optimizer: Optimizers, algorithm: Algorithm, *, group: Group | None = None
     ) -> None:
-        joining = Joining.of(model, optimizer, group, average_buffers=False)
+        held, optimizers, group, health_group = joining(model, optimizer, group, buffers=False)
         # All of the optimizers step here, for a member that joins does so on entry, before its loop.
-        if not joining.group.send_optimizer:
+        if not group.send_optimizer:
             raise ConfigError("elastic.Steps needs a group with send_optimizer=True, got False")
-        held, optimizers, group, health_group = joining
         specs, parts = [parameter.spec for parameter in held.tensors()], layouts_of(held.tensors(), 1)
         settings = Settings(health_group=health_group)
         engine = Engine(algorithm, group.transport, specs, settings, parts=parts)
         gradients = Gradients(held, engine, optimizers, group)
         membership = ElasticMembership(group, gradients, type(self).__name__)
-        super().__init__(held, optimizers, gradients, membership, held.replica.sync_of(engine))
-        self._group = group
+        super().__init__(gradients, membership, held.replica.sync_of(engine))
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"

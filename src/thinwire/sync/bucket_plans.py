@@ -177,9 +177,10 @@ class BucketPlans:
             if any(spec.name not in self.state.specs for spec in specs):
                 self.state.specs.update((spec.name, spec) for spec in specs)
                 self._model_plans = ()
-        # Before the first message of any: members whose messages have other lengths would wait forever, or
-        # add up what does not belong together. And by a gather, which is never taken for an average: where
-        # only some come here, it ends in a timeout that says what to look for.
+        # Before the first message of any. If rank 0 had 4 bits and rank 1 low rank, their messages would have
+        # other lengths: both would wait forever, or add up what does not belong together. And by a gather,
+        # which is never taken for an average: if rank 0 opens a bucket and rank 1 sends one that is open, it
+        # ends in a timeout that says what to look for.
         if new and not is_agreed:
             self._compare(list(new))
         if new:

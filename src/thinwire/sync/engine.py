@@ -146,9 +146,10 @@ class Engine:
 
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step; it blocks while messages of abandoned steps are under way."""
-        # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
-        # all members before anything new. Until then its messages may be written, to the same memory as the
-        # gradients of the next pass.
+        # Backends match collectives by their order. If rank 0 began step 8 while a message of its abandoned
+        # step 7 was under way, rank 1's first message of step 8 would be added to that one. So an abandoned
+        # step comes to its end on all ranks before anything new; until then its messages may be written, to
+        # the same memory as the gradients of the next pass.
         if self.state.torn:
             self.check_whole("a step")
         for step in tuple(self._steps):

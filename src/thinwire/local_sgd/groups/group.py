@@ -24,16 +24,16 @@ class Group(ABC):
     Args:
         min_members: An averaging needs at least this many; fewer wait for others.
         wait_seconds: How long a member waits, for enough others and for an averaging that succeeds.
-        weigh_by: What a member's change weighs in `LocalSGD` and `DiLoCo`: "steps" that it made, or "work",
-            as given to `count_work`.
+        weigh_by: The weight of a member's change in `LocalSGD` and `DiLoCo`: the "steps" that it made, or the
+            "work" given to `count_work`.
         send_optimizer: Whether a member that joins gets the state and settings of all optimizers as one of
             the others has them; then these must hold every trainable parameter. Else it starts with its own.
             `Steps` needs it.
 
     Attributes:
         transport: Over the members of the last quorum; always the same object. Before the first, this member
-            is alone. If each process of a member has a part of the model, over those of the same place.
-        control: Carries what members say of themselves; of several processes, the first one's word.
+            is alone. If each process of a member has a part of the model, over those of its local rank.
+        control: Carries the members' statuses: those of the first process, if a member has several.
         inside: Joins the processes of this member.
         has_parts: Whether each process of a member has a part of the model, and not all have the whole one.
         quorum_id: Of the last quorum, the same on all its members.

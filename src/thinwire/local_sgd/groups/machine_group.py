@@ -191,36 +191,31 @@ class _LeaderTransport(Transport):
         self._first, self._inside = first, inside
 
     def start(self, message: Message) -> Work:
-        work, failure = None, None
+        work: Work | None = None
+        failure: BaseException | None = None
         if self._first is not None:
             try:
                 work = self._first.start(message)
             except BaseException as error:
                 failure = error  # raised when it is waited for, on all alike
-        return _BroadcastWork(message, work, failure, self._inside)
 
+        def wait_first() -> None:
+            if failure is not None:
+                raise failure
+            if work is not None:
+                work.wait()
 
-class _BroadcastWork:
-    """A message of the first process, whose result the others are sent."""
+        has_waited = False
 
-    def __init__(
-        self, message: Message, work: Work | None, failure: BaseException | None, inside: Transport
-    ) -> None:
-        self._message, self._work, self._failure, self._inside = message, work, failure, inside
-        self._is_done = False
+        def wait() -> None:
+            nonlocal has_waited
+            if has_waited:
+                return
+            has_waited = True
+            broadcast_outcome(wait_first, self._inside)
+            self._inside.broadcast(message.output, 0, PURPOSE).wait()
 
-    def wait(self) -> None:
-        if self._is_done:
-            return
-        self._is_done = True
-        broadcast_outcome(self._wait_first, self._inside)
-        self._inside.broadcast(self._message.output, 0, PURPOSE).wait()
-
-    def _wait_first(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._work is not None:
-            self._work.wait()
+        return CombinedWork(wait)
 
 
 class _Inside(Wrapped):

@@ -22,13 +22,14 @@ from thinwire.tensors.layout import local_tensor
 PART_BYTES = 1 << 22
 MAX_BYTES = 1 << 44
 MEASURED_SHARE = 0.2  # of the timeout, after which it is told whether a state comes in time
-PURPOSE = "handing a newcomer what it starts from"
+PURPOSE = "sending a newcomer what it starts from"
 
 
 def plain(value: Any) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
-    # A class of its own, as quantized states have, only its optimizer reads.
-    if type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local"):
+    # A class of its own may have no memory at its address, as states of 8-bit optimizers.
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) or hasattr(value, "to_local")
+    if isinstance(value, torch.Tensor) and is_plain:
         return local_tensor(value).to("cpu").contiguous()
     if isinstance(value, Mapping):
         return {plain(key): plain(item) for key, item in value.items()}
@@ -42,8 +43,7 @@ def plain(value: Any) -> Any:
         return None
     raise StateError(
         f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
-        "None, and lists, tuples and mappings of them; use optimizers with such settings and state only (the "
-        "one inside LocalSGD or DiLoCo is not sent with send_optimizer=False)"
+        "None, and lists, tuples and mappings of them; use other optimizers, or send_optimizer=False"
     )
 
 
@@ -117,8 +117,8 @@ def _check_in_time(num_received: int, num_bytes: int, seconds: float, timeout_se
         rate = 8e-6 * num_received / seconds
         raise StateError(
             f"a newcomer's state of {num_bytes / 1e6:.0f} MB takes about {expected:.0f} s at {rate:.1f} "
-            f"Mbit/s, and the other members wait {timeout_seconds:g} s: it has left, and they go on. Start "
-            f"all with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
+            f"Mbit/s, and the others wait {timeout_seconds:g} s: it has left, and they go on. Start all "
+            f"with TorchftGroup(timeout_seconds={2 * expected:.0f}), or with send_optimizer=False"
         )
 
 

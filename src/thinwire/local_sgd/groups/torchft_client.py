@@ -130,9 +130,9 @@ class ConfiguredGroup:
         self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
-        # A separate place in the store: see `QuorumClient`.
-        place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
-        self.address = f"{store_addr}/{place}"
+        # A separate prefix in the store: see `QuorumClient`.
+        prefix = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
+        self.address = f"{store_addr}/{prefix}"
         self.inner.configure(self.address, replica_id, rank, world_size, quorum_id, *others)
         self.rank, self.size = rank, world_size
 

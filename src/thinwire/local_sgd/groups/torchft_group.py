@@ -209,7 +209,7 @@ class TorchftGroup(Group):
                     ) from error
                 if self.is_leaving():
                     raise LeftError(
-                        f"this member has left the group without handing over what it had not transmitted: "
+                        f"this member has left the group and what it had not transmitted is lost: "
                         f"the lighthouse {self._lighthouse} does not answer ({error}), so no member is found"
                     ) from error
                 logger.warning(

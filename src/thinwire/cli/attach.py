@@ -1,0 +1,82 @@
+"""The `thinwire attach` command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+from thinwire.errors import ConfigError
+from thinwire.preload.settings import AUTO, Options
+
+
+def attach(
+    command: list[str] = typer.Argument(metavar="-- COMMAND…", help="Any training command, unchanged."),
+    *,
+    bits: int | None = typer.Option(None, metavar="N", help="Send gradients in N bits.", show_default="4"),
+    algorithm: str | None = typer.Option(
+        None, metavar="TEXT", help='As in Python, such as "PowerSGD(matrix_rank=4)".', show_default=False
+    ),
+    auto: bool = typer.Option(False, "--auto", help="Let the run's first steps choose the algorithm."),
+    watch: Path | None = typer.Option(
+        None, metavar="FILE", help="Record each step, for `thinwire report`.", show_default=False
+    ),
+    checkpoint: Path | None = typer.Option(
+        None,
+        metavar="DIR",
+        help="Keep what the algorithm remembers here: read at the start, written at the end and on SIGTERM.",
+        show_default=False,
+    ),
+    strict: bool = typer.Option(
+        False,
+        "--strict",
+        help="End the training if a model can't be attached.",
+    ),
+) -> None:
+    """Run a training command with small messages: every DDP model that it builds is attached.
+
+    The command stays as it is, whoever builds the model: a script of yours, Accelerate, the Trainer and all
+    that is built on it, Lightning. On several machines type the same line on each. Where the launcher is not
+    yours, set THINWIRE_ATTACH="Quantize(bits=4)" in the environment of the processes instead.
+
+    A model that has a communication hook already, FSDP, DeepSpeed and runs of one process stay as they are,
+    and a line says so.
+
+    Example: `thinwire attach --bits 4 -- torchrun --nproc-per-node 2 train.py --epochs 1`
+    """
+    if sys.argv[-len(command) - 1] != "--":
+        raise ConfigError("no -- before the command; write thinwire attach --bits 4 -- torchrun … train.py …")
+    chosen = [option for option in (bits, algorithm, auto or None) if option is not None]
+    if len(chosen) > 1:
+        raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
+    text = algorithm or (f"{AUTO}()" if auto else f"Quantize(bits={4 if bits is None else bits})")
+    # Processes may change their folder before they read these.
+    records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
+    options = Options(text, records, folder, strict)
+    program = shutil.which(command[0])
+    if program is None:
+        raise ConfigError(f"there is no command {command[0]!r}; nothing was started")
+    environment = os.environ | options.environment()
+    _check_installed(program, environment)
+    os.execve(program, command, environment)
+
+
+def _check_installed(program: str, environment: dict[str, str]) -> None:
+    """Refuse a Python that would not attach anything, if the command is a Python or a script of one."""
+    interpreter = program
+    if "python" not in Path(program).name:
+        with Path(program).open("rb") as file:
+            line = file.readline().decode(errors="replace")
+        if not line.startswith("#!") or "python" not in line:
+            return
+        interpreter = line[2:].strip()
+    look = "import sys; sys.exit('thinwire.preload.startup' not in sys.modules)"
+    if subprocess.run([*interpreter.split(), "-c", look], env=environment, check=False).returncode:
+        raise ConfigError(
+            f"{interpreter} does not have thinwire, so nothing was started; install it there: "
+            "pip install . in a clone of Thinwire"
+        )

@@ -1,0 +1,62 @@
+"""axolotl: small messages from its YAML file.
+
+    plugins:
+      - thinwire.integrations.axolotl.ThinwirePlugin
+    thinwire_bits: 4
+
+or `thinwire_algorithm: PowerSGD(matrix_rank=4)`, or `thinwire_algorithm: auto()`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from thinwire.advice import auto
+from thinwire.errors import ConfigError, MissingExtraError
+from thinwire.integrations.transformers import attach
+from thinwire.preload.settings import parsed
+
+try:
+    from axolotl.integrations.base import BasePlugin
+    from pydantic import BaseModel
+except ImportError as error:
+    raise MissingExtraError(
+        "thinwire.integrations.axolotl needs axolotl: install it, and start training with axolotl train"
+    ) from error
+
+__all__ = ["ThinwireArgs", "ThinwirePlugin"]
+
+
+class ThinwireArgs(BaseModel):
+    """The plugin's settings in axolotl's file; exactly one of both.
+
+    Attributes:
+        thinwire_bits: How many bits a gradient's number is sent in; as `thinwire.Quantize(bits=…)`.
+        thinwire_algorithm: As it is written in Python, such as `PowerSGD(matrix_rank=4)`; or `auto()`.
+    """
+
+    thinwire_bits: int | None = None
+    thinwire_algorithm: str | None = None
+
+
+class ThinwirePlugin(BasePlugin):
+    """Attaches axolotl's trainer; see `thinwire.integrations.transformers.attach`.
+
+    Raises:
+        ConfigError: The settings are wrong.
+        AttachError: The trainer can't be attached.
+    """
+
+    def get_input_args(self) -> str:
+        return f"{ThinwireArgs.__module__}.{ThinwireArgs.__qualname__}"
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        bits, text = cfg.thinwire_bits, cfg.thinwire_algorithm
+        if (bits is None) == (text is None):
+            raise ConfigError(
+                f"thinwire_bits is {bits} and thinwire_algorithm {text!r}; write one of them, such as "
+                "thinwire_bits: 4"
+            )
+        algorithm = parsed(text or f"Quantize(bits={bits})")
+        attach(trainer, partial(auto, **algorithm) if isinstance(algorithm, dict) else algorithm)

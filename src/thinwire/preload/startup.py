@@ -1,0 +1,73 @@
+"""Waits for torch's DDP to be imported, and lets each model that is built be attached.
+
+Every Python process under `thinwire attach` runs this, so it imports next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+    from typing import Any
+
+MODULE = "torch.nn.parallel.distributed"
+
+
+class DDPFinder:
+    """Finds one module, once, and has its DDP class changed when the module has run."""
+
+    def find_spec(
+        self, fullname: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != MODULE:
+            return None
+        from importlib.util import find_spec  # noqa: PLC0415
+
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_watch(module: ModuleType) -> None:
+                run(module)
+                watch_built(module.DistributedDataParallel)
+
+            spec.loader.exec_module = run_and_watch  # type: ignore[method-assign]
+        return spec
+
+
+def watch_built(ddp: Any) -> None:
+    """Let each model of a DDP class be attached, once it is built."""
+    import atexit  # noqa: PLC0415
+    from functools import wraps  # noqa: PLC0415
+
+    build = ddp.__init__
+    atexit.register(tell_if_nothing_was_built)
+
+    @wraps(build)
+    def build_and_note(model: Any, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        # Here, so that a process that builds no DDP model imports nothing of Thinwire.
+        from thinwire.preload.model import note_built  # noqa: PLC0415
+
+        note_built(model)
+
+    ddp.__init__ = build_and_note
+
+
+def tell_if_nothing_was_built() -> None:
+    """Say at the end of a job's first process that no process of its kind built a DDP model."""
+    is_first_of_several = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_first_of_several and "thinwire.preload.model" not in sys.modules:
+        print(
+            "thinwire attach: nothing was attached: no DistributedDataParallel was built. FSDP2 models take "
+            "thinwire.attach in the script (docs/sharded.md); DeepSpeed averages by itself",
+            file=sys.stderr,
+        )
+
+
+sys.meta_path.insert(0, DDPFinder())
