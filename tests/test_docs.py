@@ -40,6 +40,7 @@ LOOKED_UP = (
     "advice.md",
     "api.md",
     "api-algorithms.md",
+    "calculator.md",
     "design.md",
     "elastic-faults.md",
     "errors.md",

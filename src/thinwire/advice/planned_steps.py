@@ -54,6 +54,7 @@ COLLECTIVES: dict[type[Algorithm], tuple[Collective, ...]] = {
 FORWARD_SHARE = 1 / 3  # of computing: a backward pass takes about twice as long
 BLOCKS_SHARE = 0.85  # of the parameters; the others are the embedding
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
+LEAST_GAIN = 0.05  # the default of `thinwire.advise`
 MAX_PARAMETERS = 10**12
 MOMENT = 1e-9  # puts events that happen at once in their order
 
@@ -89,7 +90,7 @@ def advise_by_size(
         *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
         "With --probe, --model and --step the same table is measured.",
     )
-    return advice_from(steps, link, inside_seconds, (0.05, checked_budget(budget_loss)), notes)
+    return advice_from(steps, link, inside_seconds, (LEAST_GAIN, checked_budget(budget_loss)), notes)
 
 
 def stand_in(parameters: int, device: str = "meta") -> nn.Module:
@@ -203,7 +204,7 @@ class StatedLink(MeasuredLink):
         processes = whole_number("gpus", processes, minimum=1)
         # Any two sizes tell the rate, and a message of nothing takes half a round trip.
         per_byte = 8 * ring_share(machines) / bits_per_second
-        timings = [Timing(size, [round_trip_seconds / 2 + size * per_byte]) for size in (4, 1 << 24)]
+        timings = [Timing(4 + size, [round_trip_seconds / 2 + size * per_byte]) for size in (0, 1 << 24)]
         probe = Probe(machines, "gloo", "cpu", timings, [], [list(range(machines))])
         return cls(probe, machines, processes=processes)
 
