@@ -32,7 +32,7 @@ fetch("../calculator.json").then((response) => response.json()).then((constants)
         way.name === constants.exact ? `${way.name}, DDP as it is` : way.name,
         (1e3 * way.stepSeconds).toFixed(1),
         (way.sentBytes / 1e6).toPrecision(4),
-        way.loss === null ? "?" : way.loss.toFixed(1),
+        way.loss === null ? "?" : (Math.round(10 * way.loss) / 10 || 0).toFixed(1),
       ])),
     );
   }
