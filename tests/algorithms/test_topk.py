@@ -156,5 +156,5 @@ def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -
         assert len(packed) == message.num_bytes
         entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
-        assert torch.equal(entries.places, expected.expand(3, -1))
+        assert torch.equal(entries.indices, expected.expand(3, -1))
         assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())

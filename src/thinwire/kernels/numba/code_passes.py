@@ -230,12 +230,12 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
             # To the block's end: the codes behind a short one travel too, and must not be what memory
             # happened to hold.
             for first in range(wide, block, LANES):
-                lanes = first_lanes(max(0, min(LANES, filled - first)))
-                units = splat(factor) * load(here + FLOAT_BYTES * first, lanes)
+                mask = first_lanes(max(0, min(LANES, filled - first)))
+                units = splat(factor) * load(here + FLOAT_BYTES * first, mask)
                 write(bits, codes + first * bits // 8, units)
                 if is_fitted:
                     some = magnitudes(units)
-                    nearest = inside(fitting(bits, some), lanes)
+                    nearest = inside(fitting(bits, some), mask)
                     products, squares = products + some * nearest, squares + nearest * nearest
             if is_fitted:
                 # In fp64, whose range holds it in whatever order LLVM multiplies and divides.
@@ -261,9 +261,9 @@ def _restore(
                 # One product, rounded once: what is decoded must be the same to the bit with every backend.
                 store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
         for first in range(wide, filled, LANES):
-            at, lanes = FLOAT_BYTES * (start + first), first_lanes(min(LANES, filled - first))
+            at, mask = FLOAT_BYTES * (start + first), first_lanes(min(LANES, filled - first))
             some = splat(factor) * read(bits, codes + first * bits // 8)
-            store(out + at, load(numbers + at, lanes) - some if subtracts else some, lanes)
+            store(out + at, load(numbers + at, mask) - some if subtracts else some, mask)
         codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 
@@ -293,8 +293,8 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         inverse = np.float32(0) if most < TINY else one / most
         sums = splat(np.float32(0))
         for first in range(0, length, LANES):
-            lanes = first_lanes(min(LANES, length - first))
-            part = splat(inverse) * load(numbers + FLOAT_BYTES * first, lanes)
+            mask = first_lanes(min(LANES, length - first))
+            part = splat(inverse) * load(numbers + FLOAT_BYTES * first, mask)
             sums = sums + (magnitudes(part) if bits == 1 else part * part)
     mean = total(sums) / np.float32(length)
     if bits == 1:

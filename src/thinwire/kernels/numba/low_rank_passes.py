@@ -42,7 +42,7 @@ Rows: TypeAlias = NDArray[Any]
 
 FLOAT_BYTES = 4
 
-# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen lanes then
+# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen num_lanes then
 # costs more than loading factors again.
 WIDE_BYTES = 4096
 
@@ -84,19 +84,19 @@ def _products(m: int, e: int, line: int, scale: Tile, q: int, stride: int, count
     for at in range(0, whole, VECTOR_BYTES):
         p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, LANES)
     if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, lanes)
+        num_lanes = (line - whole) // FLOAT_BYTES
+        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, num_lanes)
     return p
 
 
 @inlined
 def _add_products(
-    m: int, e: int, line: int, scale: Tile, q: int, stride: int, p: Tiles, count: int, lanes: int
+    m: int, e: int, line: int, scale: Tile, q: int, stride: int, p: Tiles, count: int, num_lanes: int
 ) -> Tiles:
     _fetch_rows(m, line, count)
     _fetch_rows(e, line, count)
-    rows = _load_rows(m, line, count, lanes) + scale * _load_rows(e, line, count, lanes)
-    _store_rows(m, line, rows, count, lanes)
+    rows = _load_rows(m, line, count, num_lanes) + scale * _load_rows(e, line, count, num_lanes)
+    _store_rows(m, line, rows, count, num_lanes)
     right = _load_rows(q, stride, 4, LANES)
     a, b, c, d = rows_of(rows)
     p0, p1, p2, p3 = p
@@ -115,7 +115,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
     rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
     own = _room(line)
     t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
-    # Four rows at a time however short they are: here nothing is added up across lanes.
+    # Four rows at a time however short they are: here nothing is added up across columns.
     together = rows - rows % 4
     for k in range(len(matrices)):
         own[:] = 0
@@ -236,10 +236,10 @@ def _reconstruct(
             _store_rows(e + at, line, rest, count, LANES)
         _store_rows(m + at, line, _combined(mean, at, stride), count, LANES)
     if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        rest = (_load_rows(m + whole, line, count, lanes) - _combined(sent, whole, stride)) * inverse
-        _store_rows(e + whole, line, rest, count, lanes)
-        _store_rows(m + whole, line, _combined(mean, whole, stride), count, lanes)
+        num_lanes = (line - whole) // FLOAT_BYTES
+        rest = (_load_rows(m + whole, line, count, num_lanes) - _combined(sent, whole, stride)) * inverse
+        _store_rows(e + whole, line, rest, count, num_lanes)
+        _store_rows(m + whole, line, _combined(mean, whole, stride), count, num_lanes)
 
 
 @inlined
@@ -267,18 +267,18 @@ def _copy(factor: Matrix, to: Matrix) -> None:
 
 
 @inlined
-def _load_rows(address: int, stride: int, count: int, lanes: int) -> Tile:
-    """Return the first `lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
+def _load_rows(address: int, stride: int, count: int, num_lanes: int) -> Tile:
+    """Return the first `num_lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
     # For a single row the others are masked out: their addresses are not its, and are never touched.
-    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    mask, others = first_lanes(num_lanes), first_lanes(num_lanes if count > 1 else 0)
     a, b = load(address, mask), load(address + stride, others)
     return tile_of(a, b, load(address + 2 * stride, others), load(address + 3 * stride, others))
 
 
 @inlined
-def _store_rows(address: int, stride: int, rows: Tile, count: int, lanes: int) -> None:
+def _store_rows(address: int, stride: int, rows: Tile, count: int, num_lanes: int) -> None:
     """Write sixteen columns of four rows, or of one."""
-    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    mask, others = first_lanes(num_lanes), first_lanes(num_lanes if count > 1 else 0)
     a, b, c, d = rows_of(rows)
     store(address, a, mask)
     store(address + stride, b, others)

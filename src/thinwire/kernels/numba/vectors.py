@@ -43,8 +43,8 @@ class LanesType(types.Type):
 
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, lanes: Any) -> None:
-        super().__init__(manager, lanes, lanes.kind)  # type: ignore[no-untyped-call]
+    def __init__(self, manager: Any, num_lanes: Any) -> None:
+        super().__init__(manager, num_lanes, num_lanes.kind)  # type: ignore[no-untyped-call]
 
 
 vector, tile = LanesType("Vector", NUMBERS), LanesType("Tile", ir.VectorType(FLOAT, 4 * LANES))
@@ -166,8 +166,8 @@ def rows_of(builder: Any, rows: Any) -> Any:
     return pack(builder, some)
 
 
-def _shuffled(builder: Any, one: Any, other: Any, places: Sequence[int]) -> Any:
-    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(places)), list(places)))
+def _shuffled(builder: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 
 
 def _between(symbol: Any, emitted: str) -> None:
@@ -196,9 +196,9 @@ def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) 
     return builder.call(function, arguments, **options)
 
 
-def repeated(builder: Any, number: Any, lanes: int = LANES) -> Any:
+def repeated(builder: Any, number: Any, num_lanes: int = LANES) -> Any:
     """Emit a vector of one number."""
     # LLVM writes it like this itself, and takes it for one operation, and not for many.
-    kind = ir.VectorType(number.type, lanes)
+    kind = ir.VectorType(number.type, num_lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, num_lanes), [0] * num_lanes))
