@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -109,7 +109,7 @@ def advise(
         benchmark.run(budget_seconds, progress)
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
-    notes = (*notes_on_losses(optimizer, total_steps), *notes_on_link(link, transport.size, device))
+    notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
     return advice_from(benchmark, link, inside_seconds, (least_gain, budget_loss), notes)
 
 
@@ -118,11 +118,12 @@ def advice_from(
     link: MeasuredLink,
     inside_seconds: float,
     limits: tuple[float, float],
-    notes: Sequence[str],
+    notes: tuple[Iterable[str], Iterable[str]],
 ) -> Advice:
     """Return what follows from timed or planned steps on a link. Collective.
 
-    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine.
+    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine;
+    `notes` are on losses, and on the link.
     """
     ranked, num_processes = _ranked(steps, link, inside_seconds), link.members * link.processes
     compute_seconds, low_seconds, high_seconds = steps.compute_seconds(num_processes)
@@ -141,10 +142,11 @@ def advice_from(
         shards=steps.shards,
         processes=link.processes,
         notes=(
-            *notes,
+            *notes[0],
             *notes_on_size(steps.training),
             *notes_on_saving(best, link),
             *notes_on_spread(low_seconds, high_seconds),
+            *notes[1],
         ),
     )
 

@@ -79,17 +79,16 @@ def advise_by_size(
     steps = PlannedSteps(model, compute_seconds, Training.of(model, name, link.members, total_steps))
     inside_seconds = link.inside_seconds(steps.gradient_bytes)
     is_free_inside = link.processes > 1 and not inside_seconds
-    notes = (
+    # No step was timed, so it does not matter on which machines the probe was.
+    unnamed = replace(link, probe=replace(link.probe, hosts=[]))
+    notes_on_size_alone = (
         f"Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB; its "
         f"arithmetic is that of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
-        *notes_on_losses(optimizer, total_steps),
-        # No step was timed, on any machine.
-        *notes_on_link(
-            replace(link, probe=replace(link.probe, hosts=[])), 1, torch.device(link.probe.device)
-        ),
+        *notes_on_link(unnamed, 1, torch.device(link.probe.device)),
         *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
         "With --probe, --model and --step the same table is measured.",
     )
+    notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
     return advice_from(steps, link, inside_seconds, (LEAST_GAIN, checked_budget(budget_loss)), notes)
 
 
