@@ -285,9 +285,8 @@ def _allowed_flags() -> list[str]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
             return flags
     raise ConfigError(
-        "the lab can't make a network namespace: run it as root (in a container, with --privileged, or with "
-        "--cap-add SYS_ADMIN --cap-add NET_ADMIN), or allow unprivileged user namespaces (sysctl "
-        "kernel.unprivileged_userns_clone=1; on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)"
+        "the lab can't make a network namespace: run it as root (in a container with --privileged), or allow "
+        "unprivileged user namespaces, as docs/lab.md says"
     )
 
 
