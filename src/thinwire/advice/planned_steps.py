@@ -98,7 +98,10 @@ def stand_in(parameters: int, device: str = "meta") -> nn.Module:
     width = max(1, round((BLOCKS_SHARE * parameters / 12 * 64) ** (1 / 3) / 64)) * 64
     num_blocks = int(BLOCKS_SHARE * parameters / (12 * width**2 + 13 * width))
     rows, rest = divmod(parameters - num_blocks * (12 * width**2 + 13 * width), width)
-    layers: dict[str, nn.Module] = {"embedding": nn.Embedding(rows, width, device=device)}
+    # Drawing normal numbers without memory would import torch's compiler, which takes a second.
+    table = torch.zeros(rows, width, device=device)
+    layers: dict[str, nn.Module] = {}
+    layers["embedding"] = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
     for index in range(num_blocks):
         layers[f"block{index}"] = nn.TransformerEncoderLayer(
             width, width // 64, 4 * width, dropout=0.0, batch_first=True, device=device
