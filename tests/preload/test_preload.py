@@ -83,14 +83,10 @@ def test_a_process_without_a_ddp_model_imports_next_to_nothing() -> None:
 
 def started_otherwise() -> list[str]:
     """Why a model is not attached: nobody differs, another algorithm, nothing on process 1."""
-    model, reasons = DistributedDataParallel(nn.Linear(4, 4)), []
-    preload_model.STORE_SECONDS = 1.0
-    os.environ[VARIABLE] = TOLD
-    reasons.append(preload_model._not_started_alike(model, 1))
-    os.environ[VARIABLE] = f"Quantize(bits={2 ** dist.get_rank()})"
-    reasons.append(preload_model._not_started_alike(model, 2))
-    if dist.get_rank() == 0:
-        reasons.append(preload_model._not_started_alike(model, 3))
+    votes, rank = preload_model._Votes(DistributedDataParallel(nn.Linear(4, 4))), dist.get_rank()
+    reasons = [votes.cast("1", TOLD, 30), votes.cast("2", f"Quantize(bits={2**rank})", 30)]
+    if rank == 0:
+        reasons.append(votes.cast("3", TOLD, 1))
     dist.barrier()
     return reasons
 

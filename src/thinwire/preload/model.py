@@ -8,10 +8,13 @@ import logging
 import os
 import signal
 import sys
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,151 +25,221 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.adapters.attach import attach
 from thinwire.adapters.ddp_model import hook_of
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
-from thinwire.errors import AttachError, ThinwireError
+from thinwire.errors import AttachError, StateError, ThinwireError
 from thinwire.preload.settings import VARIABLE, Options, parsed
-from thinwire.sync import GradientSync
-from thinwire.torch_private import default_store, remove_forward_pre_hooks
+from thinwire.sync import GradientSync, engine_of
+from thinwire.torch_private import default_store, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__
 
 STORE_SECONDS = 30.0  # how long a process waits for the others to say that they were started alike
+PASS_SECONDS = 1800.0  # and that they have come to their first pass: as long as for a message
+BY_ITSELF = "the script attaches by itself"
 
-_num_built = 0
+_num_built: Counter[tuple[int, ...]] = Counter()  # models, of each group of processes
+_runs: weakref.WeakSet[_Run] = weakref.WeakSet()  # of models that live
+_waiting: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # for their first pass that trains
 
 
 def note_built(model: DistributedDataParallel) -> None:
     """Attach a model before its first pass that trains, if all of its processes were started alike."""
-    global _num_built  # noqa: PLW0603
-    _num_built += 1
-    options = Options.of()
     _log_to_stderr()
-    reason = _not_started_alike(model, _num_built)
+    votes = _Votes(model)
+    try:
+        options = Options.of()
+    except ThinwireError as error:  # typed into the environment by hand
+        votes.cast("built", str(error), STORE_SECONDS)
+        _say(f"the model stays as it is: {error}")
+        return
+    reason = votes.cast("built", f"{__version__} {os.environ[VARIABLE]}", STORE_SECONDS)
     if reason:
         _leave_alone(options, reason)
         return
     # Later, since whoever builds the model may still register a hook of their own.
-    model.register_forward_pre_hook(_BeforeFirstPass(options))
+    model.register_forward_pre_hook(_BeforeFirstPass(options, votes))
+    _waiting.add(model)
+
+
+class _Votes:
+    """What the processes of a model say of it to each other, through the store by which they have met.
+
+    With a store, not with messages: a process that was started without `thinwire attach` answers none. Models
+    are numbered by their group: if ranks 0 and 1 have built one of their own before, the next model of all
+    three is their second, and rank 2's first.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.ranks = tuple(dist.get_process_group_ranks(model.process_group))
+        _num_built[self.ranks] += 1
+        self.number = _num_built[self.ranks]
+
+    def cast(self, question: str, answer: str, seconds: float) -> str:
+        """Tell the others an answer; return why theirs do not go with it, "" if all are alike. Collective."""
+        store, here = default_store(), dist.get_rank()
+        keys = {rank: f"thinwire attach {self.ranks} {self.number} {question} {rank}" for rank in self.ranks}
+        store.set(keys[here], answer)
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except (RuntimeError, dist.DistStoreError):
+            missing = ", ".join(str(rank) for rank, key in keys.items() if not store.check([key]))
+            return f"processes {missing} were not started with thinwire attach; type the same line everywhere"
+        answers = {rank: store.get(key).decode() for rank, key in keys.items()}
+        others = [f"process {rank}: {other}" for rank, other in answers.items() if other != answer]
+        return f"processes differ: process {here}: {answer}; {others[0]}" if others else ""
 
 
 class _BeforeFirstPass:
     """A forward hook of a model that is to be attached; copies and pickled models have it too."""
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
+    def __init__(self, options: Options, votes: _Votes) -> None:
+        self._options, self._votes = options, votes
 
+    @not_compiled
     def __call__(self, model: DistributedDataParallel, _: object) -> None:
+        # Evaluation may be one process's alone.
         if not (model.training and torch.is_grad_enabled()):
             return
         remove_forward_pre_hooks(model, _BeforeFirstPass)
-        name, is_ours = hook_of(model)
-        if is_ours:
-            return  # the script attaches by itself
-        if name:
-            _leave_alone(
-                self._options,
-                f"it has the communication hook {name}; leave that out of your settings to use Thinwire's",
-            )
-            return
-        if dist.get_world_size(model.process_group) == 1:
-            _leave_alone(self._options, "this is one process, in a group of its own")
-            return
-        try:
-            _attach(model, self._options)
-        except ThinwireError as error:
-            if self._options.strict:
-                raise
-            _leave_alone(self._options, str(error))
+        _waiting.discard(model)
+        sync, problem = None, _why_not(model)
+        if not problem:
+            try:
+                sync = _attach(model, self._options)
+            except ThinwireError as error:
+                problem = str(error)
+        run = None if sync is None else _Run(sync, self._options, self._votes)
+        answer = problem or ("" if run is None else run.loaded())
+        differs = self._votes.cast("first pass", answer, PASS_SECONDS)
+        if differs and sync is not None:
+            # Some processes could not attach, or have loaded something else: none keeps what it has.
+            sync.detach()
+        if differs or problem:
+            if problem != BY_ITSELF:
+                _leave_alone(self._options, differs or problem)
+        elif run is not None:
+            run.begin()
 
 
-def _attach(model: DistributedDataParallel, options: Options) -> None:
+def _why_not(model: DistributedDataParallel) -> str:
+    """Return why a model is not attached; "" if it can be tried."""
+    name, is_ours = hook_of(model)
+    if is_ours:
+        return BY_ITSELF
+    if name:
+        return f"it has the communication hook {name}; leave that out of your settings to use Thinwire's"
+    if dist.get_world_size(model.process_group) == 1:
+        return "this is one process, in a group of its own"
+    return ""
+
+
+def _attach(model: DistributedDataParallel, options: Options) -> GradientSync:
     owned = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     scalers = [scaler for scaler in _live(GradScaler) if scaler.is_enabled()]
     settings: dict[str, Any] = {"grad_scaler": scalers[0]} if len(scalers) == 1 else {}
     algorithm = parsed(options.algorithm)
-    if isinstance(algorithm, dict):
-        # Imported here: it measures, which needs more than attaching does.
-        from thinwire.advice import auto  # noqa: PLC0415
+    if not isinstance(algorithm, dict):
+        return attach(model, algorithm, **settings)
+    # Imported here: it measures, which needs more than attaching does.
+    from thinwire.advice import auto  # noqa: PLC0415
 
-        optimizer = next((found for found in _live(torch.optim.Optimizer) if _trains(found, owned)), None)
-        if optimizer is None:
-            raise AttachError(
-                "no optimizer trains this model yet, and auto needs to know it; build it before the first "
-                "forward pass, or name an algorithm"
-            )
-        sync = auto(model, optimizer, **algorithm, **settings).sync
-    else:
-        sync = attach(model, algorithm, **settings)
-    _Run(sync, options, is_first=dist.get_rank(model.process_group) == 0)
+    optimizer = next((found for found in _live(torch.optim.Optimizer) if _trains(found, owned)), None)
+    if optimizer is None:
+        raise AttachError(
+            "no optimizer trains this model yet, and auto needs to know it; build it before the first "
+            "forward pass, or name an algorithm"
+        )
+    return auto(model, optimizer, **algorithm, **settings).sync
 
 
 class _Run:
-    """What surrounds the training of an attached model: its checkpoint, its records, and the last line."""
+    """What surrounds the training of an attached model: its checkpoint, its records, and the last line.
 
-    def __init__(self, sync: GradientSync, options: Options, *, is_first: bool) -> None:
-        self._sync, self._folder, self._is_first = sync, options.checkpoint, is_first
-        if self._folder is not None:
-            if any(Path(self._folder).glob(LOCAL_NAME.format("*"))):
-                load_local(sync, self._folder)
+    The model's engine keeps it, as an observer of its steps, so it ends with the model.
+    """
+
+    def __init__(self, sync: GradientSync, options: Options, votes: _Votes) -> None:
+        self._sync, self._options, self._number = sync, options, votes.number
+        self._is_first = dist.get_rank() == votes.ranks[0]
+        self._folder = None if options.checkpoint is None else Path(self._numbered(options.checkpoint))
+        self._watch, self._is_told_to_end = ExitStack(), False
+
+    def loaded(self) -> str:
+        """Load what the folder holds; return what the processes compare: the step, or why it failed."""
+        if self._folder is None or not any(self._folder.glob(LOCAL_NAME.format("*"))):
+            return "step 0"
+        try:
+            load_local(self._sync, self._folder)
+        except StateError as error:
+            return f"{error}; remove {self._folder} to begin with nothing remembered"
+        return f"step {self._sync.steps}"
+
+    def begin(self) -> None:
+        self._stats = self._sync.stats()
+        engine_of(self._sync).reporter.observers.append(self._after_step)
+        _runs.add(self)
+        # Python lets no other thread than the first take signals.
+        if self._folder is not None and threading.current_thread() is threading.main_thread():
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-                signal.signal(signal.SIGTERM, self._save_and_end)
-        elif is_first and sync.algorithm.remembers:
+                signal.signal(signal.SIGTERM, _tell_runs_to_end)
+        elif self._folder is None and self._is_first and self._sync.algorithm.remembers:
             _say(
-                f"{sync.algorithm} remembers what it has not sent yet, and your checkpoints lack that; "
+                f"{self._sync.algorithm} remembers what it has not sent yet, and your checkpoints lack that; "
                 "--checkpoint DIR saves it"
             )
-        if options.watch is not None and is_first:
+        if self._options.watch is not None and self._is_first:
             from thinwire.watch import Watch  # noqa: PLC0415
 
-            atexit.register(Watch(sync, options.watch).__enter__().__exit__, None, None, None)
-        atexit.register(self._end)
+            try:
+                self._watch.enter_context(Watch(self._sync, self._numbered(self._options.watch)))
+            except (ThinwireError, OSError) as error:
+                _say(f"nothing is recorded: {error}")
 
-    def _end(self) -> None:
+    def tell_to_end(self) -> None:
+        self._is_told_to_end = True
+
+    def _after_step(self, committed: bool) -> None:
+        # Not in the signal's handler, which may come in the middle of a step.
+        if self._is_told_to_end:
+            _end_runs()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def end(self) -> None:
+        """Save what is remembered, and say what was sent."""
+        self._watch.close()
         if self._folder is not None:
-            self._save(self._folder)
-        if self._is_first:
-            stats = self._sync.stats()
-            _say(
-                f"{stats.steps} steps sent {stats.message_bytes / 1e6:.3g} MB, where bf16 would have sent "
-                f"{stats.gradient_bytes / 2e6:.3g}; waited {stats.waiting_seconds:.1f} s for messages"
-            )
+            try:
+                self._sync.abandon()  # a pass that was interrupted
+                save_local(self._sync, self._folder)
+            except (ThinwireError, OSError) as error:
+                _say(f"nothing was saved: {error}")
+        # The device may have failed.
+        with suppress(RuntimeError):
+            before, now = self._stats, self._sync.stats()
+            sent = (now.message_bytes - before.message_bytes) / 1e6
+            in_bf16 = (now.gradient_bytes - before.gradient_bytes) / 2e6
+            if self._is_first:
+                _say(
+                    f"{now.steps - before.steps} steps sent {sent:.3g} MB, where bf16 would have sent "
+                    f"{in_bf16:.3g}; waited {now.waiting_seconds:.1f} s for messages"
+                )
 
-    def _save(self, folder: str) -> None:
-        try:
-            self._sync.abandon()  # a pass that was interrupted
-            save_local(self._sync, folder)
-        except (ThinwireError, OSError) as error:
-            _say(f"nothing was saved: {error}")
-
-    def _save_and_end(self, number: int, _: FrameType | None) -> None:
-        self._save(str(self._folder))
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    def _numbered(self, path: str) -> str:
+        """Return a path for this model: a job may train several, such as a GAN's."""
+        return path if self._number == 1 else f"{path}.{self._number}"
 
 
-def _not_started_alike(model: DistributedDataParallel, number: int) -> str:
-    """Return why the model's processes can't be attached alike; "" if they can.
+def _tell_runs_to_end(*_: object) -> None:
+    for run in list(_runs):
+        run.tell_to_end()
 
-    With a store, not with a message: a process that was started without `thinwire attach` answers none.
-    """
-    store, group = default_store(), model.process_group
-    here, said = dist.get_rank(), f"{__version__} {os.environ[VARIABLE]}"
-    ranks = dist.get_process_group_ranks(group)
-    keys = [f"thinwire attach {number} {rank}" for rank in ranks]
-    store.set(f"thinwire attach {number} {here}", said)
-    try:
-        store.wait(keys, timedelta(seconds=STORE_SECONDS))
-    except (RuntimeError, dist.DistStoreError):
-        missing = [rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])]
-        return (
-            f"processes {', '.join(map(str, missing))} were not started with thinwire attach; type the same "
-            "line on each machine"
-        )
-    for rank, key in zip(ranks, keys, strict=True):
-        other = store.get(key).decode()
-        if other != said:
-            return (
-                f"process {rank} was started with thinwire {other}, and this one with {said}; type the same"
-            )
-    return ""
+
+@atexit.register
+def _end_runs() -> None:
+    for run in list(_runs):
+        run.end()
+        _runs.discard(run)
+    if _waiting and os.environ.get("RANK", "0") == "0":
+        _say("a model stays as it is: it made no forward pass in training mode, with gradients")
 
 
 def _leave_alone(options: Options, reason: str) -> None:

@@ -39,10 +39,11 @@ def average_local(
     """
     # In one order on all processes, whatever order parameters and slots became known in.
     ordered = sorted(specs)
+    means: list[tuple[Slot, ParameterSpec, torch.Tensor]] = []
     for slot in sorted(memory.slots, key=lambda slot: slot.name):
         if not (slot.is_local and slot.is_elementwise) or not ordered:
             continue
-        tensors, means = memory[slot], list[tuple[ParameterSpec, torch.Tensor]]()
+        tensors = memory[slot]
         # Ask first: if any member has one, those without send zeros, or it would wait for them forever.
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
@@ -55,13 +56,13 @@ def average_local(
                 transport.mean(flat, f"{purpose}, {slot.name} from {sent[0].name} to {sent[-1].name}").wait()
                 # Move it off the device, which may have no room for a second residual of the whole model.
                 parts = flat.to("cpu").split_with_sizes([spec.numel for spec in sent])
-                means += zip(sent, parts, strict=True)
-        # Only when all have come: if one fails, memory is as it was.
-        for spec, mean in means:
-            if spec.name in tensors:
-                tensors[spec.name].copy_(mean)
-            else:
-                tensors[spec.name] = mean.to(device, copy=True)
+                means += ((slot, spec, mean) for spec, mean in zip(sent, parts, strict=True))
+    # Only when all slots have come: if a message fails, memory is as it was.
+    for slot, spec, mean in means:
+        if spec.name in memory[slot]:
+            memory[slot][spec.name].copy_(mean)
+        else:
+            memory[slot][spec.name] = mean.to(device, copy=True)
 
 
 def add_up(loaded: Tensors, transport: Transport) -> Tensors:

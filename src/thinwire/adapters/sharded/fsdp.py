@@ -339,8 +339,12 @@ class FSDPAdapter:
                 # Only a replica that lacks a gradient must know whether a different replica has it.
                 unused = set[str]() if all(used) else self._unused(asked, flags)
                 before = residuals_of(engine.state.memory, unused)
-                committed = cast(Step, self._step).finish()
+                step = cast(Step, self._step)
+                # Wait before the commit, since the last message that can fail comes before memory is written;
+                # and behind the first round, which travels ahead of it.
+                step.advance()
                 asked.wait()
+                committed = step.finish()
                 put_back_residuals(engine.state.memory, unused, before)
                 self._hand_back(unused)
                 self._learn_order()
