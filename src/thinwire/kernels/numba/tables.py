@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, replaced, round_into
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.tensors.blocks import Blocks
@@ -79,7 +79,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         matrices, known = _bound(item.group)
         errors = known if item.errors is item.group.errors else None
         # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
-        factors = [_filled(factor) for factor in (*item.sent, *item.means[0])]
+        factors = list(map(_filled, (*item.terms[0].sent, *item.terms[0].mean)))
         low_rank_passes.reconstruct_all(
             matrices, addresses(item.errors) if errors is None else errors, inverse_scale, *factors
         )
@@ -88,10 +88,11 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     """Make one matrix after the other orthonormal."""
     bases = []
-    for rows, drawn, *_ in items:
-        batch = rows if drawn is None else replaced(rows, drawn)
-        bases.append(torch.empty_like(batch, memory_format=torch.contiguous_format))
-        low_rank_passes.orthonormal(batch.contiguous().numpy(), bases[-1].numpy())
+    for rows, drawn, _ in items:
+        bases.append(torch.empty_like(rows, memory_format=torch.contiguous_format))
+        # Without drawn rows a dead one becomes what it is: zeros.
+        instead = rows.new_zeros(rows.shape[1:]) if drawn is None else drawn
+        low_rank_passes.orthonormal(rows.contiguous().numpy(), instead.numpy(), bases[-1].numpy())
     return bases
 
 

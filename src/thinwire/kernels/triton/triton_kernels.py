@@ -76,7 +76,7 @@ def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = Fa
 _numbers = count()
 
 
-class _Bound:
+class _GroupTable:
     """The addresses and sizes of a group.
 
     Attributes:
@@ -99,10 +99,10 @@ class _Bound:
         self.sizes = (*matrices[0].shape, group.matrix_rank)
 
 
-def _bound(group: MatrixGroup) -> _Bound:
-    bound: _Bound | None = group.bound.get("triton")
+def _bound(group: MatrixGroup) -> _GroupTable:
+    bound: _GroupTable | None = group.bound.get("triton")
     if bound is None:
-        bound = group.bound["triton"] = _Bound(group, group.errors)
+        bound = group.bound["triton"] = _GroupTable(group, group.errors)
     return bound
 
 
@@ -113,7 +113,7 @@ class _Launch:
         self,
         kernel: str,
         groups: Sequence[MatrixGroup],
-        bound: Sequence[_Bound],
+        bound: Sequence[_GroupTable],
         loss_scale: torch.Tensor | None,
         *,
         is_first: bool,
@@ -276,7 +276,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     bound = [
         _bound(item.group)
         if item.errors is item.group.errors
-        else _Bound(item.group, item.errors or [None] * len(item.group.matrices))
+        else _GroupTable(item.group, item.errors or [None] * len(item.group.matrices))
         for item in items
     ]
     for indices in group_indices(range(len(items)), lambda i: (bound[i].kind, len(items[i].terms))):
@@ -286,7 +286,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         launch = _Launch("reconstruct", groups, of_kind, some[0].loss_scale, is_first=False)
         # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
-        pairs = [[item.sent, *item.means] for item in some]
+        pairs = [[item.terms[-1].sent, *(term.mean for term in item.terms)] for item in some]
         factors = [
             [_contiguous(of_item[term][side]) for of_item in pairs]
             for term in range(len(pairs[0]))
