@@ -171,11 +171,8 @@ class SlotBatches:
             slot: What the batch is of.
             labels: Of its parts.
             new: Of its shape and type.
-            before: Contents of the parts, if they are new; zeros where that is unlike them. Empty if all of
-                the batch is going to be overwritten.
+            before: Contents of the parts, if they may stay; zeros where that is unlike them.
         """
-        if (found := self.find(memory, slot, labels, new.shape)) is not None:
-            return found
         key = slot.name, labels[0], new.shape
         if key not in self._batches:
             batch = torch.empty_like(new, memory_format=torch.contiguous_format)

@@ -156,10 +156,13 @@ class LowRankPlan(BucketPlan):
         for slot, batches in kept.items():
             tensors = memory[slot]
             for group, new, start in zip(M.groups, batches, started_from, strict=True):
-                before: Sequence[torch.Tensor | None] = ()
-                if is_healthy is not None:  # else, if the step were not healthy, this would have been closed
-                    before = start.unbind() if slot is BASIS else list(map(tensors.get, group.labels))
-                targets.append(self.batches.place(memory, slot, group.labels, new, before))
+                batch = self.batches.find(memory, slot, group.labels, new.shape)
+                if batch is None:
+                    before: Sequence[torch.Tensor | None] = ()
+                    if is_healthy is not None:  # else this would have been closed, were the step not healthy
+                        before = start.unbind() if slot is BASIS else list(map(tensors.get, group.labels))
+                    batch = self.batches.place(memory, slot, group.labels, new, before)
+                targets.append(batch)
                 healthy.append(new)
         if not accelerators.is_accelerator(M.device):
             torch._foreach_copy_(targets, healthy)

@@ -341,13 +341,20 @@ class PowerSGDPlan(LowRankPlan):
         # Between iterations what was sent is taken from the matrices, which 16 bits would round.
         subtracts = self.alternating and self.config.power_iterations > 1
         widens = subtracts or flat.dtype not in kernels.gradient_types
-        groups, remaining = list[MatrixGroup](), iter(errors)
+        is_accelerator = accelerators.is_accelerator(flat.device)
+        groups, written = list[MatrixGroup](), list[Sequence[torch.Tensor] | None]()
+        remaining = iter(errors)
         for (shape, matrix_rank), indices in self.shape_groups.items():
             of_group = islice(remaining, len(indices))
             shaped = [None if error is None else error.view(shape) for error in of_group]
-            groups.append(MatrixGroup([self.specs[index].name for index in indices], (), shaped, matrix_rank))
+            known = [error for error in shaped if error is not None]
+            # Written where they lie, on accelerators as a batch; else `reconstruct` gets new ones.
+            is_whole = len(known) == len(shaped) and not (is_accelerator and stack_view(known) is None)
+            written.append(known if is_whole else None)
+            names = [self.specs[index].name for index in indices]
+            groups.append(MatrixGroup(names, (), known if is_whole else shaped, matrix_rank))
         wide = self.memory_dtype if widens and flat.dtype != self.memory_dtype else None
-        return BoundMatrices(groups, kernels, flat.device, key, errors, wide)
+        return BoundMatrices(groups, kernels, flat.device, key, errors, written, wide)
 
     def _reconstruct(
         self,
@@ -360,8 +367,10 @@ class PowerSGDPlan(LowRankPlan):
     ) -> Round[None]:
         """Make compressed gradients their mean; remember what this process has not sent."""
         items, remains = list[Reconstruction](), memory[ERROR]
-        for group, of_group in zip(M.groups, terms, strict=True):
-            errors = _residual_buffers(group, self.memory_dtype) if self.config.error_feedback else None
+        for group, of_group, written in zip(M.groups, terms, M.written, strict=True):
+            errors = written
+            if written is None and self.config.error_feedback:
+                errors = _copied_residuals(group, self.memory_dtype)
             items.append(Reconstruction(group, errors, of_group, bucket.loss_scale, is_healthy))
         yield Jointly(M.kernels.reconstruct, items, M.device)
         for group, errors, *_ in items:
@@ -384,21 +393,12 @@ class BoundMatrices(BucketMatrices):
 
     key: Hashable  # where the bucket lies, and what chooses the kernels
     errors: Sequence[torch.Tensor | None]  # residuals, flat
+    written: Sequence[Sequence[torch.Tensor] | None]  # of each group, if all can be written where they lie
     wide: torch.dtype | None  # the type to which matrices are copied, if the kernels don't take theirs
 
 
-def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
-    if "residuals" not in group.bound:
-        known = [error for error in group.errors if error is not None]
-        is_whole = len(known) == len(group.errors)
-        # On accelerators, as a batch.
-        if is_whole and accelerators.is_accelerator(group.matrices[0].device):
-            is_whole = stack_view(known) is not None
-        group.bound["residuals"] = group.errors if is_whole else None
-    residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
-    if residuals is not None:
-        return residuals
+def _copied_residuals(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return new residuals of a group to write to, with the same contents."""
     first, count = group.matrices[0], len(group.matrices)
     buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
     for buffer, error in zip(buffers, group.errors, strict=True):
