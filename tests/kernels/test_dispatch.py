@@ -1,4 +1,4 @@
-"""Which backend serves what, and that groups of several backends come back in their order."""
+"""Which backend serves what."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from thinwire.algorithms import PowerSGD
+from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
+from thinwire.kernels.dispatch import NUMBA, TORCH, TORCH_TABLES, kernels_for
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine
 from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
@@ -76,6 +80,22 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda *_: False),))
     with pytest.raises(AssertionError, match=r"no backend of PyTorch serves torch\.float32"):
         kernels_for(torch.ones(8, 8), 4)
+
+
+def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("this backend does not serve all of the bucket")
+
+    tables = replace(TORCH_TABLES, low_rank=replace(TORCH_TABLES.low_rank, products=refused))
+    small = replace(TORCH, serves=lambda device, dtype, rank: (rank or 3) <= 2, load=lambda: tables)
+    monkeypatch.setattr(dispatch, "backends", (small, TORCH))
+    engine = Engine(PowerSGD(matrix_rank=2, matrix_ranks={"b": 3}), InProcessTransport.group(1)[0])
+    specs = tuple(ParameterSpec.of(name, torch.empty(20, 16)) for name in "ab")
+    assert engine.average([(specs, torch.randn(2 * 20 * 16))])
+    with pytest.raises(AssertionError, match="does not serve all"):
+        engine.average([(specs[:1], torch.randn(20 * 16))])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The choice of backends: for each group the first one that serves it."""
+"""The choice of backends: for each bucket the first one that serves it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Addresses(NamedTuple):
     errors: Addresses | None
 
 
-def _bound(group: MatrixGroup) -> _Addresses:
+def _addresses_of(group: MatrixGroup) -> _Addresses:
     found: _Addresses | None = group.bound.get("numba")
     if found is None:
         errors = [error for error in group.errors if error is not None]
@@ -46,7 +46,7 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     scale, lefts = _number(items[0].loss_scale), []
     for item in items:
         group, right = item.group, item.factor
-        matrices, errors = _bound(group)
+        matrices, errors = _addresses_of(group)
         if errors is None or not item.add_error:
             lefts += torch_kernels.products([item])
             continue
@@ -64,7 +64,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
         if add_error:
             torch_kernels.add_errors(group, loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
-        low_rank_passes.all_projections(_filled(left), _bound(group).matrices, own.numpy())
+        low_rank_passes.all_projections(_filled(left), _addresses_of(group).matrices, own.numpy())
         owns.append(own[:, : group.matrix_rank])
     return owns
 
@@ -76,7 +76,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         if item.errors is None or len(item.terms) > 1 or item.is_healthy is not None:
             torch_kernels.reconstruct([item])
             continue
-        matrices, known = _bound(item.group)
+        matrices, known = _addresses_of(item.group)
         errors = known if item.errors is item.group.errors else None
         # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
         factors = list(map(_filled, (*item.terms[0].sent, *item.terms[0].mean)))

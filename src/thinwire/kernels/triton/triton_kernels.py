@@ -99,7 +99,7 @@ class _GroupTable:
         self.sizes = (*matrices[0].shape, group.matrix_rank)
 
 
-def _bound(group: MatrixGroup) -> _GroupTable:
+def _table_of(group: MatrixGroup) -> _GroupTable:
     bound: _GroupTable | None = group.bound.get("triton")
     if bound is None:
         bound = group.bound["triton"] = _GroupTable(group, group.errors)
@@ -260,7 +260,7 @@ def _launches(
     kernel: str, items: Sequence[MatmulBatch], results: Sequence[torch.Tensor]
 ) -> Iterator[tuple[_Launch, list[torch.Tensor], list[torch.Tensor]]]:
     """Yield the launches of a kernel, with their factors and results."""
-    bound = [_bound(item.group) for item in items]
+    bound = [_table_of(item.group) for item in items]
     for indices in group_indices(bound, lambda group: group.kind):
         first, groups = items[indices[0]], [items[index].group for index in indices]
         of_kind = [bound[index] for index in indices]
@@ -274,7 +274,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     # Residuals are mostly written where the group's own are read: a program has read all of its tile before
     # it writes any of it, and no other program has that tile.
     bound = [
-        _bound(item.group)
+        _table_of(item.group)
         if item.errors is item.group.errors
         else _GroupTable(item.group, item.errors or [None] * len(item.group.matrices))
         for item in items
