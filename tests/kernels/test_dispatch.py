@@ -85,7 +85,7 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(*_: object) -> None:
+    def refused(*_: object) -> list[torch.Tensor]:
         raise AssertionError("this backend does not serve all of the bucket")
 
     tables = replace(TORCH_TABLES, low_rank=replace(TORCH_TABLES.low_rank, products=refused))
