@@ -13,7 +13,8 @@ from in_turn import InTurn
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.config import LowRankRoute
-from thinwire.kernels.dispatch import orthonormal_rows
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.matrices import Rows
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.tensors.blocks import Blocks
 from toy import AroundTrend
@@ -111,9 +112,12 @@ class Bits:
 
 
 @lru_cache(maxsize=512)
-def bases_of(batches: Bits, compiled: object) -> list[torch.Tensor]:
-    """`orthonormal_rows`, once for the same tensors and the same arithmetic."""
-    return orthonormal_rows(batches.tensors)
+def bases_of(batches: Bits, drawn: Bits, kernels: Kernels) -> list[torch.Tensor]:
+    """Orthonormal rows, once for the same tensors and kernels; nothing drawn where it is empty."""
+    pairs = zip(batches.tensors, drawn.tensors, strict=True)
+    return kernels.orthonormal_rows(
+        [Rows(rows.clone(), instead if len(instead) else None) for rows, instead in pairs]
+    )
 
 
 def low_rank_routes(plan: Plan) -> list[LowRankRoute]:

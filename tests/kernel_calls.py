@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Terms
+from thinwire.kernels import dispatch
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, Terms
 
 
 def asked(
@@ -27,3 +28,17 @@ def wanted(
     is_healthy: torch.Tensor | None = None,
 ) -> list[Reconstruction]:
     return [Reconstruction(*each, loss_scale, is_healthy) for each in zip(groups, errors, terms, strict=True)]
+
+
+def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    kernels = dispatch.kernels_for(batches[0], max(batch.shape[1] for batch in batches))
+    return kernels.orthonormal_rows([Rows(batch) for batch in batches])
+
+
+def iteration(
+    basis: torch.Tensor, own: torch.Tensor, mean: torch.Tensor, *, basis_is_left: bool = True
+) -> Factors:
+    """The factors of an iteration that has projected on a basis."""
+    if basis_is_left:
+        return Factors((basis, own), (basis, mean))
+    return Factors((own, basis), (mean, basis), projection=0)

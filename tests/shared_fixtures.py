@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 import catalog
 from pool import Pool, Pools
-from thinwire.algorithms.lowrank import batched, factors, powersgd
+from thinwire.algorithms.lowrank import batched, powersgd
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Rows, replaced
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.matrices import Rows
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -38,9 +41,16 @@ def pool4(pools: Pools) -> Pool:
 def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
 
-    def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
-        batches = [each.rows if each.drawn is None else replaced(each.rows, each.drawn) for each in items]
-        return [basis.clone() for basis in catalog.bases_of(catalog.Bits(batches), dispatch.backends)]
+    @cache
+    def remembering(kernels: Kernels) -> Kernels:
+        def remembered(items: Sequence[Rows]) -> list[torch.Tensor]:
+            rows = catalog.Bits([item.rows for item in items])
+            drawn = catalog.Bits([torch.zeros(0) if item.drawn is None else item.drawn for item in items])
+            return [basis.clone() for basis in catalog.bases_of(rows, drawn, kernels)]
 
-    for module in (factors, batched, powersgd):
-        monkeypatch.setattr(module, "orthonormal_bases", remembered)
+        return replace(kernels, orthonormal_rows=remembered)
+
+    for module in (batched, powersgd):
+        monkeypatch.setattr(
+            module, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
+        )

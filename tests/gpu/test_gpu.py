@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from kernel_calls import asked, wanted
+from kernel_calls import asked, iteration, orthonormal_rows, wanted
 from pool import Pool
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
@@ -33,12 +33,8 @@ from thinwire.kernels.dispatch import (
     code_kernels_for,
     entry_passes_for,
     kernels_for,
-    orthonormal_rows,
-    products,
-    projections,
-    reconstruct,
 )
-from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
@@ -386,7 +382,7 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
         (left,) = kernels.products(asked([group], [right], None, add_error=True))
         (basis,) = kernels.orthonormal_rows([Rows(left)])
         (own,) = kernels.projections(asked([group], [basis], None, add_error=False))
-        kernels.reconstruct(wanted([group], [list(errors)], [[Factors(basis, own, own)]], None))
+        kernels.reconstruct(wanted([group], [list(errors)], [[iteration(basis, own, own)]], None))
         found.append((basis, own, matrices.float(), errors))
     loss = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip(*found, strict=True):
@@ -442,7 +438,7 @@ def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) ->
         left, own = (torch.randn(1, 4, size, device="cuda", generator=draw) for size in (70, 64))
         before = error.clone()
         group = MatrixGroup(["a"], [matrix], [error], 4)
-        kernels.reconstruct(wanted([group], [[error]], [[Factors(left, own, own)]], None, flag))
+        kernels.reconstruct(wanted([group], [[error]], [[iteration(left, own, own)]], None, flag))
         assert matrix.isnan().all() == (not healthy)
         assert torch.equal(error, before) == (not healthy)
         gradient, kept = torch.zeros(5000, device="cuda"), torch.zeros_like(own)
@@ -464,18 +460,18 @@ def test_what_does_not_overlap_is_timed_by_events() -> None:
 
 
 @needs_gpu
-def test_the_arithmetic_can_be_captured_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
     """PyTorch's: of Triton's kernels the tables hold addresses, which a captured allocation does not keep."""
-    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     flat = torch.randn(3 * 40 * 64, device="cuda")
     errors = torch.randn(3, 40, 64, device="cuda")
-    right = orthonormal_rows([torch.randn(3, 2, 64, device="cuda")])[0]
+    (right,) = LOW_RANK.orthonormal_rows([Rows(torch.randn(3, 2, 64, device="cuda"))])
 
     def arithmetic() -> None:
         group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        (left,) = orthonormal_rows(products([MatmulBatch(group, right, None, True)]))
-        (own,) = projections([MatmulBatch(group, left, None, False)])
-        reconstruct([Reconstruction(group, list(errors), [Factors(left, own, own)], None)])
+        (product,) = LOW_RANK.products([MatmulBatch(group, right, None, True)])
+        (left,) = LOW_RANK.orthonormal_rows([Rows(product)])
+        (own,) = LOW_RANK.projections([MatmulBatch(group, left, None, False)])
+        LOW_RANK.reconstruct([Reconstruction(group, list(errors), [iteration(left, own, own)], None)])
 
     before = flat.clone(), errors.clone()
     arithmetic()

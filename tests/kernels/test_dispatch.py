@@ -1,24 +1,24 @@
-"""Which backend serves what, and that groups of several backends come back in their order."""
+"""Which backend serves what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from kernel_calls import asked, wanted
+from thinwire.algorithms import PowerSGD
+from thinwire.comm import InProcessTransport
 from thinwire.kernels import dispatch
-from thinwire.kernels.base import Tables
-from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
-from thinwire.kernels.matrices import Factors, MatrixGroup, Subtraction, Write
+from thinwire.kernels.dispatch import NUMBA, TORCH, TORCH_TABLES, kernels_for
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton import limits as triton_limits
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine
 from thinwire.tensors import accelerators
 
 needs_numba = pytest.mark.skipif(
@@ -82,77 +82,20 @@ def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         kernels_for(torch.ones(8, 8), 4)
 
 
-def counting(given: list[tuple[str, int]]) -> Tables:
-    """PyTorch's tables, which note how many items a function is given at once."""
-
-    def noted(name: str) -> Callable[[Sequence[Any]], Any]:
-        def compute(items: Sequence[Any]) -> Any:
-            given.append((name, len(items)))
-            return getattr(dispatch.TORCH_TABLES.low_rank, name)(items)
-
-        return compute
-
-    names = ["products", "projections", "subtract_own", "reconstruct", "write", "orthonormal_rows"]
-    functions: dict[str, Any] = {name: noted(name) for name in names}
-    low_rank = replace(dispatch.TORCH_TABLES.low_rank, **functions)
-    return replace(dispatch.TORCH_TABLES, low_rank=low_rank)
-
-
-def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(
+def test_a_bucket_is_served_by_the_backend_of_its_largest_matrix_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[list[tuple[str, int]]] = [[], []]
-    small, large = (counting(each) for each in given)
-    small_backend = replace(TORCH, serves=lambda device, dtype, rank: (rank or 0) <= 2, load=lambda: small)
-    monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
-    generator = torch.Generator().manual_seed(0)
+    def refused(*_: object) -> list[torch.Tensor]:
+        raise AssertionError("this backend does not serve all of the bucket")
 
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    kinds = [((6, 9), 1), ((5, 7), 3), ((4, 8), 2), ((6, 9), 4)]
-    groups = [MatrixGroup(["m"], [draw(*shape)], [None], matrix_rank) for shape, matrix_rank in kinds]
-    whole = [group.matrices[0].clone() for group in groups]
-    rights = [draw(1, matrix_rank, shape[1]) for shape, matrix_rank in kinds]
-    lefts = dispatch.products(asked(groups, rights, None, add_error=True))
-    for left, right, matrix in zip(lefts, rights, whole, strict=True):
-        torch.testing.assert_close(left[0], right[0] @ matrix.t())
-    bases = dispatch.orthonormal_rows(lefts)
-    assert [basis.shape for basis in bases] == [left.shape for left in lefts]
-    owns = dispatch.projections(asked(groups, bases, None, add_error=False))
-    factors = [Factors(basis, own, own) for basis, own in zip(bases, owns, strict=True)]
-    dispatch.subtract_own([Subtraction(*each) for each in zip(groups, factors, strict=True)])
-    for group, basis, matrix in zip(groups, bases, whole, strict=True):
-        torch.testing.assert_close(group.matrices[0], matrix - basis[0].t() @ basis[0] @ matrix)
-    errors = [[torch.empty_like(matrix)] for matrix in whole]
-    dispatch.reconstruct(wanted(groups, errors, [[each] for each in factors], None))
-    for group, each in zip(groups, factors, strict=True):
-        torch.testing.assert_close(group.matrices[0], each.basis[0].t() @ each.own[0])
-    in_order = ["products", "orthonormal_rows", "projections", "subtract_own", "reconstruct"]
-    assert given == [[(name, 2) for name in in_order]] * 2
-
-
-def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[str, int]] = []
-    tables = counting(given)
-    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, load=lambda: tables),))
-    devices = ["cpu", "meta", "cpu"]
-    groups = [MatrixGroup(["m"], [torch.eye(6, device=device)], [None], 2) for device in devices]
-    rights = [torch.ones(1, 2, 6, device=device) for device in devices]
-    lefts = dispatch.products(asked(groups, rights, None, add_error=True))
-    bases = dispatch.orthonormal_rows(lefts)
-    owns = dispatch.projections(asked(groups, bases, None, add_error=False))
-    dispatch.write([Write(basis, own, False, None) for basis, own in zip(bases, owns, strict=True)])
-    assert torch.equal(bases[0], owns[0])
-    for found in (lefts, bases, owns):
-        assert [each.device.type for each in found] == devices
-    in_order = ["products", "orthonormal_rows", "projections", "write"]
-    assert given == [(name, count) for name in in_order for count in (2, 1)]
-
-
-def test_no_groups_no_work() -> None:
-    assert dispatch.products(asked([], [], None, add_error=True)) == []
-    assert dispatch.orthonormal_rows([]) == []
+    tables = replace(TORCH_TABLES, low_rank=replace(TORCH_TABLES.low_rank, products=refused))
+    small = replace(TORCH, serves=lambda device, dtype, rank: (rank or 3) <= 2, load=lambda: tables)
+    monkeypatch.setattr(dispatch, "backends", (small, TORCH))
+    engine = Engine(PowerSGD(matrix_rank=2, matrix_ranks={"b": 3}), InProcessTransport.group(1)[0])
+    specs = tuple(ParameterSpec.of(name, torch.empty(20, 16)) for name in "ab")
+    assert engine.average([(specs, torch.randn(2 * 20 * 16))])
+    with pytest.raises(AssertionError, match="does not serve all"):
+        engine.average([(specs[:1], torch.randn(20 * 16))])
 
 
 @pytest.fixture

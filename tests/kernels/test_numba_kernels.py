@@ -14,12 +14,12 @@ import torch
 from numpy.lib import tracemalloc_domain
 
 from catalog import spec
-from kernel_calls import asked, wanted
+from kernel_calls import asked, iteration, wanted
 from thinwire import PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Subtraction
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Subtraction
 from thinwire.kernels.torch_kernels import LOW_RANK as TORCH
 from thinwire.simulation import Simulation
 
@@ -110,7 +110,7 @@ def test_reconstruction(
         factor_of(2, matrix_rank, length, seed=seed)
         for seed, length in enumerate([of_basis, of_rest, of_rest])
     )
-    factors = Factors(basis, own, mean, basis_is_left)
+    factors = iteration(basis, own, mean, basis_is_left=basis_is_left)
     loss_scale = None if scale is None else torch.tensor(scale)
 
     def reconstructed(kernels: Kernels, group: MatrixGroup) -> None:
@@ -133,7 +133,7 @@ def test_what_is_not_compiled_is_done_by_products() -> None:
         atol=0,
     )
     terms = [
-        Factors(left, factor_of(2, 3, 33, seed=seed), factor_of(2, 3, 33, seed=seed + 1)) for seed in (3, 5)
+        iteration(left, factor_of(2, 3, 33, seed=seed), factor_of(2, 3, 33, seed=seed + 1)) for seed in (3, 5)
     ]
     results = []
     for kernels in (NUMBA, TORCH):
@@ -177,7 +177,7 @@ def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int,
     assert torch.equal(*NUMBA.products(asked(groups, [right] * 2, None, add_error=True)))
     assert torch.equal(*NUMBA.projections(asked(groups, [left] * 2, None, add_error=False)))
     errors = [[error for error in group.errors if error is not None] for group in groups]
-    NUMBA.reconstruct(wanted(groups, errors, [[Factors(left, right, right)]] * 2, None))
+    NUMBA.reconstruct(wanted(groups, errors, [[iteration(left, right, right)]] * 2, None))
     of_here, of_there = ([*group.matrices, *group.errors] for group in (here, there))
     torch.testing.assert_close(of_here, of_there, rtol=0, atol=0)
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kernel_calls import orthonormal_rows
 from thinwire.kernels import dispatch
-from thinwire.kernels.dispatch import NUMBA, TORCH, orthonormal_rows
+from thinwire.kernels.dispatch import NUMBA, TORCH
 
 NO_NUMBA = "NO NUMBA HERE: nothing compiled was tested"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_calls import asked, wanted
+from kernel_calls import asked, iteration, wanted
 from thinwire.kernels import torch_kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, round_all_into, round_into
+from thinwire.kernels.matrices import MatrixGroup, Rows, round_all_into, round_into
 from thinwire.kernels.torch_kernels import LOW_RANK as KERNELS
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
@@ -47,7 +47,7 @@ def test_matrices_at_equal_distances_are_one_batch(
     loss_scale = None if scale is None else torch.tensor(scale)
     right, left = factor_of(3, 2, 33), factor_of(3, 2, 18)
     terms = [
-        Factors(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
+        iteration(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
         for each in range(num_terms)
     ]
 
@@ -71,7 +71,7 @@ def test_matrices_at_equal_distances_are_one_batch(
 @pytest.mark.parametrize("healthy", [True, False])
 def test_of_a_batch_that_is_not_healthy_residuals_stay(healthy: bool) -> None:
     """To the bit, whatever the gradients have become."""
-    terms = [Factors(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]
+    terms = [iteration(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]
     before, plain, group = (batched_group((18, 33), distance=7) for _ in range(3))
     if not healthy:
         group.matrices[1][2, 3] = torch.inf
@@ -126,11 +126,13 @@ def test_a_step_is_the_mathematics_of_the_paper(
         torch.testing.assert_close(projection, left @ m, rtol=1e-4, atol=1e-1)
     bases = KERNELS.orthonormal_rows([Rows(left) for left in lefts])
     own = KERNELS.projections(asked(groups, bases, loss_scale, add_error=False))
-    found = [Factors(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)]
+    found = [
+        iteration(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)
+    ]
     errors = [[torch.empty_like(m) for m in groups[0].matrices], None]
     KERNELS.reconstruct(wanted(groups, errors, [[each] for each in found], loss_scale))
     for group, each in zip(groups, found, strict=True):
-        torch.testing.assert_close(torch.stack([*group.matrices]), each.basis.mT @ each.mean)
+        torch.testing.assert_close(torch.stack([*group.matrices]), each.mean[0].mT @ each.mean[1])
     rest = (whole[0] - bases[0].mT @ own[0]) / (scale or 1)
     assert errors[0] is not None
     torch.testing.assert_close(torch.stack(errors[0]), rest, rtol=1e-4, atol=1e-4)

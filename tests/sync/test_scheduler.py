@@ -169,6 +169,19 @@ def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> 
     assert calls == [[1, 2], [2, 4], [3], [-3]]
 
 
+def test_what_is_of_different_kinds_is_computed_apart() -> None:
+    calls: list[list[int]] = []
+    doubled = noting(calls, lambda item: 2 * item)
+
+    def bucket(item: int, kind: str) -> Requests:
+        yield Mean(torch.zeros(1))
+        assert (yield Jointly(doubled, [item], kind)) == [2 * item]
+        yield healthy()
+
+    driven([bucket(1, "a"), bucket(2, "b"), bucket(3, "a")], alone())
+    assert calls == [[1, 3], [2]]
+
+
 def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
     """The next one is not there yet."""
     calls: list[list[int]] = []

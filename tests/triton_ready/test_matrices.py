@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernel_calls import asked, wanted
+from kernel_calls import asked, iteration, wanted
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Factors, MatrixGroup, Rows, Write
+from thinwire.kernels.matrices import MatrixGroup, Rows, Write
 from thinwire.kernels.torch_kernels import LOW_RANK as PYTORCH
 from thinwire.kernels.triton.triton_kernels import LOW_RANK as TRITON
 from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS, TABLES
@@ -97,7 +97,7 @@ def test_a_step_is_that_of_float64(case: str) -> None:
     written: list[list[torch.Tensor]] = [
         [torch.zeros(matrix.shape) for matrix in group.matrices] for group in groups
     ]
-    terms = [[Factors(*each)] for each in zip(lefts, owns, means, strict=True)]
+    terms = [[iteration(*each)] for each in zip(lefts, owns, means, strict=True)]
     flag = None if healthy is None else torch.tensor(healthy)
     TRITON.reconstruct(wanted(groups, written, terms, loss_scale, flag))
     for group, of_group, errors, left, own, mean in zip(
@@ -142,12 +142,12 @@ def test_forgotten_residuals_and_several_terms() -> None:
     draw = Drawing()
     group = MatrixGroup(["matrix"], [draw(18, 20)], [None], 2)
     terms = [
-        Factors(draw(1, 2, 18), draw(1, 2, 20), draw(1, 2, 20)),
-        Factors(draw(1, 2, 20), draw(1, 2, 18), draw(1, 2, 18), basis_is_left=False),
+        iteration(draw(1, 2, 18), draw(1, 2, 20), draw(1, 2, 20)),
+        iteration(draw(1, 2, 20), draw(1, 2, 18), draw(1, 2, 18), basis_is_left=False),
     ]
     TRITON.reconstruct(wanted([group], [None], [terms], None))
-    exact = terms[0].basis[0].double().T @ terms[0].mean[0].double()
-    exact += terms[1].mean[0].double().T @ terms[1].basis[0].double()
+    (left, right), (other_left, other_right) = (term.mean for term in terms)
+    exact = left[0].double().T @ right[0].double() + other_left[0].double().T @ other_right[0].double()
     assert relative(group.matrices[0], exact) < 1e-6
 
 

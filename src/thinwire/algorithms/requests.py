@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -41,13 +41,15 @@ class Jointly:
     """Compute something for all buckets of the step at once, without sending.
 
     Args:
-        function: Takes the items of all buckets in one list and returns as many results. Buckets whose
-            requests name the same function are served by one call.
+        function: Takes the items of all buckets in one list and returns as many results, or None. Buckets
+            whose requests name the same function, and are of one kind, are served by one call.
         items: Of this bucket; the answer is the list of their results.
+        kind: Such as a device: what has different ones can't be computed in one call.
     """
 
-    function: Callable[[list[Any]], Sequence[Any]]
+    function: Callable[[list[Any]], Sequence[Any] | None]
     items: Sequence[Any]
+    kind: Hashable = None
 
 
 @dataclass(frozen=True, eq=False)

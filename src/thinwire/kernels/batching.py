@@ -32,18 +32,6 @@ def in_order(groups: Sequence[Sequence[int]], results: Sequence[Sequence[Result]
     return [placed[index] for index in range(len(placed))]
 
 
-def batched(
-    items: Sequence[Item],
-    kind: Callable[[Item], Hashable],
-    compute: Callable[[list[Item]], Sequence[Result]],
-) -> list[Result]:
-    """Compute results for all items, those of one kind in one call; return them in the items' order."""
-    groups = group_indices(items, kind)
-    if len(groups) == 1:
-        return list(compute(list(items)))
-    return in_order(groups, [compute([items[index] for index in group]) for group in groups])
-
-
 def split_as(flat: torch.Tensor, shapes: Sequence[torch.Size | tuple[int, ...]]) -> list[torch.Tensor]:
     """Return views of a flat tensor in some shapes, one after the other."""
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])

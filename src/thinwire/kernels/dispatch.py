@@ -1,20 +1,19 @@
-"""The choice of backends: for each group the first one that serves it."""
+"""The choice of backends: for each bucket the first one that serves it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryPasses, Kernels, Tables
-from thinwire.kernels.batching import batched, group_indices
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Subtraction, Write
+from thinwire.kernels.batching import group_indices
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
@@ -143,60 +142,12 @@ def choice() -> tuple[object, ...]:
     return backends, torch.get_num_threads()
 
 
-def _kernels_of(group: MatrixGroup) -> tuple[Kernels, torch.device]:
-    """Return the kernels that serve a group, and its device; found once."""
-    found: tuple[Kernels, torch.device] | None = group.bound.get("kernels")
-    if found is None:
-        like = group.matrices[0]
-        found = group.bound["kernels"] = kernels_for(like, group.matrix_rank), like.device
-    return found
-
-
-def _by_backend(name: str, items: Sequence[Any]) -> list[Any]:
-    """Call a function of `Kernels` on items, all of a backend and device in one call; return its results."""
-
-    # One launch may serve many shapes, but only on one device, and a model's parameters may lie on several. A
-    # kernel that got an address in a different device's memory would fault, or write anywhere.
-    def kind(item: Any) -> tuple[Kernels, torch.device]:
-        if item.group is None:
-            return kernels_for(item.rows, item.rows.shape[1]), item.rows.device
-        return _kernels_of(item.group)
-
-    def compute(some: list[Any]) -> Sequence[Any]:
-        return getattr(kind(some[0])[0], name)(some) or [None] * len(some)
-
-    return batched(items, kind, compute)
-
-
-# `Kernels` describes them; they are for `Jointly`, which batches the requests of all buckets for one.
-products: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "products")
-projections: Callable[[Sequence[MatmulBatch]], list[torch.Tensor]] = partial(_by_backend, "projections")
-subtract_own: Callable[[Sequence[Subtraction]], list[None]] = partial(_by_backend, "subtract_own")
-reconstruct: Callable[[Sequence[Reconstruction]], list[None]] = partial(_by_backend, "reconstruct")
-orthonormal_bases: Callable[[Sequence[Rows]], list[torch.Tensor]] = partial(_by_backend, "orthonormal_rows")
-
-
-def write(items: Sequence[Write]) -> list[None]:
-    """Call `Kernels.write` for all items of a device and type; it is the same at every matrix rank."""
-
-    def compute(some: list[Write]) -> list[None]:
-        kernels_for(some[0].target, 1).write(some)
-        return [None] * len(some)
-
-    return batched(items, lambda item: (item.target.device, item.target.dtype), compute)
-
-
-def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return an orthonormal basis of the rows of every matrix, as `Kernels.orthonormal_rows`."""
-    return orthonormal_bases([Rows(batch) for batch in batches])
-
-
 def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """Return whether every element of every tensor is finite, as a tensor of one bool; not read back.
 
     Tensors without elements are finite. They may lie on several devices; the answer is on the first one's.
     """
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    filled = list(filter(torch.numel, tensors))
     if not filled:
         return torch.tensor(True)
     answers = []

@@ -42,24 +42,20 @@ class MatrixGroup:
     bound: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The results of one iteration for a group."""
-
-    # Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r, columns).
-    basis: torch.Tensor
-    # The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or Q̂ᵀ Mᵀ
-    # (matrices, r, rows).
-    own: torch.Tensor
-    mean: torch.Tensor  # of `own` over the processes
-    basis_is_left: bool = True
-
-    def pair(self, projection: torch.Tensor) -> Pair:
-        """Return (left, right): leftᵀ right approximates what `projection`, own or mean, is of."""
-        return (self.basis, projection) if self.basis_is_left else (projection, self.basis)
-
-
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Left and right factors: Pᵀ (matrices, r, rows) and Qᵀ (matrices, r, columns), for M ≈ P Qᵀ."""
+
+
+class Factors(NamedTuple):
+    """The results of one iteration for a group.
+
+    One side is a basis: orthonormal rows, the same on all processes. The other is the projection on it.
+    """
+
+    sent: Pair  # of this process's M, as it travelled
+    mean: Pair  # of all processes'
+    projection: int = 1  # which of each pair that is
+
 
 Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
@@ -95,16 +91,6 @@ class Reconstruction(NamedTuple):
     # One bool for the step, not read back: if it is false, errors stay and gradients become NaN.
     is_healthy: torch.Tensor | None = None
 
-    @property
-    def sent(self) -> Pair:
-        """The factors of what this process has sent last."""
-        return self.terms[-1].pair(self.terms[-1].own)
-
-    @property
-    def means(self) -> list[Pair]:
-        """The factors of the mean, of each term."""
-        return [term.pair(term.mean) for term in self.terms]
-
 
 class Write(NamedTuple):
     """A write to a tensor at the end of a step; both are contiguous."""
@@ -122,18 +108,7 @@ class Rows(NamedTuple):
     rows: torch.Tensor
     # Replaces rows of zeros, (rows, columns), the same for items of one shape; None to leave them.
     drawn: torch.Tensor | None = None
-    group: MatrixGroup | None = None  # they are factors of, if any
     out: torch.Tensor | None = None  # as of `MatmulBatch`
-
-
-def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor."""
-    if accelerators.is_accelerator(rows.device):
-        is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
-        return torch.where(is_dead, drawn, rows)
-    is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
-    # A dead row is zero, so that the sum is the drawn row; the others get zero times a finite number.
-    return rows.addcmul_(is_dead.to(rows.dtype), drawn)
 
 
 def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:

@@ -25,7 +25,6 @@ from thinwire.kernels.matrices import (
     Rows,
     Subtraction,
     Write,
-    replaced,
 )
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import concat_view, stack_view
@@ -80,7 +79,7 @@ def _add_scaled(matrix: torch.Tensor, error: torch.Tensor | None, loss_scale: to
 def subtract_own(items: Sequence[Subtraction]) -> None:
     """Read and write every matrix once."""
     for group, factors in items:
-        lefts, rights = factors.pair(factors.own)
+        lefts, rights = factors.sent
         for k, rows, matrix, _ in _parts(group.matrices):
             SUM[matrix.dim()](matrix, lefts[k, :, rows].mT, rights[k], alpha=-1, out=matrix)
 
@@ -90,7 +89,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     is_healthy = items[0].is_healthy
     one_or_nan = None if is_healthy is None else _one_or_nan(is_healthy)
     for item in items:
-        (sent_lefts, sent_rights), means = item.sent, item.means
+        (sent_lefts, sent_rights), means = item.terms[-1].sent, [term.mean for term in item.terms]
         if one_or_nan is not None:
             # A copy of the small factor: the next step may start from this basis.
             means[0] = means[0][0] * one_or_nan, means[0][1]
@@ -159,7 +158,10 @@ def _in_double(batch: Sequence[Rows]) -> torch.Tensor:
     """Return items as one tensor in float64, with drawn rows in place of dead ones."""
     rows, drawn = [item.rows for item in batch], batch[0].drawn
     joined = torch.cat(rows) if len(rows) > 1 else rows[0]
-    return accelerators.in_float64(joined if drawn is None else replaced(joined, drawn))
+    if drawn is not None:
+        is_dead = torch.linalg.vector_norm(joined, torch.inf, dim=2, keepdim=True) == 0
+        joined = torch.where(is_dead, drawn, joined)
+    return accelerators.in_float64(joined)
 
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:

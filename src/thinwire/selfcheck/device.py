@@ -12,7 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.errors import CommunicationError
 from thinwire.kernels import dispatch
-from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction
+from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.checks import CheckContext, gap
 from thinwire.sync import Engine, Settings
@@ -67,10 +67,12 @@ def _arithmetic(context: CheckContext, matrix_rank: int) -> Row:
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
     exact += residual  # as the first product does on the device
     with full_precision(context.device):  # as in steps: TF32, if it is on, would be judged here
-        (left,) = dispatch.products([MatmulBatch(group, right, None, add_error=True)])
-        (basis,) = dispatch.orthonormal_rows([left])
-        (own,) = dispatch.projections([MatmulBatch(group, basis, None, add_error=False)])
-        dispatch.reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
+        kernels = dispatch.kernels_for(matrix, matrix_rank)
+        (left,) = kernels.products([MatmulBatch(group, right, None, add_error=True)])
+        (basis,) = kernels.orthonormal_rows([Rows(left)])
+        (own,) = kernels.projections([MatmulBatch(group, basis, None, add_error=False)])
+        factors = Factors((basis, own), (basis, own))
+        kernels.reconstruct([Reconstruction(group, list(error), [factors], None)])
     wide = basis.cpu().double()
     return {
         "products": gap(left.cpu(), start @ exact.mT),

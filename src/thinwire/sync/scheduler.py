@@ -281,13 +281,13 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
                 wanted.append((task, task.request))
         if not wanted:
             return
-        function = wanted[0][1].function
+        function, kind = wanted[0][1].function, wanted[0][1].kind
         served, items = list[tuple[Task, int]](), list[Any]()
         for task, request in wanted:
-            if request.function is function:
+            if request.function is function and request.kind == kind:
                 served.append((task, len(request.items)))
                 items += request.items
-        results = list(function(items))
+        results = list(function(items) or [None] * len(items))
         if len(results) != len(items):
             raise ConfigError(
                 f"a function of Jointly has returned {len(results)} results, expected one for each of its "

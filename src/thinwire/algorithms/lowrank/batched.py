@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.factors import FactorMessages
+from thinwire.algorithms.lowrank.factors import BucketMatrices, FactorMessages
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
-from thinwire.kernels.dispatch import orthonormal_bases, products, projections, reconstruct
+from thinwire.kernels.dispatch import kernels_for
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Reconstruction, Rows, round_all_into
 from thinwire.plan import ParameterSpec
 from thinwire.tensors.layout import concat_view
@@ -75,24 +75,27 @@ class BatchedPlan(LowRankPlan):
         matrix = _square(bucket.flat.to(bucket.specs[0].memory_dtype), route.matrix_shape)
         error = _residual(bucket, memory, route.matrix_shape)
         group = MatrixGroup([label], [matrix], [error], route.matrix_rank)
+        kernels, device = kernels_for(matrix, route.matrix_rank), matrix.device
+        M = BucketMatrices([group], kernels, device)
         messages = FactorMessages(self.message_dtype, self.rooms)
-        (right,) = starts = self.bases.of(memory, [group], left=False)
+        (right,) = starts = self.bases.of(memory, M, left=False)
         for iteration in range(self.config.power_iterations):
-            left = products([MatmulBatch(group, right, scale, iteration == 0)])
+            left = kernels.products([MatmulBatch(group, right, scale, iteration == 0)])
             _, (mean,) = yield from messages.average(left, as_sent=False)
-            (left_basis,) = yield Jointly(orthonormal_bases, [Rows(mean)])
-            own = projections([MatmulBatch(group, left_basis, scale, add_error=False)])
+            (left_basis,) = yield Jointly(kernels.orthonormal_rows, [Rows(mean)], device)
+            own = kernels.projections([MatmulBatch(group, left_basis, scale, add_error=False)])
             (own_right,), (mean,) = yield from messages.average(own, as_sent=True)
             if iteration + 1 < self.config.power_iterations:
-                (right,) = yield Jointly(orthonormal_bases, [Rows(mean)])
+                (right,) = yield Jointly(kernels.orthonormal_rows, [Rows(mean)], device)
         if self.config.error_feedback and error is None:
             error = torch.zeros_like(matrix)  # only now: before the first step there is nothing to add
-        factors = [Factors(left_basis, own_right, mean)]
-        kept = yield from self.to_remember(memory, [group], [factors], scale)
+        factors = [Factors((left_basis, own_right), (left_basis, mean))]
+        kept = yield from self.to_remember(memory, M, [factors], scale)
         is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=True)
         errors = None if error is None else [error]
-        yield Jointly(reconstruct, [Reconstruction(group, errors, factors, scale, is_healthy)])
-        yield from self.remember(memory, kept, [group], starts, is_healthy)
+        items = [Reconstruction(group, errors, factors, scale, is_healthy)]
+        yield Jointly(kernels.reconstruct, items, device)
+        yield from self.remember(memory, kept, M, starts, is_healthy)
         numel = bucket.flat.numel()
         mean_gradients = matrix.view(-1)[:numel]
         residual = None if error is None else error.view(-1)[:numel]

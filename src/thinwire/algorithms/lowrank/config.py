@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from thinwire.algorithms.base import Algorithm, Memory
+from thinwire.algorithms.base import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
@@ -72,12 +72,6 @@ class LowRank(Algorithm):
             object.__setattr__(self, name, check(name, getattr(self, name)))
         if self.wire_dtype is not None:
             object.__setattr__(self, "wire_dtype", short_name_of(self.wire_dtype))
-
-    def sends_uncompressed(self, names: Iterable[str], memory: Memory) -> bool:
-        """Return whether nothing is compressed: in the warm-up, or to send a residual without feedback."""
-        has_residual = not memory[ERROR].keys().isdisjoint(names)
-        # Without feedback no step would add it to a gradient, or send it: all of it goes in one step.
-        return memory.step < self.warmup_steps or (has_residual and not self.error_feedback)
 
     @property
     def factor_pairs(self) -> float:

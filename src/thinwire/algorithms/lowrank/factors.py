@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -11,8 +12,7 @@ import torch
 from thinwire.algorithms.base import Memory, Slot
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import CollectiveRequest, Jointly, Mean, Request
-from thinwire.kernels.batching import batched, split_as
-from thinwire.kernels.dispatch import orthonormal_bases
+from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import MatrixGroup, Rows, widened
 from thinwire.tensors import accelerators
 
@@ -22,6 +22,18 @@ Round: TypeAlias = Generator[Request | tuple[CollectiveRequest, ...], Any, Answe
 
 # Between the seeds of one step and the next: far from any seed a user would choose.
 SEED_STRIDE = 1_000_003
+
+
+@dataclass(eq=False)
+class BucketMatrices:
+    """A bucket's gradients as matrices, in groups, and the kernels that serve all of them.
+
+    One backend for a bucket, that of its largest matrix rank: so its requests are a function of that.
+    """
+
+    groups: Sequence[MatrixGroup]
+    kernels: Kernels
+    device: torch.device
 
 
 class FactorMessages:
@@ -46,64 +58,64 @@ class FactorMessages:
         `as_sent` is for factors that leave the residual: it must lose what travelled, rounded to 16 bits, and
         keep what rounding lost.
         """
-        beside = [] if self.received else self._beside
-        item = PackedFactors(factors, self._dtype, self._rooms, len(self.received))
-        if beside:
-            message = packed([item], beside)
-        else:
-            (message,) = yield Jointly(all_packed, [item])
+        like, beside = factors[0], [] if self.received else self._beside
+        item = MessageParts(factors, beside, self._dtype, self._rooms, len(self.received))
+        kind = like.device, like.dtype, self._dtype
+        (message,) = yield Jointly(all_packed, [item], kind)
         own = factors
-        if as_sent and message.dtype != factors[0].dtype:
+        if as_sent and message.dtype != like.dtype:
             # Read before the message is given away: the mean may come to lie in it.
-            own = unpacked(message, like=factors)
+            own = unpacked(message, factors)
         mean = yield Mean(message)
         if beside:
-            behind = mean[sum(factor.numel() for factor in factors) :]
-            self.uncompressed = behind.split_with_sizes([gradient.numel() for gradient in beside])
+            sizes = list(map(torch.numel, beside))
+            self.uncompressed = mean[len(mean) - sum(sizes) :].split_with_sizes(sizes)
         self.received.append(mean)
-        return own, unpacked(mean, like=factors)
+        return own, unpacked(mean, factors)
 
 
-class PackedFactors(NamedTuple):
-    """Factors that are to travel as one message."""
+class MessageParts(NamedTuple):
+    """Factors that are to travel as one message, with flat gradients behind them."""
 
     factors: Sequence[torch.Tensor]
+    uncompressed: Sequence[torch.Tensor]
     dtype: torch.dtype  # in which they travel
     rooms: Rooms
     number: int  # of the message in its step
 
 
-def all_packed(items: Sequence[PackedFactors]) -> list[torch.Tensor]:
-    """Return the messages of factors of all buckets, `packed` as one: sent without a further copy."""
+def all_packed(items: Sequence[MessageParts]) -> Sequence[torch.Tensor]:
+    """Return the messages of all buckets, views of one tensor: so they are sent without a further copy."""
+    first = items[0]
+    like, dtype = first.factors[0], first.dtype
+    parts, sizes = list[torch.Tensor](), list[int]()
+    for item in items:
+        factors, uncompressed = item.factors, item.uncompressed
+        if dtype == torch.float16:
+            factors = [clamped(factor) for factor in factors]
+        if uncompressed and accelerators.is_accelerator(like.device):
+            uncompressed = widened(uncompressed, like.dtype)  # torch joins unlike types one by one
+        of_item = list(map(torch.flatten, (*factors, *uncompressed)))
+        sizes.append(sum(map(torch.numel, of_item)))
+        parts += of_item
+    room = first.rooms.room(("message", first.number, like.shape), (sum(sizes),), like)
+    return torch.cat(parts, out=room).to(dtype).split_with_sizes(sizes)
 
-    def together(some: Sequence[PackedFactors]) -> Sequence[torch.Tensor]:
-        sizes = [sum(factor.numel() for factor in item.factors) for item in some]
-        return packed(some).split_with_sizes(sizes)
 
-    return batched(items, lambda item: (item.factors[0].device, item.factors[0].dtype, item.dtype), together)
+def clamped(factor: torch.Tensor) -> torch.Tensor:
+    """Return a factor within fp16's range: the residual keeps what is cut off.
 
-
-def packed(items: Sequence[PackedFactors], uncompressed: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """Return a flat tensor with all factors, and flat gradients behind them."""
-    factors = [factor for item in items for factor in item.factors]
-    first, dtype = factors[0], items[0].dtype
-    if dtype == torch.float16:
-        # Clamp to fp16's range, or the step would be skipped; the residual keeps what is cut off. A factor
-        # that was infinite before stays infinite, because then the step should be skipped.
-        limit = torch.finfo(dtype).max
-        factors = [torch.where(factor.isinf(), factor, factor.clamp(-limit, limit)) for factor in factors]
-    if accelerators.is_accelerator(first.device):
-        uncompressed = widened(uncompressed, first.dtype)  # torch joins unlike types one by one
-    parts = [part.reshape(-1) for part in [*factors, *uncompressed]]
-    numel = sum(part.numel() for part in parts)
-    room = items[0].rooms.room(("message", items[0].number, first.shape), (numel,), first)
-    return torch.cat(parts, out=room).to(dtype)
+    One that was infinite before stays infinite, because then the step should be skipped.
+    """
+    limit = torch.finfo(torch.float16).max
+    return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the head of `flat` as tensors of the shapes and the type of `like`."""
-    head = flat[: sum(tensor.numel() for tensor in like)]
-    return split_as(head.to(like[0].dtype), [tensor.shape for tensor in like])
+    sizes = list(map(torch.numel, like))
+    head = flat[: sum(sizes)].to(like[0].dtype)
+    return list(map(torch.Tensor.view_as, head.split_with_sizes(sizes), like))
 
 
 class Rooms:
@@ -134,13 +146,13 @@ class SlotBatches:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[tuple[Slot, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+        self._batches: dict[tuple[str, str, torch.Size], tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = {}
 
     def find(
         self, memory: Memory, slot: Slot, labels: Sequence[str], shape: torch.Size
     ) -> torch.Tensor | None:
         """Return the batch of a shape whose parts memory has under some labels; None if it has others."""
-        batch, parts = self._batches.get((slot, labels[0], shape), (None, ()))
+        batch, parts = self._batches.get((slot.name, labels[0], shape), (None, ()))
         tensors = memory.slots.get(slot, {})
         return batch if all(map(is_, map(tensors.get, labels), parts)) else None
 
@@ -159,12 +171,9 @@ class SlotBatches:
             slot: What the batch is of.
             labels: Of its parts.
             new: Of its shape and type.
-            before: Contents of the parts, if they are new; zeros where that is unlike them. Empty if all of
-                the batch is going to be overwritten.
+            before: Contents of the parts, if they may stay; zeros where that is unlike them.
         """
-        if (found := self.find(memory, slot, labels, new.shape)) is not None:
-            return found
-        key = slot, labels[0], new.shape
+        key = slot.name, labels[0], new.shape
         if key not in self._batches:
             batch = torch.empty_like(new, memory_format=torch.contiguous_format)
             self._batches[key] = batch, batch.unbind()
@@ -189,64 +198,49 @@ class StartingBases:
         # With a warm start only dead rows are drawn again: the same ones each time.
         self._first_rows: dict[tuple[tuple[int, int], torch.device, torch.dtype], torch.Tensor] = {}
 
-    def of(self, memory: Memory, groups: Sequence[MatrixGroup], *, left: bool) -> list[torch.Tensor]:
+    def of(self, memory: Memory, M: BucketMatrices, *, left: bool) -> list[torch.Tensor]:
         """Return bases, (matrices, r, rows or columns): the last step's mean factors, or random ones.
 
         Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a
         standard normal, the same on every process.
         """
-        bases, items = list[torch.Tensor](), list[Rows]()
-        were_made_ahead = bool(memory[BASIS])
-        for group in groups:
-            shape = group.matrix_rank, group.matrices[0].shape[0 if left else 1]
-            drawn = self._rows(memory, shape, group.matrices[0])
-            made_ahead = self._made_ahead(memory, group, drawn) if were_made_ahead else None
-            if made_ahead is not None:
-                bases.append(made_ahead)
-                continue
-            rows = self._batches.find(memory, FACTOR, group.labels, torch.Size((len(group.labels), *shape)))
+        side = 0 if left else 1
+        if memory[BASIS]:
+            bases = [self._found(memory, BASIS, group, side) for group in M.groups]
+            made_ahead = [basis for basis in bases if basis is not None]
+            if len(made_ahead) == len(bases):
+                return made_ahead
+        items = []
+        for group in M.groups:
+            drawn = self._rows(memory, (group.matrix_rank, group.matrices[0].shape[side]), group.matrices[0])
+            rows = self._found(memory, FACTOR, group, side)
             if rows is not None and rows.dtype == drawn.dtype:
                 rows = rows.clone()
             else:
                 factors = memory[FACTOR]
                 rows = torch.stack([resized(factors.get(label), drawn) for label in group.labels])
-            items.append(Rows(rows, drawn, group))
-        if not items:
-            return bases
-        made = orthonormal_bases(items)
-        if not bases:
-            return made
-        by_group = {id(item.group): basis for item, basis in zip(items, made, strict=True)}
-        ahead = iter(bases)
-        return [by_group[id(group)] if id(group) in by_group else next(ahead) for group in groups]
+            items.append(Rows(rows, drawn))
+        return M.kernels.orthonormal_rows(items)
 
-    def _made_ahead(self, memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the bases that memory has for a group, as one batch; None if some are unlike."""
-        found = self._batches.find(memory, BASIS, group.labels, torch.Size((len(group.labels), *like.shape)))
-        if found is not None:
-            return found
-        tensors = [memory[BASIS].get(label) for label in group.labels]
-        alike = [t for t in tensors if t is not None and (t.shape, t.dtype) == (like.shape, like.dtype)]
-        return torch.stack(alike) if len(alike) == len(tensors) else None
+    def _found(self, memory: Memory, slot: Slot, group: MatrixGroup, side: int) -> torch.Tensor | None:
+        """Return the batch that memory has for a group, if it is one of this side."""
+        shape = len(group.labels), group.matrix_rank, group.matrices[0].shape[side]
+        return self._batches.find(memory, slot, group.labels, torch.Size(shape))
 
     def ahead(
-        self, memory: Memory, groups: Sequence[MatrixGroup], factors: Sequence[torch.Tensor]
+        self, memory: Memory, M: BucketMatrices, factors: Sequence[torch.Tensor]
     ) -> Round[list[torch.Tensor] | None]:
         """Make what the next step starts from, for all buckets at once; None where that does not pay."""
-        if not self._warm_start or not factors or not accelerators.is_accelerator(factors[0].device):
+        if not self._warm_start or not accelerators.is_accelerator(M.device):
             return None
         # A row that is zero stays zero through every product, and its direction would be lost for good: it
         # died when a gradient had too low a matrix rank, or was never there. So dead rows are replaced.
-        items = [
-            Rows(
-                factor,
-                self._rows(memory, (factor.shape[1], factor.shape[2]), factor),
-                group,
-                self._rooms.room(("ahead", group.labels[0], factor.shape), factor.shape, factor),
-            )
-            for factor, group in zip(factors, groups, strict=True)
-        ]
-        made: list[torch.Tensor] = yield Jointly(orthonormal_bases, items)
+        items = []
+        for factor, group in zip(factors, M.groups, strict=True):
+            drawn = self._rows(memory, (factor.shape[1], factor.shape[2]), factor)
+            room = self._rooms.room(("ahead", group.labels[0], factor.shape), factor.shape, factor)
+            items.append(Rows(factor, drawn, room))
+        made: list[torch.Tensor] = yield Jointly(M.kernels.orthonormal_rows, items, M.device)
         return made
 
     def _rows(self, memory: Memory, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:

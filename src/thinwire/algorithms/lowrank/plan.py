@@ -14,12 +14,18 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import average_uncompressed, wire_dtype_of
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.factors import Rooms, Round, SlotBatches, StartingBases, resized
+from thinwire.algorithms.lowrank.factors import (
+    BucketMatrices,
+    Rooms,
+    Round,
+    SlotBatches,
+    StartingBases,
+    resized,
+)
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Requests
-from thinwire.kernels.batching import batched
-from thinwire.kernels.dispatch import name_of_kernels_for, write
-from thinwire.kernels.matrices import MatrixGroup, Terms, Write
+from thinwire.kernels.dispatch import name_of_kernels_for
+from thinwire.kernels.matrices import Terms, Write
 from thinwire.tensors import accelerators
 
 MAX_NAMES = 4
@@ -78,7 +84,9 @@ class LowRankPlan(BucketPlan):
 
     def run(self, bucket: Bucket, memory: Memory) -> Requests:
         """One round if nothing is to be compressed, else those of `compress`."""
-        if self.compressed and not self.config.sends_uncompressed(self.names, memory):
+        # Without feedback no step would add a residual to a gradient, or send it: all of it goes in one step.
+        must_send = not self.config.error_feedback and not memory[ERROR].keys().isdisjoint(self.names)
+        if self.compressed and memory.step >= self.config.warmup_steps and not must_send:
             yield from self.compress(bucket, memory)
             return
         wire_dtype = self.config.wire_dtype
@@ -100,27 +108,30 @@ class LowRankPlan(BucketPlan):
     def to_remember(
         self,
         memory: Memory,
-        groups: Sequence[MatrixGroup],
+        M: BucketMatrices,
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
     ) -> Round[Kept]:
         """Return what a bucket keeps behind the commit, in units of the unscaled loss."""
         # Factors of the last iteration: the next step starts where this one has ended. What was sent of all:
         # what a process has not sent is measured against all that it has.
-        factors = [of_group[-1].mean for of_group in terms]
-        sent = [
-            of_group[0].own.flatten(1)
-            if len(of_group) == 1
-            else torch.cat([term.own.flatten(1) for term in of_group], dim=1)
-            for of_group in terms
-        ]
+        factors, sent = list[torch.Tensor](), list[torch.Tensor]()
+        for first, *later in terms:
+            last = later[-1] if later else first
+            factors.append(last.mean[last.projection])
+            parts = first.sent[first.projection].flatten(1)
+            if later:
+                parts = torch.cat([parts, *(term.sent[term.projection].flatten(1) for term in later)], dim=1)
+            sent.append(parts)
         if loss_scale is not None:
-            divided = yield Jointly(all_divided, [(tensor, loss_scale) for tensor in [*factors, *sent]])
+            divided = yield Jointly(
+                all_divided, [(tensor, loss_scale) for tensor in [*factors, *sent]], id(loss_scale)
+            )
             factors, sent = divided[: len(factors)], divided[len(factors) :]
         kept: Kept = {}
         if self.config.warm_start:
             kept[FACTOR] = factors
-            bases = yield from self.bases.ahead(memory, groups, factors)
+            bases = yield from self.bases.ahead(memory, M, factors)
             if bases is not None:
                 kept[BASIS] = bases
         if self.config.error_feedback:
@@ -131,29 +142,35 @@ class LowRankPlan(BucketPlan):
         self,
         memory: Memory,
         kept: Kept,
-        groups: Sequence[MatrixGroup],
+        M: BucketMatrices,
         started_from: Sequence[torch.Tensor],
         is_healthy: torch.Tensor | None,
-        beside: Sequence[Write] = (),
+        gradients: Sequence[torch.Tensor] = (),
+        means: Sequence[torch.Tensor] = (),
     ) -> Round[None]:
-        """Write behind the commit: to memory what is kept, and something beside.
+        """Write behind the commit: to memory what is kept, and the means of uncompressed gradients.
 
         In a step that is not healthy memory stays, and keeps the bases that the step has started from.
         """
-        writes = list(beside)
+        targets, healthy = list(gradients), list(means)
         for slot, batches in kept.items():
             tensors = memory[slot]
-            for group, new, start in zip(groups, batches, started_from, strict=True):
-                before: Sequence[torch.Tensor | None] = ()
-                # Neither on the CPU nor with `host_check`: there the generator is closed if the step is not
-                # healthy.
-                if is_healthy is not None:
-                    is_basis = slot is BASIS
-                    before = start.unbind() if is_basis else list(map(tensors.get, group.labels))
-                batch = self.batches.place(memory, slot, group.labels, new, before)
-                writes.append(Write(batch, new, stays=True, is_healthy=is_healthy))
-        # For all buckets: on an accelerator one launch writes what all of them leave.
-        yield Jointly(write, writes)
+            for group, new, start in zip(M.groups, batches, started_from, strict=True):
+                batch = self.batches.find(memory, slot, group.labels, new.shape)
+                if batch is None:
+                    before: Sequence[torch.Tensor | None] = ()
+                    if is_healthy is not None:  # else this would have been closed, were the step not healthy
+                        before = start.unbind() if slot is BASIS else list(map(tensors.get, group.labels))
+                    batch = self.batches.place(memory, slot, group.labels, new, before)
+                targets.append(batch)
+                healthy.append(new)
+        if not accelerators.is_accelerator(M.device):
+            torch._foreach_copy_(targets, healthy)
+            return
+        stays = [False] * len(gradients) + [True] * (len(targets) - len(gradients))
+        # For all buckets: one launch writes what all of them leave.
+        writes = [Write(*write, is_healthy) for write in zip(targets, healthy, stays, strict=True)]
+        yield Jointly(M.kernels.write, writes, M.device)
 
     def on_state_loaded(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
@@ -211,11 +228,6 @@ def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])
 
 
-def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return tensors over their loss scales, for all buckets: a step has one scale for all of a device."""
-
-    def divided(some: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
-        return torch._foreach_div([tensor for tensor, _ in some], some[0][1])
-
-    # Scales are compared by identity: to compare the numbers, the host would wait for the device.
-    return batched(items, lambda item: id(item[1]), divided)
+def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Sequence[torch.Tensor]:
+    """Return tensors over their loss scale, for all buckets: a step has one scale for all of a device."""
+    return torch._foreach_div([tensor for tensor, _ in items], items[0][1])

@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from operator import is_
-from typing import NamedTuple
 
 import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Granularity, Memory
 from thinwire.algorithms.error_feedback import ERROR, keep_remainder, with_residual
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.factors import FactorMessages, Round
+from thinwire.algorithms.lowrank.factors import BucketMatrices, FactorMessages, Round
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.dispatch import (
-    choice,
-    kernels_for,
-    orthonormal_bases,
-    products,
-    projections,
-    reconstruct,
-    subtract_own,
-)
+from thinwire.kernels.dispatch import choice, kernels_for
 from thinwire.kernels.matrices import (
     Factors,
     MatmulBatch,
@@ -36,7 +28,6 @@ from thinwire.kernels.matrices import (
     Rows,
     Subtraction,
     Terms,
-    Write,
     round_all_into,
     widened,
 )
@@ -159,7 +150,7 @@ class PowerSGDPlan(LowRankPlan):
     """Every matrix of a bucket as two factors; `alternating` projects on one side only, in one round."""
 
     alternating: bool = False
-    _kept: dict[str, _Bound] = field(default_factory=dict, compare=False, repr=False)
+    _kept: dict[str, BoundMatrices] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def shape_groups(self) -> dict[tuple[tuple[int, int], int], list[int]]:
@@ -206,10 +197,11 @@ class PowerSGDPlan(LowRankPlan):
         names, scale = self._uncompressed_names, bucket.loss_scale
         gradients = bucket.flat.split_with_sizes(self.sizes)
         whole = [gradients[index] for index in self.uncompressed]
-        M = self._bound_groups(bucket.flat, gradients, memory)
+        M = self._bind(bucket.flat, gradients, memory)
         try:
-            sent = with_residual(bucket, memory, names, whole, self.message_dtype)
-            messages = FactorMessages(self.message_dtype, self.rooms, sent.parts)
+            has_residual = not memory[ERROR].keys().isdisjoint(names)
+            sent = with_residual(bucket, memory, names, whole, self.message_dtype) if has_residual else None
+            messages = FactorMessages(self.message_dtype, self.rooms, whole if sent is None else sent.parts)
 
             turn = self._turn(memory)
             starts = self.bases.of(memory, M, left=self.alternating and turn % 2 == 0)
@@ -220,26 +212,26 @@ class PowerSGDPlan(LowRankPlan):
             kept = yield from self.to_remember(memory, M, terms, scale)
 
             # Only the host can take back what is dropped: then the engine copies memory, and puts it back.
-            drops = not (memory[ERROR].keys() | memory[SENT].keys()).isdisjoint(names)
+            drops = has_residual or not memory[SENT].keys().isdisjoint(names)
             is_healthy = yield Commit(AllFinite(tuple(messages.received)), commits_on_device=not drops)
 
             yield from self._reconstruct(bucket, gradients, memory, M, terms, is_healthy)
         finally:
-            for group in M:
+            for group in M.groups:
                 group.matrices = ()  # they would keep a bucket that is not used any more
         means = messages.uncompressed  # then, if some residual may not fit, whether any remains
-        writes = [Write(*pair, False, is_healthy) for pair in zip(whole, means, strict=False)]
         # Behind the reconstruction, which reads the basis that the step has started from.
-        yield from self.remember(memory, kept, M, starts, is_healthy, writes)
-        keep_remainder(memory, names, sent, means)
+        yield from self.remember(memory, kept, M, starts, is_healthy, whole, means[: len(whole)])
+        if sent is not None:
+            keep_remainder(memory, names, sent, means)
         # All of it was sent: what a step before has sent no longer says how much was not.
         sent_before = memory[SENT]
-        for name in names:
+        for name in names if drops else ():
             sent_before.pop(name, None)
 
     def _two_rounds(
         self,
-        M: Sequence[MatrixGroup],
+        M: BucketMatrices,
         Q: list[torch.Tensor],
         messages: FactorMessages,
         scale: torch.Tensor | None,
@@ -248,47 +240,61 @@ class PowerSGDPlan(LowRankPlan):
 
         Factors are held row by row: P and Q are Pᵀ and Qᵀ here.
         """
+        kernels = M.kernels
         for iteration in range(1, self.config.power_iterations + 1):
             is_last = iteration == self.config.power_iterations
             # P ← M Q. The residual only once: later iterations find it in the matrices already.
-            P = yield Jointly(products, self._products(M, Q, scale, "P", add_error=iteration == 1))
+            items = self._products(M, Q, scale, "P", add_error=iteration == 1)
+            P = yield Jointly(kernels.products, items, M.device)
             _, P = yield from messages.average(P, as_sent=False)  # P ← mean of P
-            P = yield Jointly(orthonormal_bases, self._rows(M, P, "basis of P"))
+            P = yield Jointly(kernels.orthonormal_rows, self._rows(M, P, "basis of P"), M.device)
             # Q ← Mᵀ P̂
-            Q = yield Jointly(projections, self._products(M, P, scale, "Q", add_error=False))
+            items = self._products(M, P, scale, "Q", add_error=False)
+            Q = yield Jointly(kernels.projections, items, M.device)
             Q, mean = yield from messages.average(Q, as_sent=is_last)  # mean of Q
             if not is_last:
-                Q = yield Jointly(orthonormal_bases, self._rows(M, mean, "basis of Q"))
+                Q = yield Jointly(kernels.orthonormal_rows, self._rows(M, mean, "basis of Q"), M.device)
         # The last iteration alone: each approximates all of M again, and better than those before it.
-        return [[Factors(*of_group)] for of_group in zip(P, Q, mean, strict=True)]
+        terms = list[list[Factors]]()
+        for basis, own, of_all in zip(P, Q, mean, strict=True):
+            terms.append([Factors((basis, own), (basis, of_all))])
+        return terms
 
     def _alternating_rounds(
         self,
-        M: Sequence[MatrixGroup],
+        M: BucketMatrices,
         bases: list[torch.Tensor],
         turn: int,
         messages: FactorMessages,
         scale: torch.Tensor | None,
     ) -> Round[list[list[Factors]]]:
         """Find factors of the mean, of one side in each iteration; what it has sent is taken from M."""
-        terms: list[list[Factors]] = [[] for _ in M]
+        kernels = M.kernels
+        terms: list[list[Factors]] = [[] for _ in M.groups]
         for iteration in range(self.config.power_iterations):
             is_left = (turn + iteration) % 2 == 0
             # Q ← Mᵀ P̂, or P ← M Q̂.
-            role, multiply = f"{'Q' if is_left else 'P'} {iteration}", projections if is_left else products
-            own = yield Jointly(multiply, self._products(M, bases, scale, role, add_error=iteration == 0))
+            role = f"{'Q' if is_left else 'P'} {iteration}"
+            multiply = kernels.projections if is_left else kernels.products
+            items = self._products(M, bases, scale, role, add_error=iteration == 0)
+            own = yield Jointly(multiply, items, M.device)
             own, means = yield from messages.average(own, as_sent=True)
             for of_group, basis, projection, mean in zip(terms, bases, own, means, strict=True):
-                of_group.append(Factors(basis, projection, mean, is_left))
+                if is_left:
+                    of_group.append(Factors((basis, projection), (basis, mean)))
+                else:
+                    of_group.append(Factors((projection, basis), (mean, basis), projection=0))
             # `reconstruct` writes to the residual what the last iteration has not sent, in one pass.
             if iteration + 1 < self.config.power_iterations:
-                subtract_own([Subtraction(g, found[-1]) for g, found in zip(M, terms, strict=True)])
-                bases = yield Jointly(orthonormal_bases, self._rows(M, means, f"basis of {role}"))
+                latest = [of_group[-1] for of_group in terms]
+                kernels.subtract_own(list(map(Subtraction, M.groups, latest)))
+                rows = self._rows(M, means, f"basis of {role}")
+                bases = yield Jointly(kernels.orthonormal_rows, rows, M.device)
         return terms
 
     def _products(
         self,
-        M: Sequence[MatrixGroup],
+        M: BucketMatrices,
         factors: Sequence[torch.Tensor],
         scale: torch.Tensor | None,
         role: str,
@@ -297,106 +303,102 @@ class PowerSGDPlan(LowRankPlan):
     ) -> list[MatmulBatch]:
         side = 0 if role[0] == "P" else 1
         items = []
-        for group, factor in zip(M, factors, strict=True):
+        for group, factor in zip(M.groups, factors, strict=True):
             shape = *factor.shape[:2], group.matrices[0].shape[side]
             room = self.rooms.room((role, group.labels[0]), shape, factor)
             items.append(MatmulBatch(group, factor, scale, add_error, room))
         return items
 
-    def _rows(self, M: Sequence[MatrixGroup], factors: Sequence[torch.Tensor], role: str) -> list[Rows]:
-        return [
-            Rows(factor, None, group, self.rooms.room((role, group.labels[0]), factor.shape, factor))
-            for group, factor in zip(M, factors, strict=True)
-        ]
+    def _rows(self, M: BucketMatrices, factors: Sequence[torch.Tensor], role: str) -> list[Rows]:
+        items = []
+        for group, factor in zip(M.groups, factors, strict=True):
+            room = self.rooms.room((role, group.labels[0]), factor.shape, factor)
+            items.append(Rows(factor, None, room))
+        return items
 
-    def _bound_groups(
-        self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory
-    ) -> Sequence[MatrixGroup]:
-        """Return gradients and residuals as matrices, in groups that are new only if something has moved."""
+    def _bind(self, flat: torch.Tensor, gradients: Sequence[torch.Tensor], memory: Memory) -> BoundMatrices:
+        """Return gradients and residuals as matrices, bound anew only if something has moved."""
         errors = list(map(memory[ERROR].get, self._compressed_names))
         key = flat.data_ptr(), flat.dtype, choice()
-        bound = self._kept.get("bound")
-        if bound is None or bound.key != key or not all(map(is_, errors, bound.errors)):
-            bound = _Bound(key, errors, *self._new_groups(memory, flat))
-            self._kept["bound"] = bound
-        for group, wide, (shape, _), indices in zip(
-            bound.groups, bound.wide, self.shape_groups, self.shape_groups.values(), strict=True
+        M = self._kept.get("bound")
+        if M is None or M.key != key or not all(map(is_, errors, M.errors)):
+            M = self._kept["bound"] = self._new_binding(flat, key, errors)
+        for group, (shape, _), indices in zip(
+            M.groups, self.shape_groups, self.shape_groups.values(), strict=True
         ):
-            matrices: Sequence[torch.Tensor] = [gradients[index] for index in indices]
-            if wide is not None:
-                matrices = widened(matrices, wide)
+            matrices = list(map(gradients.__getitem__, indices))
+            if M.wide is not None:
+                matrices = widened(matrices, M.wide)
             group.matrices = [matrix.view(shape) for matrix in matrices]
-        if any(bound.wide):
+        if M.wide is not None:
             del self._kept["bound"]  # copies lie elsewhere in each step
-        return bound.groups
+        return M
 
-    def _new_groups(
-        self, memory: Memory, flat: torch.Tensor
-    ) -> tuple[list[MatrixGroup], list[torch.dtype | None]]:
-        """Return groups without matrices yet, and for each the type to copy its matrices to, if any."""
+    def _new_binding(
+        self, flat: torch.Tensor, key: Hashable, errors: Sequence[torch.Tensor | None]
+    ) -> BoundMatrices:
+        kernels = kernels_for(flat, max(matrix_rank for _, matrix_rank in self.shape_groups))
         # Between iterations what was sent is taken from the matrices, which 16 bits would round.
         subtracts = self.alternating and self.config.power_iterations > 1
-        groups, wide = list[MatrixGroup](), list[torch.dtype | None]()
+        widens = subtracts or flat.dtype not in kernels.gradient_types
+        is_accelerator = accelerators.is_accelerator(flat.device)
+        groups, written = list[MatrixGroup](), list[Sequence[torch.Tensor] | None]()
+        remaining = iter(errors)
         for (shape, matrix_rank), indices in self.shape_groups.items():
+            of_group = islice(remaining, len(indices))
+            shaped = [None if error is None else error.view(shape) for error in of_group]
+            known = [error for error in shaped if error is not None]
+            # Written where they lie, on accelerators as a batch; else `reconstruct` gets new ones.
+            is_whole = len(known) == len(shaped) and not (is_accelerator and stack_view(known) is None)
+            written.append(known if is_whole else None)
             names = [self.specs[index].name for index in indices]
-            errors = [memory[ERROR].get(name) for name in names]
-            shaped = [None if error is None else error.view(shape) for error in errors]
-            groups.append(MatrixGroup(names, (), shaped, matrix_rank))
-            widens = subtracts or flat.dtype not in kernels_for(flat, matrix_rank).gradient_types
-            wide.append(self.memory_dtype if widens and flat.dtype != self.memory_dtype else None)
-        return groups, wide
+            groups.append(MatrixGroup(names, (), known if is_whole else shaped, matrix_rank))
+        wide = self.memory_dtype if widens and flat.dtype != self.memory_dtype else None
+        return BoundMatrices(groups, kernels, flat.device, key, errors, written, wide)
 
     def _reconstruct(
         self,
         bucket: Bucket,
         gradients: Sequence[torch.Tensor],
         memory: Memory,
-        groups: Sequence[MatrixGroup],
+        M: BoundMatrices,
         terms: Sequence[Terms],
         is_healthy: torch.Tensor | None,
     ) -> Round[None]:
         """Make compressed gradients their mean; remember what this process has not sent."""
         items, remains = list[Reconstruction](), memory[ERROR]
-        for group, of_group in zip(groups, terms, strict=True):
-            errors = _residual_buffers(group, self.memory_dtype) if self.config.error_feedback else None
+        for group, of_group, written in zip(M.groups, terms, M.written, strict=True):
+            errors = written
+            if written is None and self.config.error_feedback:
+                errors = _copied_residuals(group, self.memory_dtype)
             items.append(Reconstruction(group, errors, of_group, bucket.loss_scale, is_healthy))
-        yield Jointly(reconstruct, items)
+        yield Jointly(M.kernels.reconstruct, items, M.device)
         for group, errors, *_ in items:
             if errors is not None and errors is not group.errors:
                 remains.update(zip(group.labels, [error.view(-1) for error in errors], strict=True))
-        if all(group.matrices[0].dtype == bucket.flat.dtype for group in groups):
+        if M.wide is None:
             return
         # Rounding errors of wide copies go to the residual too.
         copied = [
             (gradients[index], matrix.view(-1), None if errors is None else remains[name])
             for (group, errors, *_), indices in zip(items, self.shape_groups.values(), strict=True)
-            if group.matrices[0].dtype != bucket.flat.dtype
             for index, name, matrix in zip(indices, group.labels, group.matrices, strict=True)
         ]
         round_all_into(copied, bucket.loss_scale, is_healthy)
 
 
-class _Bound(NamedTuple):
-    """The groups of a bucket, and what they are made of."""
+@dataclass(eq=False)
+class BoundMatrices(BucketMatrices):
+    """They are bound as long as all lies where it lay."""
 
     key: Hashable  # where the bucket lies, and what chooses the kernels
-    errors: Sequence[torch.Tensor | None]
-    groups: Sequence[MatrixGroup]
-    wide: Sequence[torch.dtype | None]  # the type to which the matrices of each are copied
+    errors: Sequence[torch.Tensor | None]  # residuals, flat
+    written: Sequence[Sequence[torch.Tensor] | None]  # of each group, if all can be written where they lie
+    wide: torch.dtype | None  # the type to which matrices are copied, if the kernels don't take theirs
 
 
-def _residual_buffers(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    """Return a group's residuals to write to: the tensors it has, or new ones with the same contents."""
-    if "residuals" not in group.bound:
-        known = [error for error in group.errors if error is not None]
-        is_whole = len(known) == len(group.errors)
-        # On accelerators, as a batch.
-        if is_whole and accelerators.is_accelerator(group.matrices[0].device):
-            is_whole = stack_view(known) is not None
-        group.bound["residuals"] = group.errors if is_whole else None
-    residuals: Sequence[torch.Tensor] | None = group.bound["residuals"]
-    if residuals is not None:
-        return residuals
+def _copied_residuals(group: MatrixGroup, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    """Return new residuals of a group to write to, with the same contents."""
     first, count = group.matrices[0], len(group.matrices)
     buffers = first.new_zeros(count, *first.shape, dtype=dtype).unbind()
     for buffer, error in zip(buffers, group.errors, strict=True):

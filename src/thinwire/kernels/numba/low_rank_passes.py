@@ -311,13 +311,16 @@ def _fetch_rows(address: int, line: int, count: int) -> None:
 
 
 @compiled
-def orthonormal(batch: FactorBatch, bases: FactorBatch) -> None:
-    """Write an orthonormal basis of the rows of every matrix."""
+def orthonormal(batch: FactorBatch, drawn: Matrix, bases: FactorBatch) -> None:
+    """Write an orthonormal basis of the rows of every matrix, with drawn rows in place of zeros."""
     count, columns = batch.shape[1:]
     gram, weights = np.empty((count, count)), np.empty((count, count))
     once, twice = np.empty((count, columns)), np.empty((count, columns))
     # Twice: what one pass leaves of nearly dependent rows, the second takes out.
     for i in range(len(batch)):
+        for k in range(count):
+            if not np.any(batch[i, k]):
+                batch[i, k] = drawn[k]
         _write_gram(batch[i], gram)
         _write_inverse_cholesky(gram, weights)
         _combine(weights, batch[i], once)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from thinwire.kernels import torch_codes, torch_kernels
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tables
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, replaced, round_into
+from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
 from thinwire.tensors.blocks import Blocks
@@ -32,7 +32,7 @@ class _Addresses(NamedTuple):
     errors: Addresses | None
 
 
-def _bound(group: MatrixGroup) -> _Addresses:
+def _addresses_of(group: MatrixGroup) -> _Addresses:
     found: _Addresses | None = group.bound.get("numba")
     if found is None:
         errors = [error for error in group.errors if error is not None]
@@ -46,7 +46,7 @@ def products(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
     scale, lefts = _number(items[0].loss_scale), []
     for item in items:
         group, right = item.group, item.factor
-        matrices, errors = _bound(group)
+        matrices, errors = _addresses_of(group)
         if errors is None or not item.add_error:
             lefts += torch_kernels.products([item])
             continue
@@ -64,7 +64,7 @@ def projections(items: Sequence[MatmulBatch]) -> list[torch.Tensor]:
         if add_error:
             torch_kernels.add_errors(group, loss_scale)
         own = left.new_empty(len(left), NUMBA_FACTOR_ROWS, group.matrices[0].shape[1])
-        low_rank_passes.all_projections(_filled(left), _bound(group).matrices, own.numpy())
+        low_rank_passes.all_projections(_filled(left), _addresses_of(group).matrices, own.numpy())
         owns.append(own[:, : group.matrix_rank])
     return owns
 
@@ -76,10 +76,10 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         if item.errors is None or len(item.terms) > 1 or item.is_healthy is not None:
             torch_kernels.reconstruct([item])
             continue
-        matrices, known = _bound(item.group)
+        matrices, known = _addresses_of(item.group)
         errors = known if item.errors is item.group.errors else None
         # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
-        factors = [_filled(factor) for factor in (*item.sent, *item.means[0])]
+        factors = list(map(_filled, (*item.terms[0].sent, *item.terms[0].mean)))
         low_rank_passes.reconstruct_all(
             matrices, addresses(item.errors) if errors is None else errors, inverse_scale, *factors
         )
@@ -88,10 +88,11 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
 def orthonormal_rows(items: Sequence[Rows]) -> list[torch.Tensor]:
     """Make one matrix after the other orthonormal."""
     bases = []
-    for rows, drawn, *_ in items:
-        batch = rows if drawn is None else replaced(rows, drawn)
-        bases.append(torch.empty_like(batch, memory_format=torch.contiguous_format))
-        low_rank_passes.orthonormal(batch.contiguous().numpy(), bases[-1].numpy())
+    for rows, drawn, _ in items:
+        bases.append(torch.empty_like(rows, memory_format=torch.contiguous_format))
+        # Without drawn rows a dead one becomes what it is: zeros.
+        instead = rows.new_zeros(rows.shape[1:]) if drawn is None else drawn
+        low_rank_passes.orthonormal(rows.contiguous().numpy(), instead.numpy(), bases[-1].numpy())
     return bases
 
 

@@ -76,7 +76,7 @@ def tile_of(kernel: str, factor_rows: int, *, is_aligned: bool, keeps: bool = Fa
 _numbers = count()
 
 
-class _Bound:
+class _GroupTable:
     """The addresses and sizes of a group.
 
     Attributes:
@@ -99,10 +99,10 @@ class _Bound:
         self.sizes = (*matrices[0].shape, group.matrix_rank)
 
 
-def _bound(group: MatrixGroup) -> _Bound:
-    bound: _Bound | None = group.bound.get("triton")
+def _table_of(group: MatrixGroup) -> _GroupTable:
+    bound: _GroupTable | None = group.bound.get("triton")
     if bound is None:
-        bound = group.bound["triton"] = _Bound(group, group.errors)
+        bound = group.bound["triton"] = _GroupTable(group, group.errors)
     return bound
 
 
@@ -113,7 +113,7 @@ class _Launch:
         self,
         kernel: str,
         groups: Sequence[MatrixGroup],
-        bound: Sequence[_Bound],
+        bound: Sequence[_GroupTable],
         loss_scale: torch.Tensor | None,
         *,
         is_first: bool,
@@ -260,7 +260,7 @@ def _launches(
     kernel: str, items: Sequence[MatmulBatch], results: Sequence[torch.Tensor]
 ) -> Iterator[tuple[_Launch, list[torch.Tensor], list[torch.Tensor]]]:
     """Yield the launches of a kernel, with their factors and results."""
-    bound = [_bound(item.group) for item in items]
+    bound = [_table_of(item.group) for item in items]
     for indices in group_indices(bound, lambda group: group.kind):
         first, groups = items[indices[0]], [items[index].group for index in indices]
         of_kind = [bound[index] for index in indices]
@@ -274,9 +274,9 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
     # Residuals are mostly written where the group's own are read: a program has read all of its tile before
     # it writes any of it, and no other program has that tile.
     bound = [
-        _bound(item.group)
+        _table_of(item.group)
         if item.errors is item.group.errors
-        else _Bound(item.group, item.errors or [None] * len(item.group.matrices))
+        else _GroupTable(item.group, item.errors or [None] * len(item.group.matrices))
         for item in items
     ]
     for indices in group_indices(range(len(items)), lambda i: (bound[i].kind, len(items[i].terms))):
@@ -286,7 +286,7 @@ def reconstruct(items: Sequence[Reconstruction]) -> None:
         launch = _Launch("reconstruct", groups, of_kind, some[0].loss_scale, is_first=False)
         # For each matrix: the left and right factor that was sent, and those of the means. What was sent of
         # the terms before the last one, `subtract_own` has taken.
-        pairs = [[item.sent, *item.means] for item in some]
+        pairs = [[item.terms[-1].sent, *(term.mean for term in item.terms)] for item in some]
         factors = [
             [_contiguous(of_item[term][side]) for of_item in pairs]
             for term in range(len(pairs[0]))
