@@ -84,9 +84,11 @@ def test_the_mean_is_that_of_one_process_with_all_samples() -> None:
         assert are_alike([mean])
         plain.gradient()
     assert run.asked == list(range(5))
-    # One message of eight bytes a step.
-    stats = [each.sync.stats() for each in (run, plain)]
-    assert stats[0].message_bytes - stats[1].message_bytes == 5 * 8
+    # One message of eight bytes a step, which is waited for before the gradients' are sent.
+    weighed, unweighed = (each.sync.stats() for each in (run, plain))
+    assert weighed.message_bytes - unweighed.message_bytes == 5 * 8
+    assert weighed.messages - unweighed.messages == 5
+    assert weighed.rounds - unweighed.rounds == 5
 
 
 @pytest.mark.parametrize(

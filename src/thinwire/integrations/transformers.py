@@ -20,6 +20,7 @@ import gc
 import json
 import logging
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -215,7 +216,7 @@ class ThinwireCallback(TrainerCallback):
     def _found(self, state: TrainerState) -> Trainer:
         """Return the Trainer of a state; callbacks are not given theirs."""
         # Types are compared, since `isinstance` asks objects, and some do something then.
-        trainers = (found for found in gc.get_objects() if issubclass(type(found), Trainer))
+        trainers: Iterable[Trainer] = (o for o in gc.get_objects() if issubclass(type(o), Trainer))
         for trainer in trainers:
             if getattr(trainer, "state", None) is state:
                 return trainer
