@@ -28,7 +28,9 @@ def check_archives(sources: Path, wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert set(names).issuperset(f"thinwire/{name}" for name in DATA), names
     tops = {name.partition("/")[0] for name in names}
-    assert tops == {"thinwire", f"thinwire-{version('thinwire')}.dist-info"}, tops
+    # The third is run by Python when it starts, for `thinwire attach`.
+    named = {"thinwire", f"thinwire-{version('thinwire')}.dist-info", "thinwire-attach.pth"}
+    assert tops == named, tops
     assert not [name for name in names if set(name.split("/")) & {*STRANGERS, "__pycache__"}], names
 
 

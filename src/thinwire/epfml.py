@@ -55,7 +55,7 @@ class Config(NamedTuple):
     start_compressing_after_num_steps: int = 100
 
 
-class Options(TypedDict, total=False):
+class AggregatorOptions(TypedDict, total=False):
     """Options that aggregators over all of a model's parameters take by name."""
 
     process_group: dist.ProcessGroup | None
@@ -107,7 +107,10 @@ class AlgorithmAggregator(GradientListAdapter, Aggregator):
     """
 
     def __init__(
-        self, params: Iterable[torch.Tensor], algorithm: algorithms.Algorithm, **options: Unpack[Options]
+        self,
+        params: Iterable[torch.Tensor],
+        algorithm: algorithms.Algorithm,
+        **options: Unpack[AggregatorOptions],
     ) -> None:
         self.grad_scaler = checked_scaler(options.get("grad_scaler"))
         super().__init__(params, algorithm, **options)
@@ -191,7 +194,7 @@ class AllReduce(Aggregator):
         ConfigError: `grad_scaler` is none, or `on_nonfinite` is no choice, or does not go with the scaler.
     """
 
-    def __init__(self, **options: Unpack[Options]) -> None:
+    def __init__(self, **options: Unpack[AggregatorOptions]) -> None:
         checked_on_nonfinite(options.get("on_nonfinite", "nan"), checked_scaler(options.get("grad_scaler")))
         self._options = options
         self._aggregator: AlgorithmAggregator | None = None
@@ -242,7 +245,9 @@ class PowerSGD(AlgorithmAggregator):
 
     _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
 
-    def __init__(self, params: Iterable[torch.Tensor], config: Config, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, params: Iterable[torch.Tensor], config: Config, **options: Unpack[AggregatorOptions]
+    ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {shown(config)}")
         algorithm = EpfmlPowerSGD(**translated(config._asdict()), alternating=True)

@@ -19,7 +19,7 @@ from thinwire.algorithms.topk_message import TopKMessage
 from thinwire.kernels.torch_entries import largest
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.blocks import Chunks, Run
+from thinwire.tensors.blocks import ChunkRun, Chunks
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
@@ -136,7 +136,7 @@ def test_levels_by_whole_numbers_are_those_by_floats(
 
 @pytest.mark.parametrize(("length", "kept"), [(1, 1), (7, 7), (100, 1), (4096, 64), (4096, 128), (1000, 33)])
 def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -> None:
-    chunks = Chunks(length, kept, (Run(0, 0, 5),))
+    chunks = Chunks(length, kept, (ChunkRun(0, 0, 5),))
     rows = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
     found, values = largest(rows.view(-1), chunks)
     assert torch.equal(found, rows.abs().topk(kept).indices.sort(1).values)
@@ -156,5 +156,5 @@ def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -
         assert len(packed) == message.num_bytes
         entries = plan._entries(packed.expand(3, -1), chunk, torch.float32)
         expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
-        assert torch.equal(entries.places, expected.expand(3, -1))
+        assert torch.equal(entries.indices, expected.expand(3, -1))
         assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())

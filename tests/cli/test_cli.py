@@ -28,7 +28,8 @@ SURFACE = {
     "": "--debug --version --install-completion --show-completion",
     "check": "--backend --processes --json --device",
     "probe": "--budget-seconds --backend --save --processes --streams --json",
-    "advise": "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
+    "advise": "--parameters --compute --rate --latency --machines --gpus "
+    "--probe --model --step --budget-seconds --budget-loss --optimizer --steps --sharded --json",
     "lab": "COMMAND --machines --rate --processes-per-machine --latency --jitter --loss --slow-machine "
     "--grace-seconds --report",
     "demo": "--elastic --processes --steps --algorithm --matrix-rank --model-size --seed --output",

@@ -44,7 +44,7 @@ def attached(*arguments: object, options: tuple[object, ...] = ("--algorithm", T
 
 
 def weights(printed: str) -> str:
-    return re.findall(r"weights (\S+)", printed)[0]
+    return str(re.findall(r"weights (\S+)", printed)[0])
 
 
 def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,10 @@ from torch import nn
 
 from thinwire.adapters.ddp_model import ddp_inside, is_fsdp2, is_sharded
 from thinwire.advice.advice_page import Advice
-from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
+from thinwire.advice.losses import Training, notes_on_losses, notes_on_size, optimizer_name
 from thinwire.advice.notes import notes_on_link, notes_on_saving, notes_on_spread
 from thinwire.advice.prediction import Prediction, checked_budget, checked_gain, choose, contenders
-from thinwire.advice.step_benchmark import DDPSubject, OneStep, StepBenchmark
+from thinwire.advice.step_benchmark import DDPSubject, OneStep, PricedSteps, StepBenchmark
 from thinwire.advice.timeline import Stopwatch
 from thinwire.checks import number, whole_count
 from thinwire.comm import ProcessGroupTransport
@@ -107,26 +107,46 @@ def advise(
         subject = kind(module, stopwatch.transport, entered)
         benchmark = StepBenchmark(subject, one_step, stopwatch, training, transport)
         benchmark.run(budget_seconds, progress)
-    ranked, num_processes = _ranked(benchmark, link), link.members * link.processes
-    compute_seconds, low_seconds, high_seconds = benchmark.compute_seconds(num_processes)
+    trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
+    notes = notes_on_losses(optimizer, total_steps), notes_on_link(link, transport.size, device)
+    return advice_from(benchmark, link, inside_seconds, (least_gain, budget_loss), notes)
+
+
+def advice_from(
+    steps: PricedSteps,
+    link: MeasuredLink,
+    inside_seconds: float,
+    limits: tuple[float, float],
+    notes: tuple[Iterable[str], Iterable[str]],
+) -> Advice:
+    """Return what follows from timed or planned steps on a link. Collective.
+
+    `limits` are `least_gain` and `budget_loss`, checked; `inside_seconds` are for averaging in a machine;
+    `notes` are on losses, and on the link.
+    """
+    ranked, num_processes = _ranked(steps, link, inside_seconds), link.members * link.processes
+    compute_seconds, low_seconds, high_seconds = steps.compute_seconds(num_processes)
+    least_gain, budget_loss = limits
     rules = ranked, least_gain, budget_loss, compute_seconds
     best = choose(*rules)
     return Advice(
         predictions=tuple(ranked),
-        baseline=next(prediction for prediction in ranked if prediction.name == benchmark.baseline),
+        baseline=next(prediction for prediction in ranked if prediction.name == steps.baseline),
         best=best,
         tied=tuple(contenders(*rules)),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
         budget_loss=budget_loss,
-        optimizer=name,
-        shards=subject.shards,
+        optimizer=steps.training.optimizer,
+        shards=steps.shards,
         processes=link.processes,
         notes=(
-            *notes_on_losses(optimizer, total_steps),
+            *notes[0],
+            *notes_on_size(steps.training),
             *notes_on_saving(best, link),
             *notes_on_spread(low_seconds, high_seconds),
-            *notes_on_link(link, transport.size, device),
+            *notes[1],
         ),
     )
 
@@ -168,15 +188,13 @@ def _link_between_replicas(
     return MeasuredLink.of(probe or measure_network())
 
 
-def _ranked(benchmark: StepBenchmark, link: MeasuredLink) -> list[Prediction]:
+def _ranked(steps: PricedSteps, link: MeasuredLink, inside_seconds: float) -> list[Prediction]:
     """Return the predictions for the link, and for other round trips on it; the fastest first."""
-    trained = [p for p in benchmark.subject.model.parameters() if p.requires_grad]
-    inside_seconds = link.inside_seconds(sum(parameter.nbytes for parameter in trained))
-    predictions = benchmark.predictions(link.transfer, inside_seconds)
+    predictions = steps.predictions(link.transfer, inside_seconds)
     seconds_at: dict[str, dict[int, float]] = {prediction.name: {} for prediction in predictions}
     for ms in ROUND_TRIPS_MS if link.counts_round_trips else ():
         network = partial(link.transfer, round_trip_seconds=ms / 1e3)
-        for prediction in benchmark.predictions(network, inside_seconds):
+        for prediction in steps.predictions(network, inside_seconds):
             seconds_at[prediction.name][ms] = prediction.step_seconds
     return [
         replace(prediction, seconds_at=seconds_at[prediction.name])

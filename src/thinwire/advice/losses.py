@@ -185,6 +185,14 @@ def notes_on_losses(optimizer: object, total_steps: int | None) -> Iterator[str]
         )
 
 
+def notes_on_size(training: Training) -> Iterator[str]:
+    """Yield that no loss was measured with so large a model, if none was."""
+    largest = max(gap.parameters for gap in loss_gaps())
+    if training.parameters > 2 * largest:
+        sizes = f"above {largest / 1e6:.3g} M parameters, and yours are {training.parameters / 1e6:,.4g} M"
+        yield f"Losses are not measured at this size: none {sizes}. Those of the nearest training are told."
+
+
 def _unwrapped(optimizer: object) -> object:
     """Return the optimizer inside of frameworks' wrappers."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):

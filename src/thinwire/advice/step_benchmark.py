@@ -77,7 +77,65 @@ class TimedSteps:
     residual_bytes: int = 0
 
 
-class StepBenchmark:
+class PricedSteps:
+    """Steps with each priced algorithm, timed or planned, and what they would take on a network."""
+
+    shards: int | None = None  # processes that hold a replica together
+
+    def __init__(self, training: Training, transport: Transport, *, is_sharded: bool = False) -> None:
+        self.training = training
+        self.transport = transport  # between all processes that measure
+        self.variants, self.losses = priced(), expected_losses(training)
+        self.baseline = NATIVE if is_sharded else BASELINE
+        self.variants[self.baseline] = self.variants.pop(BASELINE)
+        self.losses[self.baseline] = self.losses.pop(BASELINE)
+        self.alone = TimedSteps()
+        self.timed = {name: TimedSteps() for name in self.variants}
+
+    def predictions(self, network: Network, inside_seconds: float = 0.0) -> list[Prediction]:
+        """Return a prediction for each algorithm, the mean of what all processes predict. Collective.
+
+        `inside_seconds` are for averaging inside of a machine, before and after the network.
+        """
+        members, shards = self.training.members, self.shards
+        seconds = [
+            quartile + inside_seconds
+            for timed in self.timed.values()
+            for quartile in slowest_of([line.step_seconds(network) for line in timed.timelines], members)
+        ]
+        # All in one message, and alike on all processes, so that all choose alike.
+        means = iter(mean_over_processes(seconds, self.transport))
+        predictions = []
+        for name, timed in self.timed.items():
+            last = timed.timelines[-1]
+            prediction = Prediction(
+                name,
+                code_of(name, is_sharded=shards is not None),
+                step_seconds=next(means),
+                low_seconds=next(means),
+                high_seconds=next(means),
+                # All of a replica send over one link.
+                sent_bytes=(shards or 1) * last.wire_bytes(members),
+                memory_bytes=timed.memory_bytes,
+                is_lossy=not self.variants[name].keeps_16_bits,
+                residual_bytes=timed.residual_bytes,
+                loss=self.losses[name],
+                rounds=last.rounds,
+            )
+            predictions.append(prediction)
+        return predictions
+
+    def compute_seconds(self, num_processes: int) -> Quartiles:
+        """Return how long steps take without averaging, and their quartiles. Collective."""
+        seconds = [timeline.seconds for timeline in self.alone.timelines]
+        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
+        typical, *_ = slowest_of(seconds, num_processes)
+        _, *quartiles = slowest_of(seconds, 1)
+        compute, low, high = mean_over_processes([typical, *quartiles], self.transport)
+        return compute, low, high
+
+
+class StepBenchmark(PricedSteps):
     """Steps with one algorithm after the other, each made again for its turn, so that one alone takes memory.
 
     In several rounds, in one direction and then in the other, so that a busy machine slows all of them.
@@ -91,14 +149,9 @@ class StepBenchmark:
         training: Training,
         transport: Transport,
     ) -> None:
-        self.subject, self.one_step, self.stopwatch, self.training = subject, one_step, stopwatch, training
-        self.transport = transport  # between all processes that measure
-        self.variants, self.losses = priced(), expected_losses(training)
-        self.baseline = BASELINE if subject.shards is None else NATIVE
-        self.variants[self.baseline] = self.variants.pop(BASELINE)
-        self.losses[self.baseline] = self.losses.pop(BASELINE)
-        self.alone = TimedSteps()
-        self.timed = {name: TimedSteps() for name in self.variants}
+        super().__init__(training, transport, is_sharded=subject.shards is not None)
+        self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
+        self.shards = subject.shards
 
     def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""
@@ -137,48 +190,6 @@ class StepBenchmark:
             raise ConfigError(f"one_step(model) must run {needs}")
         timed.timelines += timelines[UNTIMED_STEPS:]
         model.zero_grad(set_to_none=True)
-
-    def predictions(self, network: Network, inside_seconds: float = 0.0) -> list[Prediction]:
-        """Return a prediction for each algorithm, the mean of what all processes predict. Collective.
-
-        `inside_seconds` are for averaging inside of a machine, before and after the network.
-        """
-        members, shards = self.training.members, self.subject.shards
-        seconds = [
-            quartile + inside_seconds
-            for timed in self.timed.values()
-            for quartile in slowest_of([line.step_seconds(network) for line in timed.timelines], members)
-        ]
-        # All in one message, and alike on all processes, so that all choose alike.
-        means = iter(mean_over_processes(seconds, self.transport))
-        predictions = []
-        for name, timed in self.timed.items():
-            last = timed.timelines[-1]
-            prediction = Prediction(
-                name,
-                code_of(name, is_sharded=shards is not None),
-                step_seconds=next(means),
-                low_seconds=next(means),
-                high_seconds=next(means),
-                # All of a replica send over one link.
-                sent_bytes=(shards or 1) * last.wire_bytes(members),
-                memory_bytes=timed.memory_bytes,
-                is_lossy=not self.variants[name].keeps_16_bits,
-                residual_bytes=timed.residual_bytes,
-                loss=self.losses[name],
-                rounds=last.rounds,
-            )
-            predictions.append(prediction)
-        return predictions
-
-    def compute_seconds(self, num_processes: int) -> Quartiles:
-        """Return how long steps take without averaging, and their quartiles. Collective."""
-        seconds = [timeline.seconds for timeline in self.alone.timelines]
-        # Without averaging, too, the slowest process sets the pace. The spread is that of single ones.
-        typical, *_ = slowest_of(seconds, num_processes)
-        _, *quartiles = slowest_of(seconds, 1)
-        compute, low, high = mean_over_processes([typical, *quartiles], self.transport)
-        return compute, low, high
 
 
 def slowest_of(seconds: Sequence[float], processes: int) -> Quartiles:

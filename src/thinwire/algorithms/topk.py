@@ -140,7 +140,7 @@ class TopK(Algorithm):
 class Entries(NamedTuple):
     """The entries of a bucket that all members have sent."""
 
-    places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
+    indices: torch.Tensor  # in the bucket, int64, (members, entries); of each member no index twice
     values: torch.Tensor  # (members, entries)
     scales: torch.Tensor  # what values were made of: not finite if something of a member was not
 
@@ -181,7 +181,7 @@ class TopKPlan(BucketPlan):
         gathered = yield AllGather(self._largest(wanted, chunk))
         sent = self._entries(gathered, chunk, wanted.dtype)
         yield Commit(AllFinite((sent.scales,)))
-        own, values = sent.places[bucket.rank], sent.values[bucket.rank]
+        own, values = sent.indices[bucket.rank], sent.values[bucket.rank]
         before = wanted[own]
         after = before - values
         self._note(memory, before, after)
@@ -227,19 +227,19 @@ class TopKPlan(BucketPlan):
 
     def _entries(self, gathered: torch.Tensor, chunk: torch.Tensor, dtype: torch.dtype) -> Entries:
         """Return the entries that all members have sent."""
-        places, codes, scales = self.message.unpacked(gathered, chunk)
+        indices, codes, scales = self.message.unpacked(gathered, chunk)
         if self.config.bits == 16:
-            return Entries(places, scales.to(dtype), scales)
+            return Entries(indices, scales.to(dtype), scales)
         scales = scales.view(len(gathered), -1, 2)
-        return Entries(places, values_of(codes, chunk, scales, self.config.bits, dtype), scales)
+        return Entries(indices, values_of(codes, chunk, scales, self.config.bits, dtype), scales)
 
     def _merge(self, result: torch.Tensor, sent: Entries, loss_scale: torch.Tensor | None) -> torch.Tensor:
         """Add what members have sent to zeros."""
         values = sent.values if loss_scale is None else sent.values * loss_scale
         by_senders = self.config.merge == "senders"
         if not by_senders:
-            values = values / values.new_full((), len(sent.places))  # as in `_steps`
-        add(result, SentEntries(sent.places, values, sent.values, by_senders))
+            values = values / values.new_full((), len(sent.indices))  # as in `_steps`
+        add(result, SentEntries(sent.indices, values, sent.values, by_senders))
         return result
 
     def _note(self, memory: Memory, before: torch.Tensor, after: torch.Tensor) -> None:

@@ -161,21 +161,21 @@ class TopKMessage:
     def unpacked(
         self, gathered: torch.Tensor, chunk: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return all members' places in the bucket, codes and scales, without waiting for an accelerator."""
+        """Return all members' indices in the bucket, codes and scales, without waiting for an accelerator."""
         streams = gathered[:, : sum(self.stream_bytes)].split_with_sizes(self.stream_bytes, dim=1)
         marks, packed_words, scale_bytes = streams
         set_marks = unpack(marks, 1, self.num_marks)
         # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
         number = set_marks.cumsum(-1).sub_(1).masked_fill_(set_marks == 0, self.num_entries)
-        places = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
-        behind = places.new_empty(len(gathered), self.num_entries + 1)
-        high = behind.scatter_(1, number, places)[:, :-1] - self._first_marks(chunk)
-        places = self.layout_on(chunk.device).table[0, chunk] + (high << self.low_bits)
+        indices = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
+        behind = indices.new_empty(len(gathered), self.num_entries + 1)
+        high = behind.scatter_(1, number, indices)[:, :-1] - self._first_marks(chunk)
+        indices = self.layout_on(chunk.device).table[0, chunk] + (high << self.low_bits)
         # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
         scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
         codes = packed_words
         if self.low_bits + self.code_bits:
             words = unpack(packed_words, self.low_bits + self.code_bits, self.num_entries)
-            places += words >> self.code_bits
+            indices += words >> self.code_bits
             codes = words & (1 << self.code_bits) - 1
-        return places, codes, scales
+        return indices, codes, scales

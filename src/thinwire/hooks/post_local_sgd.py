@@ -24,9 +24,8 @@ from thinwire.version import __version__
 logger = logging.getLogger(__name__)
 
 NO_MACHINE = (
-    "with subgroup=None gradients are averaged by the processes of this machine, which are unknown without "
-    "an accelerator or LOCAL_WORLD_SIZE; pass subgroup=, such as "
-    "torch.distributed.new_subgroups(group_size=…)[0]"
+    "with subgroup=None the processes of this machine average, and nothing tells which they are; pass "
+    "subgroup=, such as torch.distributed.new_subgroups(group_size=…)[0]"
 )
 
 

@@ -289,8 +289,8 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
     if options or (wrapper in CASTS and hook not in CASTS):
         got = f"comm_state_option {options} and comm_wrapper {wrapper.name}"
         raise ConfigError(
-            f"{got}, which would have no effect with comm_hook {hook.name}; leave them out, or choose a "
-            "different hook: the first is for POWER_SGD and BATCHED_POWER_SGD, the second for any but NO"
+            f"{got} have no effect with comm_hook {hook.name}; leave them out: the first is for POWER_SGD "
+            "and BATCHED_POWER_SGD, the second for any but NO"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 

@@ -127,14 +127,14 @@ class CodeKernels:
 class SentEntries(NamedTuple):
     """The entries of a bucket that all members have sent."""
 
-    places: torch.Tensor  # in the bucket, int64, (members, entries); of each member no place twice
+    indices: torch.Tensor  # in the bucket, int64, (members, entries); of each member no index twice
     values: torch.Tensor  # of the entries, to be added
     sent: torch.Tensor  # as they were sent: a member that has sent zero has sent nothing
     by_senders: bool  # whether each sum is divided by the members that have sent something
 
 
 class EntryLayout(NamedTuple):
-    """The places of a bucket's chunks, and of what is sent of them in a message."""
+    """The indices of a bucket's chunks, and of what is sent of them in a message."""
 
     # It has for each chunk, int64, (6, chunks): where it begins in the bucket, marks less entries before,
     # entries, elements, entries before, and its number in the order of the bucket.

@@ -151,16 +151,16 @@ def _encoded(
         # Use the scale in bf16, with which codes are read, and not the one that was wanted.
         units = _in_units(part, scale)
         if fits or draws is None:
-            places = _nearest(units, levels, codebook)
+            positions = _nearest(units, levels, codebook)
         if fits:
-            coded = _levels_at(places, levels, codebook)
+            coded = _levels_at(positions, levels, codebook)
             # Codes behind a short block stand for numbers that are not there.
             if not blocks.are_whole:
                 coded.masked_fill_(_behind(lengths[some], block), 0)
             scale = _fitted(scale, units, coded)
         if draws is not None:
-            places = _drawn(_in_units(part, scale), draws.of(some), levels)
-        codes[some], scales[some] = pack(places, codebook.bits), scale
+            positions = _drawn(_in_units(part, scale), draws.of(some), levels)
+        codes[some], scales[some] = pack(positions, codebook.bits), scale
     return codes, scales
 
 
@@ -218,11 +218,11 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
     # On the CPU a search costs as much as several comparisons.
     if len(middles) > MAX_COMPARISONS or is_accelerator(units.device):
         return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
-    places = torch.zeros_like(units, dtype=torch.uint8)
+    positions = torch.zeros_like(units, dtype=torch.uint8)
     for middle in middles.tolist():
         # A number in the middle goes down, as in a search.
-        places += units > middle
-    return places
+        positions += units > middle
+    return positions
 
 
 def _drawn(units: torch.Tensor, draws: RandomBits, levels: torch.Tensor) -> torch.Tensor:
@@ -245,16 +245,16 @@ def _decoded(
     scales = scales.to(levels.dtype)
     # So that what is infinite does not end as the largest number of the gradient's type.
     scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
-    places = unpack(codes, codebook.bits, block)
-    return _levels_at(places, levels, codebook).mul_(scales[..., None])
+    positions = unpack(codes, codebook.bits, block)
+    return _levels_at(positions, levels, codebook).mul_(scales[..., None])
 
 
-def _levels_at(places: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
-    if is_accelerator(places.device):
-        return levels[places.int()]
+def _levels_at(positions: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    if is_accelerator(positions.device):
+        return levels[positions.int()]
     # On the CPU arithmetic on whole parts is faster than a look-up for each number.
     if codebook.is_linear or codebook.cubic:
-        signed = places.to(levels.dtype).sub_(len(levels) // 2)
+        signed = positions.to(levels.dtype).sub_(len(levels) // 2)
         # Whole numbers, all of them: nothing is rounded.
         return signed.mul_(signed.square().add_(codebook.cubic)) if codebook.cubic else signed
-    return torch.index_select(levels, 0, places.reshape(-1).int()).view(places.shape)
+    return torch.index_select(levels, 0, positions.reshape(-1).int()).view(positions.shape)

@@ -22,15 +22,15 @@ def largest(flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Ten
 
 def add(result: torch.Tensor, entries: SentEntries) -> None:
     """Add what members have sent to zeros, the bucket's, member after member: sums are equal to the bit."""
-    places, values, sent, by_senders = entries
+    indices, values, sent, by_senders = entries
     if by_senders:
         # Count in the result: a second tensor of its length would cost more than all else.
-        for where, own in zip(places, sent, strict=True):
+        for where, own in zip(indices, sent, strict=True):
             result.index_add_(0, where, (own != 0).to(result.dtype))
-        values = values / result[places].clamp_min_(1)
-        result[places] = 0
+        values = values / result[indices].clamp_min_(1)
+        result[indices] = 0
     # Member after member, in one order everywhere: so all get the same bits, whatever the sums round.
-    for where, own in zip(places, values, strict=True):
+    for where, own in zip(indices, values, strict=True):
         result.index_add_(0, where, own)
 
 

@@ -18,7 +18,7 @@ from thinwire.errors import CommunicationError, ConfigError
 from thinwire.lab import link_check, relay
 from thinwire.lab.relay import Delays
 
-__all__ = ["LinkSpec", "Network", "check_machine"]
+__all__ = ["SECONDS", "LinkSpec", "Network", "check_machine", "number_with_unit"]
 
 # Addresses end in 1 to 254.
 MAX_MACHINES = 200
@@ -66,14 +66,16 @@ class LinkSpec:
         if self.rate is None:
             return None
         known = "a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit"
-        return _number_of(self.rate.lower(), BITS, 1e5, 1e11, known)
+        return number_with_unit(self.rate.lower(), BITS, 1e5, 1e11, known)
 
     @property
     def delays(self) -> Delays:
         """The delays and losses of a packet between two machines. A round trip is two ways."""
         known = "a duration is like 20ms, 500us or 0.1s, up to 2s"
-        latency, jitter = (_number_of(text, SECONDS, 0, 2, known) for text in (self.latency, self.jitter))
-        loss = _number_of(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
+        latency, jitter = (
+            number_with_unit(text, SECONDS, 0, 2, known) for text in (self.latency, self.jitter)
+        )
+        loss = number_with_unit(self.loss, SHARES, 0, 0.5, "a loss is a percentage such as 0.1%, up to 50%")
         return Delays(latency / 2, jitter / 2, loss)
 
     def shaping(self) -> list[str]:
@@ -91,8 +93,9 @@ class LinkSpec:
         return ["tbf", "rate", f"{int(bits)}bit", *limit]
 
 
-def _number_of(text: str, units: Mapping[str, float], least: float, most: float, known: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(\D+)", text)
+def number_with_unit(text: str, units: Mapping[str, float], least: float, most: float, known: str) -> float:
+    """Return the number that a text such as 100mbit means."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(\D*)", text)
     value = float(match[1]) * units.get(match[2], -1.0) if match is not None else -1.0
     if not least <= value <= most:
         raise ConfigError(f"{known}; got {text[:40]!r}")
@@ -282,9 +285,8 @@ def _allowed_flags() -> list[str]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
             return flags
     raise ConfigError(
-        "the lab can't make a network namespace: run it as root (in a container, with --privileged, or with "
-        "--cap-add SYS_ADMIN --cap-add NET_ADMIN), or allow unprivileged user namespaces (sysctl "
-        "kernel.unprivileged_userns_clone=1; on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)"
+        "the lab can't make a network namespace: run it as root (in a container with --privileged), or allow "
+        "unprivileged user namespaces, as docs/lab.md says"
     )
 
 

@@ -26,7 +26,7 @@ class DiLoCo(LocalSGD):
     2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725).
 
     Examples:
-        >>> import thinwire
+        >>> import thinwire, torch
         >>> model = nn.Linear(64, 32)  # in a process group
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:

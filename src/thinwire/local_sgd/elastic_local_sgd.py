@@ -22,6 +22,7 @@ from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Schedule
 from thinwire.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.sync.precision import full_precision
 
 MANY_STEPS = 30
 
@@ -145,7 +146,7 @@ class LocalSGD(ModelAverager, Member):
             # Inside: the end of this block leaves the group, and the last averaging must come before.
             if kind is None and changes.steps > changes.averaged_steps and not self.has_left:
                 self._model.loads.check()
-                with suppress(LeftError):
+                with suppress(LeftError), full_precision(changes.device):
                     if self._membership.is_open:
                         self._membership.finish()
                     self.leave()

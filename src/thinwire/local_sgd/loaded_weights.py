@@ -12,9 +12,8 @@ from torch import nn
 from thinwire.errors import StepError
 
 LOADED = (
-    "load_state_dict() of the model was called inside the context, and an averaging would take its change "
-    "for what steps have learnt; load before the context is entered, or, in a group that does not change, "
-    "call average() on all processes before you load and after it: that takes over what all hold alike"
+    "load_state_dict() of the model was called inside the context, as if steps had learnt it; load before "
+    "you enter, or call average() on all processes before and after (not in an elastic group)"
 )
 
 

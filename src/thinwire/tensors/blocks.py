@@ -130,7 +130,7 @@ class Blocks:
         return torch.tensor(values, dtype=torch.int64).repeat_interleave(torch.tensor(self.counts))
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Chunks of one parameter that lie one behind the other."""
 
     parameter: int  # by index in the bucket
@@ -144,7 +144,7 @@ class Chunks:
 
     length: int  # elements of each
     kept: int  # entries of each that are sent
-    runs: tuple[Run, ...]  # where they lie
+    runs: tuple[ChunkRun, ...]  # where they lie
 
     @property
     def count(self) -> int:
@@ -177,13 +177,13 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
         >>> [(chunks.length, chunks.count) for chunks in chunks_of(specs, 40, 0.1)]
         [(40, 2), (20, 1), (10, 1)]
     """
-    runs: dict[int, list[Run]] = defaultdict(list)
+    runs: dict[int, list[ChunkRun]] = defaultdict(list)
     first = 0
     for parameter, spec in enumerate(specs):
         count, shorter = divmod(spec.numel, length)
         if count:
-            runs[length].append(Run(parameter, first, count))
+            runs[length].append(ChunkRun(parameter, first, count))
         if shorter:
-            runs[shorter].append(Run(parameter, first + count * length, 1))
+            runs[shorter].append(ChunkRun(parameter, first + count * length, 1))
         first += spec.numel
     return tuple(Chunks(size, kept_of(size, density), tuple(of_size)) for size, of_size in runs.items())

@@ -71,8 +71,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         return packed if bits == 8 else packed.new_empty((*packed.shape[:-1], count), dtype=dtype)
     if bits > MAX_TOGETHER:
         single = unpack(packed, 1, count * bits).reshape(*packed.shape[:-1], count, bits)
-        places = torch.arange(bits, dtype=torch.int32, device=packed.device)
-        return (single << places).sum(-1, dtype=dtype)
+        positions = torch.arange(bits, dtype=torch.int32, device=packed.device)
+        return (single << positions).sum(-1, dtype=dtype)
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))

@@ -41,8 +41,8 @@ class RandomBits(NamedTuple):
         device = self.owners.device
         numbers = torch.arange(self.first, self.first + len(self.owners), device=device)
         firsts = numbers * block + self.bases.index_select(0, self.owners)
-        places = firsts[:, None] + torch.arange(block, device=device)
-        words = (places * 0x9E3779B1 + self.keys.index_select(0, self.owners)[:, None]) & WORD
+        positions = firsts[:, None] + torch.arange(block, device=device)
+        words = (positions * 0x9E3779B1 + self.keys.index_select(0, self.owners)[:, None]) & WORD
         words ^= words >> 16
         words = (words * 0x21F0AAAD) & WORD
         words ^= words >> 15

@@ -224,8 +224,8 @@ class FSDPAdapter:
             return
         if self._is_due:
             raise StepError(
-                f"{NOT_AVERAGED} in the last backward pass: an exception has ended it (if on all processes, "
-                f"call abandon() first), or a part of the model is {REENTRANT}, and {RESTART}"
+                f"{NOT_AVERAGED} in the last backward pass: an exception ended it (on all processes? "
+                f"abandon()), or a part is {REENTRANT}, and {RESTART}"
             )
         # FSDP2 takes no more modules once it has made its first pass.
         if not self._has_order and not sharded.is_all_of(model):

@@ -139,8 +139,8 @@ class ShardedModel:
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
-                f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; give "
-                f"all fully_shard calls one mesh, of the shards, or of replicas and shards, {DIVIDED}"
+                f"fully_shard was given unlike meshes, {' and '.join(sorted(others))}; give all calls one, "
+                f"of the shards, or of replicas and shards, {DIVIDED}"
             )
         return meshes[0]
 

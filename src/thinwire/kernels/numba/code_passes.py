@@ -35,7 +35,7 @@ from thinwire.kernels.numba.code_vectors import (
 )
 from thinwire.kernels.numba.compiler import compiled, inlined
 from thinwire.kernels.numba.vectors import (
-    LANES,
+    WIDTH,
     first_lanes,
     load,
     load_tile,
@@ -161,7 +161,7 @@ def _add_up(
     layout: Layout,
 ) -> None:
     """Write the mean of what members have sent of some whole blocks."""
-    bits, part, everywhere = layout.bits, np.float32(1) / np.float32(len(factors)), first_lanes(LANES)
+    bits, part, everywhere = layout.bits, np.float32(1) / np.float32(len(factors)), first_lanes(WIDTH)
     wide = layout.block - layout.block % WIDE
     for begin in range(0, length, layout.block):
         # Scales are divided by the members, and not sums: once for a block, and not for each number.
@@ -174,7 +174,7 @@ def _add_up(
                 factor = spread(splat(factors[member]))
                 means = add_rounded(means, factor * read_tile(bits, at + member * row_bytes))
             store_tile(room + FLOAT_BYTES * (begin + start), means)
-        for start in range(wide, layout.block, LANES):
+        for start in range(wide, layout.block, WIDTH):
             sums = splat(np.float32(0))
             for member in range(len(factors)):
                 levels = read(bits, codes + member * row_bytes + start * bits // 8)
@@ -229,13 +229,13 @@ def _encode(numbers: int, length: int, codes: int, scales: int, layout: Layout) 
                     squares = add_products(squares, levels, levels)
             # To the block's end: the codes behind a short one travel too, and must not be what memory
             # happened to hold.
-            for first in range(wide, block, LANES):
-                lanes = first_lanes(max(0, min(LANES, filled - first)))
-                units = splat(factor) * load(here + FLOAT_BYTES * first, lanes)
+            for first in range(wide, block, WIDTH):
+                mask = first_lanes(max(0, min(WIDTH, filled - first)))
+                units = splat(factor) * load(here + FLOAT_BYTES * first, mask)
                 write(bits, codes + first * bits // 8, units)
                 if is_fitted:
                     some = magnitudes(units)
-                    nearest = inside(fitting(bits, some), lanes)
+                    nearest = inside(fitting(bits, some), mask)
                     products, squares = products + some * nearest, squares + nearest * nearest
             if is_fitted:
                 # In fp64, whose range holds it in whatever order LLVM multiplies and divides.
@@ -260,10 +260,10 @@ def _restore(
             else:
                 # One product, rounded once: what is decoded must be the same to the bit with every backend.
                 store_tile(out + at, spread(splat(factor)) * read_tile(bits, here))
-        for first in range(wide, filled, LANES):
-            at, lanes = FLOAT_BYTES * (start + first), first_lanes(min(LANES, filled - first))
+        for first in range(wide, filled, WIDTH):
+            at, mask = FLOAT_BYTES * (start + first), first_lanes(min(WIDTH, filled - first))
             some = splat(factor) * read(bits, codes + first * bits // 8)
-            store(out + at, load(numbers + at, lanes) - some if subtracts else some, lanes)
+            store(out + at, load(numbers + at, mask) - some if subtracts else some, mask)
         codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 
@@ -279,8 +279,8 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         most_of = larger_wide(most_of, at)
         if bits < 4:
             sums = add_magnitudes(sums, at) if bits == 1 else add_squares(sums, at)
-    for first in range(wide, length, LANES):
-        part = load(numbers + FLOAT_BYTES * first, first_lanes(min(LANES, length - first)))
+    for first in range(wide, length, WIDTH):
+        part = load(numbers + FLOAT_BYTES * first, first_lanes(min(WIDTH, length - first)))
         most_of = larger(most_of, part)
         sums = sums + (magnitudes(part) if bits == 1 else part * part)
     most = largest(most_of)
@@ -292,9 +292,9 @@ def _scale(numbers: int, length: int, layout: Layout) -> int:
         unit = most
         inverse = np.float32(0) if most < TINY else one / most
         sums = splat(np.float32(0))
-        for first in range(0, length, LANES):
-            lanes = first_lanes(min(LANES, length - first))
-            part = splat(inverse) * load(numbers + FLOAT_BYTES * first, lanes)
+        for first in range(0, length, WIDTH):
+            mask = first_lanes(min(WIDTH, length - first))
+            part = splat(inverse) * load(numbers + FLOAT_BYTES * first, mask)
             sums = sums + (magnitudes(part) if bits == 1 else part * part)
     mean = total(sums) / np.float32(length)
     if bits == 1:

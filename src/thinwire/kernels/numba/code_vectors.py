@@ -17,8 +17,8 @@ from thinwire.kernels.numba.vectors import (
     FLOAT,
     INDICES,
     INT32,
-    LANES,
     NUMBERS,
+    WIDTH,
     call,
     mask_of_lanes,
     operation,
@@ -28,10 +28,10 @@ from thinwire.kernels.numba.vectors import (
 )
 from thinwire.tensors.coded import CODEBOOKS
 
-WIDE = 4 * LANES
+WIDE = 4 * WIDTH
 """A tile's numbers: a block of the usual length, and four of the longest registers there are."""
 
-INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, LANES)
+INT8, INT16, INT64, WORDS = ir.IntType(8), ir.IntType(16), ir.IntType(64), ir.VectorType(INT32, WIDTH)
 WITHOUT_SIGN = 0x7FFFFFFF
 FITTED = [bits for bits, codebook in CODEBOOKS.items() if codebook.statistic == "least squares"]
 ROUNDING = 1.5 * 2.0**23
@@ -83,7 +83,7 @@ def magnitudes(builder: Any, numbers: Any) -> Any:
 
 @operation(vector(vector, vector))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane; NaN is larger than all."""
+    """Emit the larger of magnitudes, element by element; NaN is larger than all."""
     # Compare the bits as integers: without its sign a larger number has larger bits, and NaN the largest. A
     # comparison of floats would pass over NaN.
     bits = builder.bitcast(so_far, WORDS)
@@ -105,13 +105,13 @@ def _without_sign(builder: Any, numbers: Any) -> Any:
 
 def _quarters(builder: Any, address: Any) -> list[Any]:
     """Emit the load of sixty-four numbers, as four vectors."""
-    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // LANES)]
+    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // WIDTH)]
     return [builder.load(_at(builder, start, NUMBERS), align=4) for start in starts]
 
 
 @operation(vector(vector, types.int64))
 def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers."""
+    """Emit the larger of magnitudes, element by element, of those so far and of sixty-four numbers."""
     bits = builder.bitcast(so_far, WORDS)
     for quarter in _quarters(builder, address):
         bits = call(builder, "smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
@@ -145,9 +145,9 @@ def add_rounded(builder: Any, sums: Any, products: Any) -> Any:
 def add_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
     """Emit sums, and to each four products."""
     products = builder.fmul(one, other, flags=("contract",))
-    for start in range(0, WIDE, LANES):
+    for start in range(0, WIDE, WIDTH):
         part = builder.shuffle_vector(
-            products, products, ir.Constant(INDICES, list(range(start, start + LANES)))
+            products, products, ir.Constant(INDICES, list(range(start, start + WIDTH)))
         )
         sums = builder.fadd(sums, part, flags=("contract",))
     return sums
@@ -195,7 +195,7 @@ def fitting(builder: Any, bits: Any, units: Any) -> Any:
 @operation(vector(types.int64, types.int64))
 def read(builder: Any, bits: Any, address: Any) -> Any:
     """Emit the load of sixteen levels."""
-    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, LANES))
+    return _by_bits(builder, bits, lambda num_bits: _read(builder, num_bits, address, WIDTH))
 
 
 @operation(tile(types.int64, types.int64))
@@ -218,7 +218,7 @@ def subtract_levels(builder: Any, bits: Any, address: Any, factor: Any, numbers:
 
 def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
-    # One bit is the comparison itself: a mask of lanes is stored as it is. Where packed codes begin is no
+    # One bit is the comparison itself: a mask is stored as it is. Where packed codes begin is no
     # multiple of a vector, hence the alignment.
     if bits == 1:
         is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
@@ -276,42 +276,42 @@ def _nearest(builder: Any, bits: int, units: Any) -> Any:
     return nearest
 
 
-def _read(builder: Any, bits: int, address: Any, lanes: int) -> Any:
+def _read(builder: Any, bits: int, address: Any, num_lanes: int) -> Any:
     """Emit the levels of packed codes."""
     levels = CODEBOOKS[bits].levels
     if bits == 1:
-        together, numbers = ir.IntType(lanes), ir.VectorType(FLOAT, lanes)
+        together, numbers = ir.IntType(num_lanes), ir.VectorType(FLOAT, num_lanes)
         loaded = builder.load(_at(builder, address, together), align=1)
-        is_positive = builder.bitcast(loaded, ir.VectorType(ir.IntType(1), lanes))
+        is_positive = builder.bitcast(loaded, ir.VectorType(ir.IntType(1), num_lanes))
         return builder.select(is_positive, _all(numbers, levels[1]), _all(numbers, levels[0]))
-    codes_type = ir.VectorType(INT8, lanes)
+    codes_type = ir.VectorType(INT8, num_lanes)
     if bits == 8:
         codes = builder.load(_at(builder, address, codes_type), align=1)
     else:
-        count = lanes // 8
+        count = num_lanes // 8
         packed = builder.load(_at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
         # To each eight codes eight bytes; above those that they fill, the first of the zeros behind.
-        places = [
+        positions = [
             bits * place + byte if byte < bits else bits * count
             for place in range(count)
             for byte in range(8)
         ]
-        eights = builder.bitcast(_shuffled(builder, packed, places), ir.VectorType(INT64, count))
+        eights = builder.bitcast(_shuffled(builder, packed, positions), ir.VectorType(INT64, count))
         for width in (32, 16, 8):
             used = bits * width // 8
             shifted = builder.shl(eights, _all(eights.type, width - used))
             eights = builder.and_(builder.or_(eights, shifted), _all(eights.type, _fields(width, used)))
         codes = builder.bitcast(eights, codes_type)
-    return _levels(builder, bits, builder.zext(codes, ir.VectorType(INT32, lanes)))
+    return _levels(builder, bits, builder.zext(codes, ir.VectorType(INT32, num_lanes)))
 
 
-def _levels(builder: Any, bits: int, places: Any) -> Any:
-    """Emit the levels at some places."""
-    codebook, numbers = CODEBOOKS[bits], _like(places, FLOAT)
+def _levels(builder: Any, bits: int, positions: Any) -> Any:
+    """Emit the levels at some positions."""
+    codebook, numbers = CODEBOOKS[bits], _like(positions, FLOAT)
     levels = codebook.levels
     if codebook.is_linear or codebook.cubic:
-        middle = _all(places.type, len(levels) // 2)
-        signed = builder.sitofp(builder.sub(places, middle), numbers)
+        middle = _all(positions.type, len(levels) // 2)
+        signed = builder.sitofp(builder.sub(positions, middle), numbers)
         if not codebook.cubic:
             return signed
         # Whole numbers, all of them: nothing is rounded.
@@ -320,7 +320,7 @@ def _levels(builder: Any, bits: int, places: Any) -> Any:
     # At most eight levels: chosen one after the other, without a table in memory.
     chosen = _all(numbers, levels[0])
     for place, level in enumerate(levels[1:], 1):
-        is_there = builder.icmp_unsigned(">=", places, _all(places.type, place))
+        is_there = builder.icmp_unsigned(">=", positions, _all(positions.type, place))
         chosen = builder.select(is_there, _all(numbers, level), chosen)
     return chosen
 
@@ -332,7 +332,7 @@ def _fields(width: int, used: int) -> int:
     return mask - (1 << 64) if mask >> 63 else mask
 
 
-def _shuffled(builder: Any, bytes_: Any, places: list[int]) -> Any:
-    """Emit the bytes at some places; behind them stand zeros."""
-    order = ir.Constant(ir.VectorType(INT32, len(places)), places)
+def _shuffled(builder: Any, bytes_: Any, positions: list[int]) -> Any:
+    """Emit the bytes at some positions; behind them stand zeros."""
+    order = ir.Constant(ir.VectorType(INT32, len(positions)), positions)
     return builder.shuffle_vector(bytes_, _all(bytes_.type, 0), order)

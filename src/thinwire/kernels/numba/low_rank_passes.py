@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from thinwire.kernels.matrices import DEPENDENT_BELOW
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, Matrix, compiled, inlined
 from thinwire.kernels.numba.vectors import (
-    LANES,
     VECTOR_BYTES,
+    WIDTH,
     Tile,
     fetch,
     first_lanes,
@@ -42,7 +42,7 @@ Rows: TypeAlias = NDArray[Any]
 
 FLOAT_BYTES = 4
 
-# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen lanes then
+# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen num_lanes then
 # costs more than loading factors again.
 WIDE_BYTES = 4096
 
@@ -82,22 +82,22 @@ def _products(m: int, e: int, line: int, scale: Tile, q: int, stride: int, count
     whole = line - line % VECTOR_BYTES
     # Whole vectors first, then what is left of the row under a mask: memory behind it is not touched.
     for at in range(0, whole, VECTOR_BYTES):
-        p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, LANES)
+        p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, WIDTH)
     if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, lanes)
+        num_lanes = (line - whole) // FLOAT_BYTES
+        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, num_lanes)
     return p
 
 
 @inlined
 def _add_products(
-    m: int, e: int, line: int, scale: Tile, q: int, stride: int, p: Tiles, count: int, lanes: int
+    m: int, e: int, line: int, scale: Tile, q: int, stride: int, p: Tiles, count: int, num_lanes: int
 ) -> Tiles:
     _fetch_rows(m, line, count)
     _fetch_rows(e, line, count)
-    rows = _load_rows(m, line, count, lanes) + scale * _load_rows(e, line, count, lanes)
-    _store_rows(m, line, rows, count, lanes)
-    right = _load_rows(q, stride, 4, LANES)
+    rows = _load_rows(m, line, count, num_lanes) + scale * _load_rows(e, line, count, num_lanes)
+    _store_rows(m, line, rows, count, num_lanes)
+    right = _load_rows(q, stride, 4, WIDTH)
     a, b, c, d = rows_of(rows)
     p0, p1, p2, p3 = p
     return p0 + spread(a) * right, p1 + spread(b) * right, p2 + spread(c) * right, p3 + spread(d) * right
@@ -115,7 +115,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
     rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
     own = _room(line)
     t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
-    # Four rows at a time however short they are: here nothing is added up across lanes.
+    # Four rows at a time however short they are: here nothing is added up across columns.
     together = rows - rows % 4
     for k in range(len(matrices)):
         own[:] = 0
@@ -143,13 +143,13 @@ def _project(m: int, line: int, p: Tiles, t: int, stride: int, count: int) -> No
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         _fetch_rows(m + at, line, count)
-        own = _load_rows(t + at, stride, 4, LANES)
-        own = _plus_products(own, p, _load_rows(m + at, line, count, LANES))
-        _store_rows(t + at, stride, own, 4, LANES)
+        own = _load_rows(t + at, stride, 4, WIDTH)
+        own = _plus_products(own, p, _load_rows(m + at, line, count, WIDTH))
+        _store_rows(t + at, stride, own, 4, WIDTH)
     if whole < line:
-        own = _load_rows(t + whole, stride, 4, LANES)
+        own = _load_rows(t + whole, stride, 4, WIDTH)
         own = _plus_products(own, p, _load_rows(m + whole, line, count, (line - whole) // FLOAT_BYTES))
-        _store_rows(t + whole, stride, own, 4, LANES)
+        _store_rows(t + whole, stride, own, 4, WIDTH)
 
 
 @inlined
@@ -228,25 +228,25 @@ def _reconstruct(
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         _fetch_rows(m + at, line, count)
-        rest = (_load_rows(m + at, line, count, LANES) - _combined(sent, at, stride)) * inverse
+        rest = (_load_rows(m + at, line, count, WIDTH) - _combined(sent, at, stride)) * inverse
         if past_caches:
             _stream_rows(e + at, line, rest)
         else:
             _fetch_rows(e + at, line, count)
-            _store_rows(e + at, line, rest, count, LANES)
-        _store_rows(m + at, line, _combined(mean, at, stride), count, LANES)
+            _store_rows(e + at, line, rest, count, WIDTH)
+        _store_rows(m + at, line, _combined(mean, at, stride), count, WIDTH)
     if whole < line:
-        lanes = (line - whole) // FLOAT_BYTES
-        rest = (_load_rows(m + whole, line, count, lanes) - _combined(sent, whole, stride)) * inverse
-        _store_rows(e + whole, line, rest, count, lanes)
-        _store_rows(m + whole, line, _combined(mean, whole, stride), count, lanes)
+        num_lanes = (line - whole) // FLOAT_BYTES
+        rest = (_load_rows(m + whole, line, count, num_lanes) - _combined(sent, whole, stride)) * inverse
+        _store_rows(e + whole, line, rest, count, num_lanes)
+        _store_rows(m + whole, line, _combined(mean, whole, stride), count, num_lanes)
 
 
 @inlined
 def _combined(pair: tuple[Tiles, int], at: int, stride: int) -> Tile:
     """Return sixteen columns of what a left and a right factor stand for."""
     left, right = pair
-    a, b, c, d = rows_of(_load_rows(right + at, stride, 4, LANES))
+    a, b, c, d = rows_of(_load_rows(right + at, stride, 4, WIDTH))
     return left[0] * spread(a) + left[1] * spread(b) + left[2] * spread(c) + left[3] * spread(d)
 
 
@@ -255,7 +255,7 @@ def _room(line: int) -> Matrix:
     """Return room for a factor's copy: whole vectors, and one more."""
     # One more, so that rows of 1024 columns or a multiple are not some times 4 KiB apart: of such, a first
     # cache keeps but a few at a time.
-    return np.zeros((4, (line // VECTOR_BYTES + 2) * LANES), np.float32)
+    return np.zeros((4, (line // VECTOR_BYTES + 2) * WIDTH), np.float32)
 
 
 @compiled
@@ -267,18 +267,18 @@ def _copy(factor: Matrix, to: Matrix) -> None:
 
 
 @inlined
-def _load_rows(address: int, stride: int, count: int, lanes: int) -> Tile:
-    """Return the first `lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
+def _load_rows(address: int, stride: int, count: int, num_lanes: int) -> Tile:
+    """Return the first `num_lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
     # For a single row the others are masked out: their addresses are not its, and are never touched.
-    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    mask, others = first_lanes(num_lanes), first_lanes(num_lanes if count > 1 else 0)
     a, b = load(address, mask), load(address + stride, others)
     return tile_of(a, b, load(address + 2 * stride, others), load(address + 3 * stride, others))
 
 
 @inlined
-def _store_rows(address: int, stride: int, rows: Tile, count: int, lanes: int) -> None:
+def _store_rows(address: int, stride: int, rows: Tile, count: int, num_lanes: int) -> None:
     """Write sixteen columns of four rows, or of one."""
-    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    mask, others = first_lanes(num_lanes), first_lanes(num_lanes if count > 1 else 0)
     a, b, c, d = rows_of(rows)
     store(address, a, mask)
     store(address + stride, b, others)

@@ -21,15 +21,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 Vector: TypeAlias = Any
-"""In compiled code: sixteen fp32 numbers. They add, subtract and multiply lane by lane."""
+"""In compiled code: sixteen fp32 numbers. They add, subtract and multiply element by element."""
 Tile: TypeAlias = Any
 """Four of them as one value, such as sixteen columns of four rows."""
 
-LANES = 16
-VECTOR_BYTES = 4 * LANES
+WIDTH = 16
+VECTOR_BYTES = 4 * WIDTH
 
 FLOAT, INT32 = ir.FloatType(), ir.IntType(32)
-NUMBERS, INDICES, BITS = (ir.VectorType(element, LANES) for element in (FLOAT, INT32, ir.IntType(1)))
+NUMBERS, INDICES, BITS = (ir.VectorType(element, WIDTH) for element in (FLOAT, INT32, ir.IntType(1)))
 ALIGNMENT = INT32(4)  # of a single number: parameters begin anywhere in a bucket
 
 
@@ -43,11 +43,11 @@ class LanesType(types.Type):
 
 @register_model(LanesType)
 class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, lanes: Any) -> None:
-        super().__init__(manager, lanes, lanes.kind)  # type: ignore[no-untyped-call]
+    def __init__(self, manager: Any, num_lanes: Any) -> None:
+        super().__init__(manager, num_lanes, num_lanes.kind)  # type: ignore[no-untyped-call]
 
 
-vector, tile = LanesType("Vector", NUMBERS), LanesType("Tile", ir.VectorType(FLOAT, 4 * LANES))
+vector, tile = LanesType("Vector", NUMBERS), LanesType("Tile", ir.VectorType(FLOAT, 4 * WIDTH))
 mask_of_lanes = LanesType("Mask", BITS)
 
 
@@ -85,14 +85,14 @@ def splat(builder: Any, number: Any) -> Any:
 def first_lanes(builder: Any, count: Any) -> Any:
     """Emit the mask of the first `count` of sixteen."""
     counts = repeated(builder, builder.trunc(count, INT32))
-    return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(LANES))), counts)
+    return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(WIDTH))), counts)
 
 
 @operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
     """Emit the load of numbers at an address; zeros outside the mask; memory there is not touched."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
-    zeros = ir.Constant(NUMBERS, [0.0] * LANES)
+    zeros = ir.Constant(NUMBERS, [0.0] * WIDTH)
     return call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
 
 
@@ -131,7 +131,7 @@ def streamed(builder: Any) -> None:
 @operation(types.float32(vector))
 def total(builder: Any, numbers: Any) -> Any:
     """Emit the sum of a vector's numbers, in any order."""
-    # Without `reassoc` LLVM would add one lane after the other. And −0 is what changes no sum, not even −0.
+    # Without `reassoc` LLVM would add one element after the other. −0 changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
     return call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
@@ -147,27 +147,27 @@ def fetch(builder: Any, address: Any) -> Any:
 @operation(tile(vector, vector, vector, vector))
 def tile_of(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Emit a tile of four vectors."""
-    first, second = (_shuffled(builder, *pair, range(2 * LANES)) for pair in ((a, b), (c, d)))
-    return _shuffled(builder, first, second, range(4 * LANES))
+    first, second = (_shuffled(builder, *pair, range(2 * WIDTH)) for pair in ((a, b), (c, d)))
+    return _shuffled(builder, first, second, range(4 * WIDTH))
 
 
 @operation(tile(vector))
 def spread(builder: Any, numbers: Any) -> Any:
     """Emit a tile of one vector, four times."""
-    return _shuffled(builder, numbers, numbers, [*range(LANES)] * 4)
+    return _shuffled(builder, numbers, numbers, [*range(WIDTH)] * 4)
 
 
 @operation(types.UniTuple(vector, 4)(tile))  # type: ignore[no-untyped-call]
 def rows_of(builder: Any, rows: Any) -> Any:
     """Emit the four vectors of a tile."""
-    starts = range(0, 4 * LANES, LANES)
-    some = [_shuffled(builder, rows, rows, range(start, start + LANES)) for start in starts]
+    starts = range(0, 4 * WIDTH, WIDTH)
+    some = [_shuffled(builder, rows, rows, range(start, start + WIDTH)) for start in starts]
     pack: Any = cgutils.pack_array
     return pack(builder, some)
 
 
-def _shuffled(builder: Any, one: Any, other: Any, places: Sequence[int]) -> Any:
-    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(places)), list(places)))
+def _shuffled(builder: Any, one: Any, other: Any, order: Sequence[int]) -> Any:
+    return builder.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT32, len(order)), list(order)))
 
 
 def _between(symbol: Any, emitted: str) -> None:
@@ -196,9 +196,9 @@ def call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) 
     return builder.call(function, arguments, **options)
 
 
-def repeated(builder: Any, number: Any, lanes: int = LANES) -> Any:
+def repeated(builder: Any, number: Any, num_lanes: int = WIDTH) -> Any:
     """Emit a vector of one number."""
     # LLVM writes it like this itself, and takes it for one operation, and not for many.
-    kind = ir.VectorType(number.type, lanes)
+    kind = ir.VectorType(number.type, num_lanes)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, num_lanes), [0] * num_lanes))

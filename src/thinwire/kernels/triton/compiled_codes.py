@@ -82,7 +82,7 @@ def _columns(OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit
 def _inside(column):
-    """Return the places in their block of the numbers of columns."""
+    """Return the positions in their block of the numbers of columns."""
     return tl.arange(0, CODES)[:, None] + (column * CODES)[None, :]
 
 
@@ -163,12 +163,12 @@ def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _write_codes(
-    places, codes, start, share, rows,
+    positions, codes, start, share, rows,
     BLOCK: tl.constexpr, BITS: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Store codes; zeros in blocks that only fill up."""
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
-    packed = tl.where(rows, tl.sum(places << shifts[:, None], axis=0), 0)
+    packed = tl.where(rows, tl.sum(positions << shifts[:, None], axis=0), 0)
     # Several columns of few bits fill a unit, those of three bits three of them.
     COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 else 1)
     UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
@@ -218,18 +218,18 @@ def _code(
     bits = _scale_bits(x, lengths, LAST, STATISTIC, LEAST, MOST, OUTER, ROWS, INNER)
     units = _in_units(x, bits)
     if keys is None or STATISTIC == "least squares":
-        places = nearest(units, levels, BITS, LEVELS, CUBIC)
+        positions = nearest(units, levels, BITS, LEVELS, CUBIC)
     if STATISTIC == "least squares":
-        coded = tl.where(real, level_of(places, levels, BITS, LEVELS, CUBIC), 0.0)
+        coded = tl.where(real, level_of(positions, levels, BITS, LEVELS, CUBIC), 0.0)
         bits = _fitted_bits(bits, units, coded, OUTER, ROWS, INNER)
     if keys is not None:
         uniform = uniform_numbers(keys, bases, owners, first + r, rows, _inside(column), BLOCK)
-        places = drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
+        positions = drawn(_in_units(x, bits), uniform, levels, BITS, LEVELS, CUBIC)
     # Blocks that only fill up the last member's row count, too: it is sent.
     tl.store(_scales_at(row, start) + r, bits.to(tl.int16), (start + r < share) & (column == 0))
     codes = _codes_at(row, share, start, BLOCK, BITS)
-    _write_codes(places, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
-    return level_of(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[None, :]
+    _write_codes(positions, codes, start, share, rows, BLOCK, BITS, OUTER, ROWS, INNER)
+    return level_of(positions, levels, BITS, LEVELS, CUBIC) * _usable(bits)[None, :]
 
 
 @triton.jit
@@ -239,11 +239,11 @@ def _decoded(
 ):  # fmt: skip
     """Return the numbers of some blocks of a row of a message; divided by the members, if that is asked."""
     scale = _usable(tl.load(_scales_at(row, start) + r, rows, other=0))
-    places = _read_codes(_codes_at(row, share, start, BLOCK, BITS), r, column, rows, BLOCK, BITS)
+    positions = _read_codes(_codes_at(row, share, start, BLOCK, BITS), r, column, rows, BLOCK, BITS)
     if divisor is not None:
         # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
         scale = tl.div_rn(scale, tl.full(scale.shape, 1.0, tl.float32) * divisor)
-    return level_of(places, levels, BITS, LEVELS, CUBIC) * scale[None, :]
+    return level_of(positions, levels, BITS, LEVELS, CUBIC) * scale[None, :]
 
 
 @triton.jit

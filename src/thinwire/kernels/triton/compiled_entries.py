@@ -262,7 +262,7 @@ def _entries(positions, values, k, real, length):
 
 @triton.jit
 def _clear(room, positions, values, k, real, length, members, entries):
-    """Write zeros to the places that members have sent."""
+    """Write zeros to the indices that members have sent."""
     for _ in range(members):
         p, _value, there = _entries(positions, values, k, real, length)
         tl.store(room + p, 0.0, there)

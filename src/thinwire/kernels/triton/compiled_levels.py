@@ -14,18 +14,18 @@ WHOLE_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def level_of(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
-    """Return the levels at some places, uint32."""
+def level_of(positions, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
+    """Return the levels at some positions, uint32."""
     HALF: tl.constexpr = LEVELS // 2
     if BITS == 8 or CUBIC:
-        found = (places + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
+        found = (positions + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
         if CUBIC:
             found = _cubic(found, CUBIC)
     else:
         # The levels are symmetric, and so few that choosing is faster than loading one for each number. Odd
         # numbers of both signs stand for them.
-        odd = (2 * places + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
-        found = tl.load(levels + HALF) + tl.zeros(places.shape, tl.float32)
+        odd = (2 * positions + WHOLE_BITS).to(tl.float32, bitcast=True) - (WHOLE + (LEVELS - 1))
+        found = tl.load(levels + HALF) + tl.zeros(positions.shape, tl.float32)
         for place in tl.static_range(1, HALF):
             found = tl.where(tl.abs(odd) > 2 * place, tl.load(levels + HALF + place), found)
         found = tl.where(odd < 0, -found, found)
@@ -50,25 +50,25 @@ def _near(units, MINUS: tl.constexpr):
 def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
     """Return the place of the nearest level, uint32; of two that are as near, the lower one."""
     if BITS == 8:
-        places = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
+        positions = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
     elif CUBIC:
         whole = _near(units, 0.5)
         # The middle of two levels is the level at half numbers, of a cubic that is higher by ¾ k.
         middle = _cubic(whole - WHOLE + 0.5, CUBIC + 0.75)
-        places = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
-        places += (units > middle).to(tl.uint32)
+        positions = whole.to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
+        positions += (units > middle).to(tl.uint32)
     else:
         # Levels are symmetric, so it is found by magnitude: in bits, to which one is added below zero. So a
         # negative number in the middle, too, goes down, which is up by magnitude.
         bits = units.to(tl.int32, bitcast=True)
         size = (bits & 0x7FFFFFFF) - (bits >> 31)
-        places = tl.full(units.shape, LEVELS // 2, tl.uint32)
+        positions = tl.full(units.shape, LEVELS // 2, tl.uint32)
         for place in tl.static_range(LEVELS // 2, LEVELS - 1):
             middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
-            places += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
-        places = tl.where(units > 0, places, places ^ (LEVELS - 1))
+            positions += (size > middle.to(tl.int32, bitcast=True)).to(tl.uint32)
+        positions = tl.where(units > 0, positions, positions ^ (LEVELS - 1))
     # A NaN, whose block's scale is one, must have some place as well.
-    return tl.minimum(places, LEVELS - 1)
+    return tl.minimum(positions, LEVELS - 1)
 
 
 @triton.jit

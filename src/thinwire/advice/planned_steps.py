@@ -1,0 +1,221 @@
+"""The first question: what would a step take, of a model of which only the size is known?
+
+Nothing is timed: messages come from the algorithms' own plans for a model of typical shapes, the time of
+computing is the user's, and what arithmetic adds to it is a constant for each element.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import nn
+
+from thinwire.advice.advice_page import Advice
+from thinwire.advice.forecast import advice_from
+from thinwire.advice.losses import Training, notes_on_losses, optimizer_name
+from thinwire.advice.notes import notes_on_link
+from thinwire.advice.prediction import checked_budget
+from thinwire.advice.step_benchmark import PricedSteps, TimedSteps
+from thinwire.advice.timeline import Sent, Timeline
+from thinwire.algorithms import Algorithm, BucketPlan, Quantize, TopK
+from thinwire.checks import whole_count, whole_number
+from thinwire.comm import Collective, InProcessTransport
+from thinwire.plan import ParameterSpec
+from thinwire.probe import Probe, Timing
+from thinwire.probe.link_timings import ring_share
+from thinwire.probe.measured_link import MeasuredLink, Transfer
+
+# What arithmetic adds to a step on one H100, in seconds for each element: the larger of what whole steps of
+# 163 M parameters took longer, and of the device's own time for 124 M; what was not timed takes what the next
+# rougher or larger setting took. From benchmarks/results/2026-11-26-gpu-h100.md, which docs/results.md shows.
+ARITHMETIC_SOURCE = "one H100 (docs/results.md)"
+ARITHMETIC_SECONDS = {
+    "AllReduce()": 0.0,
+    'Cast("bf16")': 1.21e-3 / 163e6,
+    "Quantize(bits=8)": 1.96e-3 / 163e6,
+    "Quantize(bits=4)": 1.94e-3 / 163e6,
+    "Quantize(bits=2)": 2.07e-3 / 163e6,
+    "PowerSGD(matrix_rank=1)": 1.54e-3 / 124e6,
+    "PowerSGD(matrix_rank=2)": 1.80e-3 / 124e6,
+    "PowerSGD(matrix_rank=4)": 1.80e-3 / 124e6,
+    "PowerSGD(matrix_rank=4, alternating=True)": 1.80e-3 / 124e6,
+    "PowerSGD(matrix_rank=8)": 2.37e-3 / 124e6,
+    "PowerSGD(matrix_rank=16)": 5.86e-3 / 124e6,
+    "TopK(density=1 / 32)": 2.12e-3 / 124e6,
+}
+COLLECTIVES: dict[type[Algorithm], tuple[Collective, ...]] = {
+    Quantize: ("all_to_all", "all_gather"),
+    TopK: ("all_gather",),
+}
+FORWARD_SHARE = 1 / 3  # of computing: a backward pass takes about twice as long
+BLOCKS_SHARE = 0.85  # of the parameters; the others are the embedding
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
+LEAST_GAIN = 0.05  # the default of `thinwire.advise`
+MAX_PARAMETERS = 10**12
+MOMENT = 1e-9  # puts events that happen at once in their order
+
+
+def advise_by_size(
+    parameters: int,
+    compute_seconds: float,
+    link: MeasuredLink,
+    *,
+    budget_loss: float = 0.01,
+    optimizer: str | None = None,
+    total_steps: int | None = None,
+) -> Advice:
+    """Return the advice for a model of so many parameters whose forward and backward pass take so long.
+
+    Raises:
+        ConfigError: A budget, an optimizer's name or a number of steps is out of range.
+    """
+    if total_steps is not None:
+        total_steps = whole_count("total_steps", total_steps, minimum=1)
+    model, name = stand_in(parameters), optimizer_name(optimizer)
+    steps = PlannedSteps(model, compute_seconds, Training.of(model, name, link.members, total_steps))
+    inside_seconds = link.inside_seconds(steps.gradient_bytes)
+    is_free_inside = link.processes > 1 and not inside_seconds
+    # No step was timed, so it does not matter on which machines the probe was.
+    unnamed = replace(link, probe=replace(link.probe, hosts=[]))
+    notes_on_size_alone = (
+        f"Predicted for a transformer of typical shapes, gradients in fp32, in DDP's buckets of 25 MB; its "
+        f"arithmetic is that of {ARITHMETIC_SOURCE}. On CPUs compression takes many times as long.",
+        *notes_on_link(unnamed, 1, torch.device(link.probe.device)),
+        *(["Averaging inside of a machine is taken to cost nothing."] if is_free_inside else []),
+        "With --probe, --model and --step the same table is measured.",
+    )
+    notes = notes_on_losses(optimizer, total_steps), notes_on_size_alone
+    return advice_from(steps, link, inside_seconds, (LEAST_GAIN, checked_budget(budget_loss)), notes)
+
+
+def stand_in(parameters: int, device: str = "meta") -> nn.Module:
+    """Return a model of exactly so many parameters: an embedding, and torch's blocks of a transformer."""
+    # Depth is about a 64th of the width, as in GPT-2 and GPT-3; a block has 12 width² and 13 width.
+    width = max(1, round((BLOCKS_SHARE * parameters / 12 * 64) ** (1 / 3) / 64)) * 64
+    num_blocks = int(BLOCKS_SHARE * parameters / (12 * width**2 + 13 * width))
+    rows, rest = divmod(parameters - num_blocks * (12 * width**2 + 13 * width), width)
+    # Drawing normal numbers without memory would import torch's compiler, which takes a second.
+    table = torch.zeros(rows, width, device=device)
+    layers: dict[str, nn.Module] = {}
+    layers["embedding"] = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
+    for index in range(num_blocks):
+        layers[f"block{index}"] = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, batch_first=True, device=device
+        )
+    model = nn.Sequential(OrderedDict(layers))
+    if rest:
+        model.register_parameter("rest", nn.Parameter(torch.zeros(rest, device=device)))
+    return model
+
+
+class PlannedSteps(PricedSteps):
+    """Steps of a model as its plans say them, with DDP's buckets; the backward pass takes its time evenly."""
+
+    def __init__(self, model: nn.Module, compute_seconds: float, training: Training) -> None:
+        super().__init__(training, InProcessTransport.group(1)[0])
+        # Gradients are ready from the last layer to the first.
+        named = list(model.named_parameters())[::-1]
+        self._buckets = list(in_buckets([ParameterSpec.of(name, parameter) for name, parameter in named]))
+        self.gradient_bytes = sum(spec.gradient_bytes for spec in chain(*self._buckets))
+        self.alone.timelines.append(Timeline((), compute_seconds))
+        for name, variant in self.variants.items():
+            arithmetic_seconds = training.parameters * ARITHMETIC_SECONDS[name]
+            self.timed[name] = self._planned(variant.algorithm, compute_seconds, arithmetic_seconds)
+
+    def _planned(self, algorithm: Algorithm, compute_seconds: float, arithmetic_seconds: float) -> TimedSteps:
+        plans = [algorithm.prepare(specs, num_members=self.training.members) for specs in self._buckets]
+        # Half of the arithmetic comes before a bucket's message, the rest when all means are there.
+        backward_seconds = (1 - FORWARD_SHARE) * compute_seconds + arithmetic_seconds / 2
+        ready, done = [], 0
+        for plan in plans:
+            done += sum(spec.gradient_bytes for spec in plan.specs)
+            ready.append(FORWARD_SHARE * compute_seconds + backward_seconds * done / self.gradient_bytes)
+        sent = in_turn(plans, ready) if algorithm.pipelines_buckets else together(plans, ready)
+        messages = []
+        for at, num_bytes, waited, which in sorted(sent):
+            kinds = COLLECTIVES.get(type(algorithm))
+            kind: Collective = "all_reduce" if kinds is None else kinds[which]
+            messages.append(Sent(at, self._handed_bytes(kind, num_bytes), waited, kind))
+        compressed = [route for plan in plans for route in plan.routes if route.is_compressed]
+        residual_bytes = algorithm.remembers * sum(route.gradient_bytes for route in compressed)
+        timeline = Timeline(tuple(messages), compute_seconds + arithmetic_seconds)
+        return TimedSteps([timeline], residual_bytes, residual_bytes)
+
+    def _handed_bytes(self, collective: Collective, message_bytes: int) -> int:
+        """Return what a process hands over, of bytes that are counted as of an all-reduce."""
+        if collective == "all_gather":
+            return 2 * message_bytes // self.training.members
+        return 2 * message_bytes if collective == "all_to_all" else message_bytes
+
+
+def in_buckets(specs: Sequence[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
+    """Yield DDP's buckets: one is closed when it has its bytes, and the first is a small one."""
+    bucket, enough = list[ParameterSpec](), FIRST_BUCKET_BYTES
+    for spec in specs:
+        bucket.append(spec)
+        if sum(member.gradient_bytes for member in bucket) >= enough:
+            yield bucket
+            bucket, enough = [], BUCKET_BYTES
+    if bucket:
+        yield bucket
+
+
+# When it is sent, its bytes, when its mean is needed, and which of its bucket's messages it is.
+Planned = tuple[float, int, float, int]
+
+
+def round_bytes(plan: BucketPlan, which: int) -> int:
+    """Return the bytes of one of a bucket's rounds; what travels in fewer rounds is in the first ones."""
+    return sum(route.message_bytes // route.rounds for route in plan.routes if route.rounds > which)
+
+
+def together(plans: Sequence[BucketPlan], ready: Sequence[float]) -> Iterator[Planned]:
+    """Yield the first message of each bucket when that is ready, and later ones of all at the end."""
+    end = ready[-1] + MOMENT
+    for plan, seconds in zip(plans, ready, strict=True):
+        yield seconds, round_bytes(plan, 0), end, 0
+    for later in range(1, max(route.rounds for plan in plans for route in plan.routes)):
+        at = end + 2 * later * MOMENT
+        yield at, sum(round_bytes(plan, later) for plan in plans), at + MOMENT, later
+
+
+def in_turn(plans: Sequence[BucketPlan], ready: Sequence[float]) -> Iterator[Planned]:
+    """Yield the two messages of each bucket: the second is sent when the next bucket has sent its first."""
+    end = ready[-1] + 3 * MOMENT
+    waits = [*(seconds + MOMENT for seconds in ready[1:]), end, end, end + 2 * MOMENT]
+    for index, plan in enumerate(plans):
+        yield ready[index], round_bytes(plan, 0), waits[index], 0
+        # It is waited for with the first message that is sent after it.
+        yield waits[index] + MOMENT, round_bytes(plan, 1), waits[index + 2], 1
+
+
+@dataclass(frozen=True)
+class StatedLink(MeasuredLink):
+    """A link of which the rate and the round trip are told, and nothing was measured."""
+
+    @classmethod
+    def of_rate(
+        cls, bits_per_second: float, round_trip_seconds: float, machines: int, processes: int = 1
+    ) -> StatedLink:
+        """Return the link between machines of some processes; inside of a machine averaging takes no time."""
+        machines = whole_number("machines", machines, minimum=2)
+        processes = whole_number("gpus", processes, minimum=1)
+        # Any two sizes tell the rate, and a message of nothing takes half a round trip.
+        per_byte = 8 * ring_share(machines) / bits_per_second
+        timings = [Timing(4 + size, [round_trip_seconds / 2 + size * per_byte]) for size in (0, 1 << 24)]
+        probe = Probe(machines, "gloo", "cpu", timings, [], [list(range(machines))])
+        return cls(probe, machines, processes=processes)
+
+    def transfer(
+        self, collective: Collective, handed_bytes: int, *, round_trip_seconds: float | None = None
+    ) -> Transfer:
+        if round_trip_seconds is None:
+            round_trip_seconds = 2 * self.probe.latency_seconds
+        busy_seconds = self.wire_bytes(collective, handed_bytes) / self.probe.known_rate()
+        return Transfer(
+            busy_seconds, self._waiting(collective, handed_bytes, self.members, round_trip_seconds)
+        )

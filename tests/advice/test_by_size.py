@@ -1,0 +1,160 @@
+"""`thinwire advise --parameters …`: the answer is that of a real model of that shape, and wrong input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from advice.ways import network
+from cli.test_cli import exit_code
+from thinwire import advise
+from thinwire.advice import Advice
+from thinwire.advice.planned_steps import ARITHMETIC_SECONDS, StatedLink, advise_by_size, stand_in
+from thinwire.advice.priced import priced
+from thinwire.cli.common import alone
+
+# Two blocks of width 64, and an embedding.
+PARAMETERS = 64 * 1881
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.tensor([[0, 1]])).square().mean())
+
+
+def by_name(advice: Advice) -> dict[str, Any]:
+    return {prediction.name: prediction for prediction in advice.predictions}
+
+
+@pytest.mark.parametrize("parameters", [1, 70, 5_000_000, 123_456_789])
+def test_a_stand_in_has_as_many_parameters_as_were_asked_for(parameters: int) -> None:
+    assert sum(parameter.numel() for parameter in stand_in(parameters).parameters()) == parameters
+
+
+def test_every_priced_algorithm_has_a_time_for_its_arithmetic() -> None:
+    assert ARITHMETIC_SECONDS.keys() == priced().keys()
+
+
+def test_the_answer_is_that_of_a_real_model_of_this_shape() -> None:
+    """On a link so slow that the arithmetic of this machine, and its noise, count for nothing."""
+    link = StatedLink.of_rate(1e4, 0.5, 3)
+    with alone():
+        model = stand_in(PARAMETERS, "cpu")
+        timed = advise(model, one_step, link.probe, budget_seconds=0.1, optimizer="AdamW", total_steps=2000)
+    planned = advise_by_size(
+        PARAMETERS, timed.compute_seconds, link, optimizer="AdamW", total_steps=2000, budget_loss=0.01
+    )
+    assert planned.best.name == timed.best.name
+    assert planned.best.loss == timed.best.loss
+    expected = by_name(timed)
+    for name, prediction in by_name(planned).items():
+        if "alternating" not in name:  # the last step's side; the plan has the mean of both
+            # The thirds of two messages are rounded each by itself.
+            assert prediction.sent_bytes == pytest.approx(expected[name].sent_bytes, abs=1), name
+            assert prediction.rounds == expected[name].rounds, name
+            assert prediction.step_seconds == pytest.approx(expected[name].step_seconds, rel=0.05), name
+        assert prediction.residual_bytes == expected[name].residual_bytes
+
+
+def test_a_step_at_a_rate() -> None:
+    """100 M parameters are 400 MB, of which two machines send all: 3.2 s at 1 Gbit/s, half in 16 bits."""
+    advice = advise_by_size(100_000_000, 0.3, StatedLink.of_rate(1e9, 0.0, 2))
+    exact, half = by_name(advice)["AllReduce()"], by_name(advice)['Cast("bf16")']
+    assert exact.sent_bytes == 400e6
+    # The first bucket, of at least 1 MiB, leaves when the forward pass has ended, and soon after.
+    assert 3.2 + 0.1 < exact.step_seconds < 3.2 + 0.15
+    assert 1.6 + 0.1 < half.step_seconds < 1.6 + 0.16
+    assert any("Losses are not measured at this size" in note for note in advise_big().notes)
+
+
+def advise_big() -> Advice:
+    return advise_by_size(350_000_000, 0.8, StatedLink.of_rate(1e9, 2e-4, 2), optimizer="AdamW")
+
+
+def test_a_machine_of_eight_sends_once() -> None:
+    alone_, of_eight = (StatedLink.of_rate(1e9, 2e-4, 2, gpus) for gpus in (1, 8))
+    one, eight = (advise_by_size(10**8, 0.3, link, optimizer="AdamW") for link in (alone_, of_eight))
+    assert [p.sent_bytes for p in eight.predictions] == [p.sent_bytes for p in one.predictions]
+    assert eight.processes == 8
+    assert "MB: what leaves a machine per step" in str(eight)
+
+
+def test_small_gradients_are_left_to_ddp() -> None:
+    """LoRA: 8 M of fp32 are 32 MB, 26 ms at 10 Gbit/s; 5 M are 160 ms at 1 Gbit/s, in a step of 4 s."""
+    assert advise_by_size(8_000_000, 0.8, StatedLink.of_rate(1e10, 2e-4, 2)).adds_nothing
+    assert advise_by_size(5_000_000, 4.0, StatedLink.of_rate(1e9, 2e-4, 2)).adds_nothing
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["advise", "--parameters=350m", "--compute=0.8s", "--optimizer=adamw", "--steps=20000", "--json"]
+    assert exit_code(monkeypatch, *asked, "--rate=1gbit") == 0
+    stated = json.loads(capsys.readouterr().out)
+    assert stated["best"]["code"].startswith("thinwire.attach(ddp_model, thinwire.")
+    assert stated["best"]["code"] in stated["lines"]["DDP"]
+    assert stated["optimizer"] == "AdamW"
+    # A probe of such a link says the same.
+    network(1e9, 1e-4).save(tmp_path / "probe.json")
+    assert exit_code(monkeypatch, *asked, f"--probe={tmp_path / 'probe.json'}") == 0
+    probed = json.loads(capsys.readouterr().out)
+    for one, other in zip(stated["predictions"], probed["predictions"], strict=True):
+        assert one["sent_bytes"] == other["sent_bytes"]
+        assert one["step_seconds"] == pytest.approx(other["step_seconds"], rel=0.01)
+
+
+def test_the_page_has_the_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "will-it-pay.md").read_text()
+    command, printed = page.split("\n```\n")[1:4:2]
+    assert exit_code(monkeypatch, *command.split()[1:]) == 0
+    told = capsys.readouterr().out
+    assert printed.splitlines()[:3] == told.splitlines()[:3]
+    told = re.sub("– +", "– ", told)  # quartiles are one cell
+    table = {cells[0]: cells for cells in (re.split(" {2,}", line) for line in told.splitlines())}
+    for line in printed.splitlines()[6:12]:
+        name, *shown = re.split(" {2,}", line)
+        assert shown == [table[name][column] for column in (1, 3, 4, 6)]
+
+
+SIZED = ["--parameters=1M", "--compute=1s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "advise needs --parameters"),
+        (["--rate=1gbit"], "--rate goes with --parameters"),
+        (["--parameters=1M", "--rate=1gbit"], "--compute, a forward and a backward pass, is like 0.8s"),
+        (["--parameters=1M", "--rate=1gbit", "--compute=2"], "up to 3600s; got '2'"),
+        (["--parameters=1X", "--rate=1gbit", "--compute=1s"], "--parameters is like 350M"),
+        (["--parameters=0", "--rate=1gbit", "--compute=1s"], "--parameters is like 350M"),
+        (SIZED, "--parameters needs the link: --rate, such as 1gbit, or --probe"),
+        ([*SIZED, "--rate=1gb"], "a rate is like 100mbit"),
+        ([*SIZED, "--rate=1gbit", "--latency=5"], "a duration is like 20ms"),
+        ([*SIZED, "--rate=1gbit", "--machines=1"], "machines must be a whole number of at least 2, got 1"),
+        ([*SIZED, "--rate=1gbit", "--gpus=0"], "gpus must be a whole number of at least 1, got 0"),
+        ([*SIZED, "--rate=1gbit", "--steps=0"], "total_steps must be a whole number of at least 1, got 0"),
+        ([*SIZED, "--rate=1gbit", "--model=json:loads"], "--model asks for a measurement"),
+        ([*SIZED, "--probe={probe}", "--machines=3"], "--machines is what --probe has measured"),
+        (["--probe={probe}", "--model=json:loads"], "advise needs --parameters"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    network(1e9).save(tmp_path / "probe.json")
+    typed = [option.format(probe=tmp_path / "probe.json") for option in options]
+    assert exit_code(monkeypatch, "advise", *typed) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("thinwire: ")
+    assert told in error
+    assert error.count("\n") == 1
