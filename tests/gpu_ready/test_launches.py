@@ -208,6 +208,16 @@ def test_that_others_must_be_healthy_too_makes_the_host_wait_no_more(
     assert counted(step, untold=4)[0].waits == int(host_check)
 
 
+def test_a_weight_makes_the_host_wait_no_more() -> None:
+    engine = Engine(AllReduce(), OnDevice(), settings=Settings(host_check=False, weight=lambda: 3.0))
+    buckets = buckets_of(ONE_LAYER)
+
+    def step() -> None:
+        engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
+
+    assert counted(step, untold=4)[0].waits == 0
+
+
 of_one_layer: Any = partial(Step, shapes=ONE_LAYER)  # in two buckets
 
 # What has no row here is to be counted and given one.

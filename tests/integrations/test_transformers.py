@@ -94,7 +94,7 @@ class Reporter(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def new_trainer(folder: str, **settings: Any) -> Trainer:
+def new_trainer(folder: str, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=32, n_positions=8, n_embd=32, n_layer=1, n_head=2)
     config.bos_token_id = config.eos_token_id = None
@@ -109,7 +109,7 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
         **settings,
     )
     datasets: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens()}
-    return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter()], **datasets)
+    return Trainer(GPT2LMHeadModel(config), arguments, callbacks=[Reporter(), *callbacks], **datasets)
 
 
 def trained(
@@ -165,6 +165,56 @@ def test_logs_reach_the_other_callbacks_and_training_again_goes_on_with_the_same
         searching = TrainerState(is_hyper_param_search=True)
         with pytest.raises(thinwire.AttachError, match="hyperparameter_search"):
             callback.on_train_begin(trainer.args, searching, trainer.control)
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@in_each_process(2)
+def test_a_callback_finds_its_trainer_and_does_what_attach_does(tmp_path: Path) -> None:
+    """Given to a Trainer that somebody else makes, or added to one; with text, and with checkpoints."""
+    with several_processes():
+        attached, callback = trained(tmp_path / "a", thinwire.Quantize(bits=4))
+        message_bytes = callback.sync.stats().message_bytes
+    for number, added in enumerate((False, True)):
+        callback = ThinwireCallback("4 bits")
+        with several_processes():
+            trainer = new_trainer(str(tmp_path / f"b{number}"), *([] if added else [callback]))
+            if added:
+                trainer.add_callback(callback)
+            trainer.train()
+            assert callback.sync.stats().message_bytes == message_bytes
+            assert callback.sync.stats().compression_ratio > 5
+            assert losses_of(trainer) == losses_of(attached)
+            assert torch.equal(flat(model_of(trainer)), flat(model_of(attached)))
+            # The reporters, which came first, get its numbers.
+            (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+            assert reporter.logs[0]["thinwire_compression_ratio"] > 5
+            with pytest.raises(thinwire.AttachError, match="attached already"):
+                attach(trainer, "4 bits")
+        dist.barrier()
+    with several_processes():
+        # The callback of an earlier Trainer goes on with a new one.
+        trainer = new_trainer(str(tmp_path / "b0"), callback)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "b0" / "checkpoint-3"))
+        assert callback.sync.stats().steps == 6
+        assert torch.equal(flat(model_of(trainer)), flat(model_of(attached)))
+
+
+@in_each_process(2)
+def test_a_callback_averages_models_and_lets_the_run_choose(tmp_path: Path) -> None:
+    with several_processes():
+        callback = ThinwireCallback(partial(thinwire.DiLoCo, every_steps=3))
+        trainer = new_trainer(str(tmp_path / "a"), callback, save_strategy="no")
+        trainer.train()
+        assert callback.local is not None
+        assert callback.local.stats().compression_ratio > 2
+        assert agreed(model_of(trainer))
+    with several_processes():
+        callback = ThinwireCallback("auto(probe_steps=2, budget_loss=0)")
+        new_trainer(str(tmp_path / "b"), callback, save_strategy="no", max_steps=4).train()
+        assert callback.auto is not None
 
 
 class Looking(TrainerCallback):
@@ -370,9 +420,10 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     trainer = new_trainer(str(tmp_path))
     with pytest.raises(thinwire.ConfigError, match=r"expected a transformers\.Trainer"):
         attach(cast(Any, trainer.model), ALGORITHM)
-    for given in ("powersgd", thinwire.PowerSGD):
-        with pytest.raises(thinwire.ConfigError, match=r"an algorithm.*functools\.partial\(thinwire\.DiLoCo"):
-            attach(trainer, cast(Any, given))
+    with pytest.raises(thinwire.ConfigError, match=r"an algorithm.*functools\.partial\(thinwire\.DiLoCo"):
+        attach(trainer, cast(Any, thinwire.PowerSGD))
+    with pytest.raises(thinwire.ConfigError, match="did you mean PowerSGD"):
+        ThinwireCallback("PowerSDG")
     with pytest.raises(thinwire.ConfigError, match="no effect"):
         attach(trainer, thinwire.DiLoCo, strict=False)
     attach(trainer, ALGORITHM)

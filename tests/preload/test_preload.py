@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pool import Pool
 from thinwire import ConfigError, Quantize
-from thinwire.algorithms.registry import REGISTRY
+from thinwire.algorithms.registry import REGISTRY, parsed
 from thinwire.cli import main
 from thinwire.preload import model as preload_model
-from thinwire.preload.settings import VARIABLE, Options, parsed
+from thinwire.preload.settings import VARIABLE, Options
 
 SCRIPT = Path(__file__).parent / "script.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -102,6 +102,7 @@ def test_algorithms_are_parsed_as_they_are_written() -> None:
     for variant in (variant for entry in REGISTRY for variant in entry.variants):
         assert parsed(variant.code) == variant.algorithm
     assert parsed("thinwire.Quantize") == Quantize()
+    assert parsed("8 bits") == Quantize(bits=8)
     assert parsed("auto(budget_loss=0.005)") == {"budget_loss": 0.005}
 
 
@@ -115,6 +116,8 @@ def test_algorithms_are_parsed_as_they_are_written() -> None:
         ("Quantize(bits=open('x'))", "Quantize(bits=4)"),
         ("Quantize(bits=", "Quantize(bits=4)"),
         ("Quantize(bits=5000)", "bits"),
+        ("5000 bits", "bits"),
+        ("four bits", "Quantize(bits=4)"),
         ("", "Quantize(bits=4)"),
     ],
 )

@@ -18,6 +18,7 @@ from thinwire.comm import Layout
 from thinwire.errors import ConfigError
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync.weights import Weight
 from thinwire.torch_private import uncompiled
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def attach(
     grad_scaler: GradScaler | Callable[[], float] | None = None,
     host_check: HostCheck = "auto",
     on_nonfinite: OnNonfinite = "nan",
+    weight: Weight | None = None,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
@@ -76,6 +78,12 @@ def attach(
             remember something look, and count such steps (`stats().nonfinite_steps`); with the last two
             `AllReduce`, `Cast` and `Quantize` without error feedback look as well: a host synchronisation
             per step, and for the first two a pass over the gradients.
+        weight: By how much this process counts in the means, if not all count alike: such as the samples or
+            tokens behind its gradients, if the loss is their mean. Then the result is the mean over all
+            samples, whatever share of them each process has; 0 for none. A number stays as it is. A function
+            is asked once a step, in the backward pass, and costs a message of 8 bytes that is waited for
+            before the first bucket is sent. For an FSDP2 model it is the replica's: the same on all its
+            shards, between which PyTorch averages by itself.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -89,7 +97,9 @@ def attach(
             hook is taken, gradients are sparse, DDP keeps some back, `replicas` are not of equal shards).
         AgreementError: Replicas are not sharded alike; or processes disagree on who shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
-            `on_nonfinite` does not go with the others.
+            `on_nonfinite` does not go with the others. Or `weight` is below 0 or NaN (from `backward()`, if
+            a function says so: with `StepError` on the other processes, as on all if no weight is above 0;
+            on accelerators the step's means are NaN there instead).
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
@@ -107,7 +117,9 @@ def attach(
             f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
             "write attach(model, algorithm)"
         )
-    settings = Settings.of(grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite)
+    settings = Settings.of(
+        grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, weight=weight
+    )
     if getattr(algorithm, "sends_few_entries", False):
         logger.warning(
             "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "

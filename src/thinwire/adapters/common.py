@@ -21,6 +21,7 @@ from thinwire.comm import Layout, ProcessGroupTransport, Transport, machines_of,
 from thinwire.errors import AttachError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
+from thinwire.sync.weights import multiply
 from thinwire.torch_private import backward_pass, leave_join
 
 logger = logging.getLogger(__name__)
@@ -73,11 +74,6 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
     """
     if parameters and parameters[0] in contributor_scales:
         multiply(flat, contributor_scales[parameters[0]])
-
-
-def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
-    """Multiply gradients by a scale of one element, in place, in their type or in fp32 if that is wider."""
-    flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
 
 
 class Shadow(JoinHook):

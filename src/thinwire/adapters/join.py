@@ -19,7 +19,7 @@ from thinwire.comm.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync, engine_of
 from thinwire.tensors import accelerators
-from thinwire.torch_private import divide_by_all_members, leave_join
+from thinwire.torch_private import comm_hooks, divide_by_all_members, leave_join
 
 
 @contextmanager
@@ -82,6 +82,7 @@ def join(
     refusal = register_optimizer_step_pre_hook(_refuse_to_step) if shadows else None
     try:
         if shadows and not divide_by_initial_world_size and model is not None and _is_hooked(model):
+            _refuse_weights(model)
             # Register our counter before DDP: Join notifies the first joinable only, and DDP's notification
             # would make DDP divide as well.
             counter = _Counter(model)
@@ -98,6 +99,16 @@ def join(
         # Otherwise it would divide by the last number of contributors forever.
         if model is not None:
             divide_by_all_members(model)
+
+
+def _refuse_weights(model: DistributedDataParallel) -> None:
+    for _, state in comm_hooks(model):
+        engine = state.engine if isinstance(state, Switch) else None
+        if engine is not None and engine.settings.weight is not None:
+            raise ConfigError(
+                "divide_by_initial_world_size=False does not go with weight; leave it True, and let the "
+                "weight be 0 on a process that has run out of batches"
+            )
 
 
 def _refuse_to_step(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow, multiply, new_engine, refuse_averaged_twice
+from thinwire.adapters.common import Shadow, new_engine, refuse_averaged_twice
 from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.comm import InProcessTransport, Layout, ProcessGroupTransport, Transport, copy_from
@@ -21,6 +21,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.settings import HostCheck, OnNonfinite
+from thinwire.sync.weights import multiply
 from thinwire.tensors import accelerators
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]

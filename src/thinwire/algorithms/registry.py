@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 from thinwire.algorithms.base import Algorithm, Slot
 from thinwire.algorithms.exact import AllReduce, Cast
@@ -13,6 +18,9 @@ from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize
 from thinwire.algorithms.topk import TopK
 from thinwire.checks import shown
+from thinwire.errors import ConfigError
+
+AUTO = "auto"  # as text, what chooses an algorithm
 
 
 @dataclass(frozen=True)
@@ -166,3 +174,41 @@ def no_algorithm(given: object) -> str:
     if isinstance(given, type) and issubclass(given, Algorithm):
         return f"the class; write {given.__name__}()"
     return shown(given)
+
+
+def parsed(text: str) -> Algorithm | dict[str, Any]:
+    """Parse an algorithm, or the settings of `auto`. The text is never evaluated as code.
+
+    Examples:
+        >>> parsed("Cast('bf16')"), parsed("auto(budget_loss=0.005)")
+        (Cast(dtype='bf16'), {'budget_loss': 0.005})
+        >>> parsed("4 bits") == Quantize(bits=4)
+        True
+    """
+    if bits := re.fullmatch(r"\s*(\d+) ?bits?\s*", text):
+        return Quantize(bits=int(bits[1]))
+    kinds = {entry.kind.__name__: entry.kind for entry in REGISTRY}
+    expected = "expected '4 bits', 'auto()', or one as in Python, such as 'Quantize(bits=4)'"
+    try:
+        call = ast.parse(text.strip().removeprefix("thinwire."), mode="eval").body
+        if isinstance(call, ast.Name):
+            call = ast.Call(call, [], [])
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("no call by a name")
+        values = [ast.literal_eval(value) for value in call.args]
+        settings = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{text!r} is not an algorithm: {expected}") from error
+    name = call.func.id
+    if name == AUTO and not values:
+        return settings
+    if name not in kinds:
+        alike = get_close_matches(name, [*kinds, AUTO], n=1)
+        raise ConfigError(
+            f"{text!r} names no algorithm; {f'did you mean {alike[0]}?' if alike else expected}"
+        )
+    try:
+        return kinds[name](*values, **settings)
+    except TypeError as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(kinds[name]))  # type: ignore[arg-type]
+        raise ConfigError(f"{text!r} does not fit {name}, which has the settings {fields}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from thinwire.errors import ConfigError
-from thinwire.preload.settings import AUTO, Options
+from thinwire.preload.settings import Options
 
 
 def attach(
@@ -53,7 +53,7 @@ def attach(
     chosen = [option for option in (bits, algorithm, auto or None) if option is not None]
     if len(chosen) > 1:
         raise ConfigError("expected one of --bits, --algorithm and --auto, got several; leave the others out")
-    text = algorithm or (f"{AUTO}()" if auto else f"Quantize(bits={4 if bits is None else bits})")
+    text = algorithm or ("auto()" if auto else f"Quantize(bits={4 if bits is None else bits})")
     # Processes may change their folder before they read these.
     records, folder = (None if path is None else str(path.resolve()) for path in (watch, checkpoint))
     options = Options(text, records, folder, strict)

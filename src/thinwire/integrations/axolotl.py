@@ -9,13 +9,10 @@ or `thinwire_algorithm: PowerSGD(matrix_rank=4)`, or `thinwire_algorithm: auto()
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from thinwire.advice import auto
 from thinwire.errors import ConfigError, MissingExtraError
 from thinwire.integrations.transformers import attach
-from thinwire.preload.settings import parsed
 
 try:
     from axolotl.integrations.base import BasePlugin
@@ -58,5 +55,4 @@ class ThinwirePlugin(BasePlugin):
                 f"thinwire_bits is {bits} and thinwire_algorithm {text!r}; write one of them, such as "
                 "thinwire_bits: 4"
             )
-        algorithm = parsed(text or f"Quantize(bits={bits})")
-        attach(trainer, partial(auto, **algorithm) if isinstance(algorithm, dict) else algorithm)
+        attach(trainer, text or f"Quantize(bits={bits})")

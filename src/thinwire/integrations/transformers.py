@@ -6,15 +6,21 @@
     thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=100))
     trainer.train()
 
+Or, where somebody else makes the Trainer and takes callbacks (LLaMA-Factory, Unsloth, TRL):
+
+    run_exp(args, callbacks=[ThinwireCallback("4 bits")])
+
 The Trainer wraps its model in DDP, or shards it, inside `train`, so attaching happens there. What is
 remembered goes into the Trainer's checkpoints, and compression shows in its logs.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,8 +29,9 @@ import torch
 
 from thinwire.adapters.attach import attach as attach_model
 from thinwire.adapters.start import ALONE
-from thinwire.advice.automatic import Auto
+from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import parsed
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local
 from thinwire.checks import shown
 from thinwire.comm import Layout
@@ -70,7 +77,7 @@ STATE_NAME = "thinwire.pt"
 
 def attach(
     trainer: Trainer,
-    algorithm: Algorithm | Makes,
+    algorithm: Algorithm | Makes | str,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
@@ -96,7 +103,8 @@ def attach(
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
             Or what makes a member that comes and goes, such as `functools.partial(thinwire.elastic.DiLoCo,
             every_steps=30)`: each member has a Trainer of one process, which stops once the members have made
-            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave.
+            `max_steps`; `LeftError` comes out of `train()` when it was asked to leave. Or text: "4 bits",
+            "PowerSGD(matrix_rank=4)", "auto()".
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
@@ -117,42 +125,23 @@ def attach(
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a transformers.Trainer, got {shown(trainer)}")
-    checked_averaging(algorithm)
-    callbacks = trainer.callback_handler.callbacks
-    if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
-        raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
-    if makes_elastic(algorithm) and trainer.args.world_size > 1:
-        raise AttachError("a member that comes and goes is one process; start each by itself")
-    if trainer.is_fsdp_enabled:
-        config = getattr(trainer.accelerator, "parallelism_config", None)  # Accelerate has it from 1.10 on
-        # Gradients that PyTorch would average itself can be taken from it; models can't.
-        if (
-            config is None
-            or not config.dp_replicate_enabled
-            or not (isinstance(algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
-        ):
-            raise AttachError(
-                "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
-                "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
-            )
-    steps = checked_steps(isinstance(algorithm, Algorithm), host_check, on_nonfinite, machines)
-    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
-    if callback.averages_models:
-        if not strict:
-            raise ConfigError("strict has no effect on models that are averaged; leave it out")
-        if trainer.args.ddp_find_unused_parameters is None:
-            # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
-            trainer.args.ddp_find_unused_parameters = False
-            if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
-                trainer.accelerator.ddp_handler.find_unused_parameters = False
-    # Before the callbacks that report the logs, to which this one adds; but after the one that decides what
-    # is saved and evaluated, for which models are averaged.
-    callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
+    callback = ThinwireCallback(
+        algorithm,
+        checkpoint=checkpoint,
+        strict=strict,
+        host_check=host_check,
+        on_nonfinite=on_nonfinite,
+        machines=machines,
+    )
+    callback.enter(trainer)
     return callback
 
 
 class ThinwireCallback(TrainerCallback):
-    """Attaches the wrapped model, and follows the Trainer's checkpoints and logs; made by `attach`.
+    """Attaches the wrapped model, and follows the Trainer's checkpoints and logs.
+
+    `attach` makes one for a Trainer. Where somebody else makes that, give one to their `callbacks=[…]`: it
+    finds its Trainer once that is made, or trains.
 
     If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
     are averaged, `local` is the `LocalSGD` around the training. A checkpoint then has the averaged model, and
@@ -164,18 +153,45 @@ class ThinwireCallback(TrainerCallback):
     would cost a message at each save (see `thinwire.checkpoint.save_local`); for averaged models one of all,
     `thinwire.pt`. Any number of processes resumes from them. From a checkpoint that was saved without
     Thinwire training goes on with an empty residual, and a warning.
+
+    Args:
+        algorithm: See `attach`, as for all others.
+        checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given, if it is not one
+            of `args.output_dir`.
+        strict: Whether a checkpoint must be of just the parameters that are trained now.
+        host_check: See `thinwire.attach`.
+        on_nonfinite: See `thinwire.attach`.
+        machines: See `thinwire.attach`.
+
+    Raises:
+        ConfigError: As by `attach`.
+
+    Examples:
+        >>> import thinwire
+        >>> ThinwireCallback("4 bits").algorithm == thinwire.Quantize(bits=4)
+        True
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        algorithm: Algorithm | Makes,
+        algorithm: Algorithm | Makes | str,
+        *,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
-        **steps: Any,
+        host_check: HostCheck = "auto",
+        on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = True,
     ) -> None:
-        self._trainer, self._algorithm = trainer, algorithm
-        self._checkpoint, self._strict, self._steps = checkpoint, strict, steps
+        if isinstance(algorithm, str):
+            from_text = parsed(algorithm)
+            algorithm = partial(auto, **from_text) if isinstance(from_text, dict) else from_text
+        self.algorithm = checked_averaging(algorithm)
+        if self.averages_models and not strict:
+            raise ConfigError("strict has no effect on models that are averaged; leave it out")
+        is_attached = isinstance(self.algorithm, Algorithm)
+        self._steps = checked_steps(is_attached, host_check, on_nonfinite, machines)
+        self._checkpoint, self._strict = checkpoint, strict
+        self._trainer: Trainer | None = None
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
         self.local: ModelAverager | None = None
@@ -192,34 +208,91 @@ class ThinwireCallback(TrainerCallback):
             self._sync, "nothing is attached: trainer.train() attaches, in a run of several processes"
         )
 
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
+        # In one process nothing is attached, and there is nothing to find.
+        if args.world_size > 1 or self.averages_models:
+            self.enter(self._found(state))
+
+    def _found(self, state: TrainerState) -> Trainer:
+        """Return the Trainer of a state; callbacks are not given theirs."""
+        # Types are compared, since `isinstance` asks objects, and some do something then.
+        trainers: Iterable[Trainer] = (o for o in gc.get_objects() if issubclass(type(o), Trainer))
+        for trainer in trainers:
+            if getattr(trainer, "state", None) is state:
+                return trainer
+        raise AttachError(
+            "the callback was called by no transformers.Trainer; give it to one's callbacks=[…]"
+        )
+
+    def enter(self, trainer: Trainer) -> None:
+        """Take the place among a Trainer's callbacks from which it can be attached when it trains.
+
+        Raises:
+            AttachError: As by `attach`.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(callback, ThinwireCallback) and callback is not self for callback in callbacks):
+            raise AttachError(
+                "the trainer is attached already; switch the algorithm with callback.sync.use(…)"
+            )
+        if makes_elastic(self.algorithm) and trainer.args.world_size > 1:
+            raise AttachError("a member that comes and goes is one process; start each by itself")
+        if trainer.is_fsdp_enabled:
+            # Accelerate has it from 1.10 on.
+            config = getattr(trainer.accelerator, "parallelism_config", None)
+            # Gradients that PyTorch would average itself can be taken from it; models can't.
+            if (
+                config is None
+                or not config.dp_replicate_enabled
+                or not (isinstance(self.algorithm, Algorithm) or len(config.fsdp_dim_names) == 1)
+            ):
+                raise AttachError(
+                    "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
+                    "parallelism_config=…) with a ParallelismConfig of thinwire.integrations.accelerate"
+                )
+        if self.averages_models and trainer.args.ddp_find_unused_parameters is None:
+            # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
+            trainer.args.ddp_find_unused_parameters = False
+            if trainer.accelerator.ddp_handler is not None:  # Transformers 4 makes it when it trains
+                trainer.accelerator.ddp_handler.find_unused_parameters = False
+        if self in callbacks:
+            callbacks.remove(self)
+        # Before the callbacks that report the logs, to which this one adds; but after the one that decides
+        # what is saved and evaluated, for which models are averaged.
+        first = int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0
+        callbacks.insert(first, self)
+        self._trainer = trainer
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
-        if args.world_size == 1 and not makes_elastic(self._algorithm):
+        if args.world_size == 1 and not makes_elastic(self.algorithm):
             logger.warning(ALONE)
             return
         if state.is_hyper_param_search:
             raise AttachError("hyperparameter_search is refused: its checkpoints have their own folders")
-        trainer, scaler = self._trainer, self._trainer.accelerator.scaler
-        model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
+        if self._trainer is None or self._trainer.state is not state:
+            self.enter(self._found(state))
+        trainer = cast(Trainer, self._trainer)
+        model, optimizer, scaler = trainer.model_wrapped, trainer.optimizer, trainer.accelerator.scaler
+        options = self._replicas(trainer)
         # The step is the checkpoint's here: the Trainer has resumed.
         folder = self._resumed_folder(args, state) if state.global_step > 0 else None
         if self.averages_models:
-            self._average_models(partial(cast(Makes, self._algorithm), **options), folder)
+            self._average_models(trainer, partial(cast(Makes, self.algorithm), **options), folder)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
-            if isinstance(self._algorithm, Algorithm):
+            if isinstance(self.algorithm, Algorithm):
                 options |= self._steps
-                self._sync = attach_model(model, self._algorithm, grad_scaler=scaler, **options)
-            elif makes_auto(self._algorithm):
-                make, total_steps = self._algorithm, state.max_steps
+                self._sync = attach_model(model, self.algorithm, grad_scaler=scaler, **options)
+            elif makes_auto(self.algorithm):
+                make, total_steps = self.algorithm, state.max_steps
                 self.auto = new_auto(make, model, optimizer, total_steps, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
         if folder is not None:
             load_local(self.sync, folder, strict=self._strict)
 
-    def _average_models(self, make: Makes, folder: Path | None) -> None:
-        trainer = self._trainer
+    def _average_models(self, trainer: Trainer, make: Makes, folder: Path | None) -> None:
         # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
         if self.local is not None:
             self.local.__exit__(AttachError, None, None)
@@ -228,14 +301,14 @@ class ThinwireCallback(TrainerCallback):
             local.load_state_dict(load(folder / STATE_NAME))
         self.local, self._sync = local, local.sync
         local.__enter__()
-        if makes_elastic(self._algorithm):
+        if makes_elastic(self.algorithm):
             catch_up(trainer.lr_scheduler, local.steps)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         if self.local is None:
             return
         # A member that joins takes over the others' count, which is not its Trainer's.
-        if makes_elastic(self._algorithm) and self.local.steps >= state.max_steps:
+        if makes_elastic(self.algorithm) and self.local.steps >= state.max_steps:
             control.should_training_stop = True
         if control.should_evaluate or control.should_save or control.should_training_stop:
             self.local.average()
@@ -271,14 +344,14 @@ class ThinwireCallback(TrainerCallback):
     @property
     def averages_models(self) -> bool:
         """Whether models are averaged, and not gradients."""
-        return not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm)
+        return not isinstance(self.algorithm, Algorithm) and not makes_auto(self.algorithm)
 
-    def _replicas(self) -> dict[str, Any]:
+    def _replicas(self, trainer: Trainer) -> dict[str, Any]:
         """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
-        chosen = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
-        if chosen or not self._trainer.is_fsdp_enabled:
+        chosen = getattr(self.algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
+        if chosen or not trainer.is_fsdp_enabled:
             return {}
-        mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
+        mesh = trainer.accelerator.torch_device_mesh["dp_replicate"]
         return {"mesh" if self.averages_models else "replicas": mesh}
 
     def _resumed_folder(self, args: TrainingArguments, state: TrainerState) -> Path | None:
@@ -288,7 +361,7 @@ class ThinwireCallback(TrainerCallback):
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             resumes = f"training resumes at step {state.global_step}, but not from {folder}"
-            raise StateError(f"{resumes}; tell where from: attach(trainer, algorithm, checkpoint=…)")
+            raise StateError(f"{resumes}; tell where from: attach(…, checkpoint=…)")
         files = STATE_NAME if self.averages_models else LOCAL_NAME.format("*")
         if not any(folder.glob(files)):
             logger.warning(SAVED_WITHOUT, folder)

@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.adapters.attach import attach
 from thinwire.adapters.ddp_model import hook_of
+from thinwire.algorithms.registry import parsed
 from thinwire.checkpoint import LOCAL_NAME, load_local, save_local
 from thinwire.errors import AttachError, StateError, ThinwireError
-from thinwire.preload.settings import VARIABLE, Options, parsed
+from thinwire.preload.settings import VARIABLE, Options
 from thinwire.sync import GradientSync, engine_of
 from thinwire.torch_private import default_store, not_compiled, remove_forward_pre_hooks
 from thinwire.version import __version__

@@ -23,6 +23,7 @@ from thinwire.sync.scheduler import CollectiveScheduler
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import Position, SavedState, check_model, check_position, pack, read_state
 from thinwire.sync.step import Step
+from thinwire.sync.weights import Weights
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 """The parameters of each bucket, and their gradients, flat."""
@@ -79,6 +80,10 @@ class Engine:
             partition=self.partition,
             parts=parts,
         )
+        self._weights: Weights | None = None
+        if settings.weight is not None:
+            intra_node = None if self.partition is None else self.partition.intra_node
+            self._weights = Weights(settings.weight, self.metered, intra_node)
         self.reporter = Reporter(self.buckets, self.traffic, self.clock)
         self.num_dry = 0  # contexts that are open
         self._has_parts = len(parts) > 1
@@ -168,6 +173,7 @@ class Engine:
             rank=self.inter_node.rank,
             is_pipelined=pipelined and self.buckets.algorithm.pipelines_buckets,
             ended=self._ended,
+            weights=self._weights,
         )
         self._steps.append(step)
         return step

@@ -14,6 +14,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.comm import Transport
 from thinwire.errors import ConfigError
+from thinwire.sync.weights import Weight, checked_weight
 from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import to_device_async
 
@@ -87,6 +88,7 @@ class Settings:
     on_nonfinite: OnNonfinite = "nan"
     health_group: Transport | None = None  # shards of a model, which agree whether a step is healthy
     typed: Mapping[str, str] = field(default_factory=dict)
+    weight: Weight | None = None  # None: all processes count alike
 
     def __post_init__(self) -> None:
         if self.host_check not in ("auto", True, False):
@@ -118,19 +120,29 @@ class Settings:
         host_check: HostCheck = "auto",
         on_nonfinite: OnNonfinite = "nan",
         typed: Mapping[str, str] | None = None,
+        weight: object = None,
     ) -> Settings:
-        """Return the settings of a user, by the three arguments that all adapters take; see `attach`."""
+        """Return the settings of a user, by the arguments that adapters take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         scale = loss_scale_of(grad_scaler)
         is_skipped, typed = _is_enabled(grad_scaler), typed or {}
-        return cls(scale, is_skipped, host_check=host_check, on_nonfinite=on_nonfinite, typed=typed)
+        return cls(
+            scale,
+            is_skipped,
+            host_check=host_check,
+            on_nonfinite=on_nonfinite,
+            typed=typed,
+            weight=checked_weight(weight),
+        )
 
     def described(self) -> Mapping[str, str]:
         """Return the settings that must be the same on all processes, by subject."""
+        kind = "not given" if self.weight is None else "a function" if callable(self.weight) else "a number"
         # `health_group` joins others than those that are compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",
             "find_unused_parameters": str(self.may_be_unused),
             "host_check": str(self.host_check),
             "on_nonfinite": self.on_nonfinite,
+            "weight": kind,
         }

@@ -19,6 +19,7 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.scheduler import CollectiveScheduler, Task, profiler_range
 from thinwire.sync.streams import refuse_capture
 from thinwire.sync.unused import UnusedParameters
+from thinwire.sync.weights import Share, Weights
 from thinwire.tensors import accelerators
 
 ENDED = "this step has ended; begin a new one"
@@ -40,6 +41,7 @@ class Step:
         rank: Of this process among those that it averages with.
         is_pipelined: Whether buckets go on to their second message while others are started.
         ended: Is called when the step has ended, with whether it was committed.
+        weights: Say by how much this process counts; None if all count alike.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Step:
         rank: int,
         is_pipelined: bool,
         ended: Callable[[Step, bool], None],
+        weights: Weights | None = None,
     ) -> None:
         self.is_open = True  # neither finished nor abandoned
         self.num_parameters = self.gradient_bytes = 0  # of the buckets that were started so far
@@ -66,6 +69,8 @@ class Step:
         self._held: list[Bucket] = []
         self._has_all = False
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
+        self._weights = weights
+        self._share: Share | None = None
         self._reduces: IntraNodeReduces | None = None
         if plans.partition is not None:
             self._reduces = IntraNodeReduces(plans.partition.intra_node, traffic, self._name)
@@ -139,6 +144,10 @@ class Step:
             )
 
     def _send(self, bucket: BucketState, flat: torch.Tensor) -> None:
+        # Not before: in the first step processes have compared their settings by now.
+        if self._weights is not None:
+            self._share = self._share or self._weights.share(self._name)
+            self._share.apply(flat)
         if self._reduces is None:
             self._send_part(bucket, flat)
         else:

@@ -1,0 +1,95 @@
+"""Weighted means: each process scales what it brings by its share of all samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from thinwire.comm import Transport
+from thinwire.errors import ConfigError, StepError
+from thinwire.tensors import accelerators
+from thinwire.tensors.accelerators import to_device_async
+
+Weight: TypeAlias = "float | Callable[[], float]"
+"""This process's share in a mean: the same in every step, or asked for once a step."""
+
+
+def number_of(weight: object) -> float:
+    """Return a weight as a number; NaN if it is none, or below 0."""
+    try:
+        # Text and truth would pass as numbers: float("2") is one, and so is True.
+        number = math.nan if isinstance(weight, str | bool) else float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
+    return number if 0 <= number < math.inf else math.nan
+
+
+def checked_weight(weight: object) -> Weight | None:
+    """Return a user's weight, if it can be one."""
+    if weight is not None and not callable(weight) and math.isnan(number_of(weight)):
+        raise ConfigError(f"weight must be a number of at least 0, or a function of one, got {weight!r}")
+    return weight  # type: ignore[return-value]
+
+
+def multiply(flat: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply gradients by a scale of one element, in place, in their type or in fp32 if that is wider."""
+    flat.mul_(scale.to(torch.promote_types(flat.dtype, torch.float32)))
+
+
+class Share(NamedTuple):
+    """By how much a process's gradients count in a step's means."""
+
+    has_samples: bool
+    scale: torch.Tensor  # shape ()
+
+    def apply(self, flat: torch.Tensor) -> None:
+        """Scale gradients in place."""
+        # A mean over no samples may be NaN, which nothing makes zero by multiplying.
+        if not self.has_samples:
+            flat.zero_()
+        multiply(flat, self.scale)
+
+
+class Weights:
+    """Finds the scale by which this process's gradients count in a step: weight · processes / all weights.
+
+    Scaling what goes in, not what comes out, keeps the residual in one unit while weights change.
+
+    Args:
+        weight: Of this process.
+        inter_node: With whom this process averages.
+        intra_node: The processes of this machine, if those on other machines are of its local rank only.
+    """
+
+    def __init__(self, weight: Weight, inter_node: Transport, intra_node: Transport | None) -> None:
+        self._weight = weight
+        self._groups = [inter_node] if intra_node is None else [intra_node, inter_node]
+        self._size = math.prod(group.size for group in self._groups)
+        self._fixed: Share | None = None  # if the weight is a number, which is sent once
+
+    def share(self, step: str) -> Share:
+        """Return this process's share in a step. Collective, unless weights are numbers and known."""
+        if self._fixed is not None:
+            return self._fixed
+        value = self._weight() if callable(self._weight) else self._weight
+        number = number_of(value)
+        device = self._groups[-1].data_device
+        total = to_device_async(device, torch.tensor(number, dtype=accelerators.widest_dtype(device)))
+        # What is wrong is sent, too: others would wait for a process that has raised. NaN spreads to all.
+        for group in self._groups:
+            group.all_reduce(total, f"{step}, the sum of weights").wait()
+        if math.isnan(number):
+            raise ConfigError(f"{step}: weight must return a number of at least 0, got {value!r}")
+        # In each step the host would wait for an accelerator: there the means are NaN, and not committed.
+        if (device.type == "cpu" or not callable(self._weight)) and not total.item() > 0:
+            got = (
+                "no process has any" if total.item() == 0 else "another process's is no number of at least 0"
+            )
+            raise StepError(f"{step}: weights can't be shares, {got}; nothing was averaged")
+        share = Share(number > 0, (number or 1.0) * self._size / total)
+        if not callable(self._weight):
+            self._fixed = share
+        return share

@@ -1,0 +1,216 @@
+"""Unequal shares: means over samples, not over processes, as if one process had all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from adapters.test_sharded import runs_on_cpus
+from pool import are_alike, in_each_process
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.errors import AgreementError, ConfigError, StepError
+from thinwire.sync import engine_of
+from training import error_of, new_model
+
+PAIRS = [[0, 1], [2, 3]]
+
+
+def num_samples(step: int, rank: int) -> int:
+    """The first process has most of them; the last one has none, now and then."""
+    return (8, 3, 5, step % 2)[rank] if dist.get_world_size() == 4 else (8, 3 * (step % 2))[rank]
+
+
+def samples(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(num_samples(step, rank), 24, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    # Of no samples it is NaN.
+    return torch.as_tensor(model(batch)).square().mean()
+
+
+def whole_gradient(step: int) -> Tensor:
+    """The gradient of one process that has the samples of all."""
+    model = new_model(dtype=torch.float64)
+    batch = torch.cat([samples(step, rank) for rank in range(dist.get_world_size())])
+    torch.autograd.backward(loss_of(model, batch))
+    return gradient_of(model)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients]
+    return torch.cat([grad.flatten() for grad in whole if grad is not None])
+
+
+class Run:
+    """Passes of a DDP model over samples of this process's own, and the weight of each."""
+
+    def __init__(self, algorithm: Algorithm, **options: Any) -> None:
+        self.step = 0
+        self.asked: list[int] = []
+        self.model = DistributedDataParallel(new_model(dtype=torch.float64), bucket_cap_mb=0.01)
+        self.sync = thinwire.attach(self.model, algorithm, **({"weight": self.weight} | options))
+
+    def weight(self) -> int:
+        self.asked.append(self.step)
+        return num_samples(self.step, dist.get_rank())
+
+    def gradient(self) -> Tensor:
+        self.model.zero_grad()
+        torch.autograd.backward(loss_of(self.model, samples(self.step, dist.get_rank())))
+        self.step += 1
+        return gradient_of(self.model)
+
+
+@in_each_process(2)
+def test_the_mean_is_that_of_one_process_with_all_samples() -> None:
+    run, plain = Run(AllReduce()), Run(AllReduce(), weight=None)
+    for step in range(5):
+        mean = run.gradient()
+        torch.testing.assert_close(mean, whole_gradient(step), rtol=1e-10, atol=1e-12)
+        assert are_alike([mean])
+        plain.gradient()
+    assert run.asked == list(range(5))
+    # One message of eight bytes a step, which is waited for before the gradients' are sent.
+    weighed, unweighed = (each.sync.stats() for each in (run, plain))
+    assert weighed.message_bytes - unweighed.message_bytes == 5 * 8
+    assert weighed.messages - unweighed.messages == 5
+    assert weighed.rounds - unweighed.rounds == 5
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Quantize(bits=4, error_feedback=True),
+        PowerSGD(matrix_rank=2),
+        BatchedPowerSGD(),
+        TopK(error_decay=1, merge="members"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("machines", [False, True])
+@in_each_process(4)
+def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, machines: bool) -> None:
+    """In one unit, while weights change: sums of means and residuals are those of the true means."""
+    run = Run(algorithm, machines=PAIRS if machines else False)
+    means = torch.stack([run.gradient() for _ in range(6)]).sum(0)
+    assert are_alike([means])
+    error = run.sync.state_dict()["error"]
+    names = [f"{name}" for name, _ in run.model.module.named_parameters()]
+    sizes = [parameter.numel() for parameter in run.model.parameters()]
+    zeros = {name: torch.zeros(size) for name, size in zip(names, sizes, strict=True)}
+    residual = torch.cat([(zeros | dict(error))[name].flatten() for name in names])
+    true = torch.stack([whole_gradient(step) for step in range(6)]).sum(0)
+    torch.testing.assert_close(means + residual, true, rtol=1e-4, atol=1e-5)
+    assert (means - true).norm() > 1e-3 * true.norm()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tolerance"),
+    [(AllReduce(), 1e-12), (Cast("bf16"), 1e-2), (Quantize(bits=8), 3e-2)],
+    ids=str,
+)
+@in_each_process(4)
+def test_machines_of_several_processes(algorithm: Algorithm, tolerance: float) -> None:
+    run = Run(algorithm, machines=PAIRS)
+    for step in range(3):
+        true = whole_gradient(step)
+        assert (run.gradient() - true).norm() <= tolerance * true.norm()
+
+
+@runs_on_cpus
+@pytest.mark.parametrize(
+    ("algorithm", "tolerance"), [(AllReduce(), 1e-12), (Quantize(bits=8), 3e-2)], ids=str
+)
+@in_each_process(4)
+def test_replicas_of_shards(algorithm: Algorithm, tolerance: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(new_model(dtype=torch.float64), mesh=mesh["shard"])
+    replica, step = dist.get_rank() // 2, 0
+    # PyTorch averages over the shards, which have as many samples each.
+    share = (3, 1)
+    sync = thinwire.attach(model, algorithm, replicas=mesh, weight=lambda: share[(replica + step) % 2])
+    for step in range(4):
+        batches = [
+            torch.randn(2, 24, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+            for rank in range(4)
+        ]
+        model.zero_grad()
+        torch.autograd.backward(loss_of(model, batches[dist.get_rank()]))
+        mean, plain = gradient_of(model), new_model(dtype=torch.float64)
+        total = sum(share[(rank // 2 + step) % 2] for rank in range(4))
+        for rank, batch in enumerate(batches):
+            torch.autograd.backward(loss_of(plain, batch) * share[(rank // 2 + step) % 2] / total)
+        assert (mean - gradient_of(plain)).norm() <= tolerance * mean.norm()
+    assert sync.stats().steps == 4
+
+
+@in_each_process(2)
+def test_a_number_is_sent_once() -> None:
+    run = Run(AllReduce(), weight=3 - 2 * dist.get_rank())
+    plain = Run(AllReduce(), weight=None)
+    for _ in range(3):
+        run.step = plain.step = 1  # where both have samples
+        run.gradient()
+        plain.gradient()
+    plain.step = 1
+    assert run.sync.stats().message_bytes - plain.sync.stats().message_bytes == 8
+    with plain.model.no_sync():
+        mine = plain.gradient()
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    torch.testing.assert_close(gradient_of(run.model), 0.75 * both[0] + 0.25 * both[1])
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "4", True, [1, 2]])
+@in_each_process(2)
+def test_what_is_no_weight_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^weight must be a number"):
+        Run(AllReduce(), weight=weight)
+    run = Run(AllReduce(), weight=lambda: weight if dist.get_rank() else 1)
+    # On all processes: none waits for the other.
+    message = error_of(run.gradient)
+    assert message.startswith("ConfigError" if dist.get_rank() else "StepError")
+    assert "step 0" in message
+
+
+@in_each_process(2)
+def test_a_step_without_samples_is_refused() -> None:
+    weights: list[Callable[[], float] | float] = [0, lambda: 0]
+    for weight in weights:
+        run = Run(AllReduce(), weight=weight)
+        with pytest.raises(StepError, match="no process has any"):
+            run.gradient()
+
+
+@pytest.mark.parametrize("other", [None, 1.0], ids=["none", "number"])
+@in_each_process(2)
+def test_processes_that_weigh_differently_are_told(other: Any) -> None:
+    weights: list[Callable[[], float] | float | None] = [lambda: 1.0, other]
+    run = Run(AllReduce(), weight=weights[dist.get_rank()])
+    with pytest.raises(AgreementError, match="weight"):
+        run.gradient()
+
+
+@in_each_process(2)
+def test_it_does_not_go_with_dividing_by_contributors() -> None:
+    run = Run(AllReduce())
+    with (
+        pytest.raises(ConfigError, match="does not go with weight"),
+        thinwire.join(run.model, divide_by_initial_world_size=False),
+    ):
+        pass
+    assert engine_of(run.sync).settings.weight is not None
