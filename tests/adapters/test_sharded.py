@@ -40,9 +40,14 @@ from pool import are_alike, in_each_process
 from thinwire import AllReduce, PowerSGD
 from thinwire.adapters.attach import attach
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checkpoint import load, load_local, merge, save_local
+from thinwire.comm import Metered
 from thinwire.comm.process_group import GroupTransport
+from thinwire.comm.transport import CombinedWork
+from thinwire.errors import CommunicationError
+from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
 from training import error_of
 
@@ -445,6 +450,29 @@ def test_after_an_exception_in_a_backward_pass() -> None:
     assert "call abandon() first" in refused
     assert agreed(model)
     assert sync.stats().compression_ratio > 1.5
+
+
+@in_each_process(4)
+def test_a_last_message_that_fails_leaves_memory_as_it_was() -> None:
+    model, sync = attached(POWER, wide())
+    train(model, range(2), micro_steps=1)
+    engine = engine_of(sync)
+    before = {name: error.clone() for name, error in engine.state.memory[ERROR].items()}
+
+    def failing(tensor: Tensor, purpose: str, *, operation: str) -> CombinedWork:
+        work = Metered.all_reduce(engine.metered, tensor, purpose, operation="max")
+
+        def wait() -> None:
+            work.wait()
+            raise CommunicationError("lost")
+
+        return CombinedWork(wait)
+
+    with patch.object(engine.metered, "all_reduce", failing), pytest.raises(CommunicationError, match="lost"):
+        backward(model, 2)
+    assert before
+    assert engine.steps == 2
+    assert all(torch.equal(engine.state.memory[ERROR][name], error) for name, error in before.items())
 
 
 @in_each_process(4)

@@ -16,10 +16,13 @@ from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
 from sync.test_local_state import damaged
 from thinwire import PowerSGD
-from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.comm import InProcessTransport, Recording
-from thinwire.errors import StateError
+from thinwire.comm.in_process import run_members
+from thinwire.comm.metered import Wrapped
+from thinwire.comm.transport import Message, Work
+from thinwire.errors import CommunicationError, StateError
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, state_messages
 
@@ -321,3 +324,26 @@ def test_the_residual_is_averaged_in_messages_of_a_limited_size(
         assert sum(sent) == sum(sizes.values())
         assert all(size <= limit_bytes or size in sizes.values() for size in sent)
         assert len(sent) == {1: len(sizes), 17_000: 2, 1 << 20: 1}[limit_bytes]
+
+
+def test_a_message_that_fails_leaves_every_slot_as_it_was() -> None:
+    """Of an algorithm with two local slots, the second one's mean is lost."""
+    first, second = (Slot(name, is_local=True, is_elementwise=True) for name in ("first", "second"))
+    transports = InProcessTransport.group(2)
+
+    def average(rank: int) -> list[float]:
+        class Failing(Wrapped):
+            def start(self, message: Message) -> Work:
+                if "second from" in message.purpose:
+                    raise CommunicationError("lost")
+                return super().start(message)
+
+        memory = Memory()
+        memory[first]["w"], memory[second]["w"] = torch.full((2, 2), 1.0 + rank)
+        with pytest.raises(CommunicationError):
+            state_messages.average_local(
+                memory, [spec("w", 2)], torch.device("cpu"), Failing(transports[rank]), "saving"
+            )
+        return [*memory[first]["w"].tolist(), *memory[second]["w"].tolist()]
+
+    assert run_members(2, average) == [[1.0] * 4, [2.0] * 4]
