@@ -447,7 +447,7 @@ def test_after_an_exception_in_a_backward_pass() -> None:
     sync.abandon()
     model.zero_grad()
     train(model, range(3, 5), micro_steps=1)
-    assert "call abandon() first" in refused
+    assert "abandon()" in refused
     assert agreed(model)
     assert sync.stats().compression_ratio > 1.5
 

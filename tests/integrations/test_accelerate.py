@@ -475,7 +475,7 @@ def test_the_names_and_settings_are_accelerates() -> None:
         ({"comm_hook": None}, "got None"),
         ({"comm_wrapper": Hook.POWER_SGD}, "NO, FP16, BF16, got"),
         ({"comm_hook": Hook.POWER_SGD, "comm_wrapper": "fp16"}, "got 'fp16'"),
-        ({"comm_wrapper": Hook.FP16}, "comm_wrapper FP16, which would have no effect with comm_hook NO;"),
+        ({"comm_wrapper": Hook.FP16}, "comm_wrapper FP16 have no effect with comm_hook NO;"),
         ({"comm_hook": Hook.BF16, "comm_state_option": {"random_seed": 1}}, "no effect"),
         ({"comm_state_option": {"matrix_approximation_rank": 1}}, "no effect"),
         ({"comm_hook": Hook.POWER_SGD, "comm_state_option": {"matrix_rank": 1}}, "matrix_approximation_rank"),
