@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import pad
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
@@ -110,7 +109,10 @@ class BatchedPlan(LowRankPlan):
 
 def _square(flat: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """Return a copy as a matrix of a shape, padded with zeros."""
-    return pad(flat, (0, shape[0] * shape[1] - flat.numel())).view(shape)
+    matrix = flat.new_empty(shape)  # torch's `pad` would fill all of it first
+    matrix.view(-1)[: flat.numel()].copy_(flat)
+    matrix.view(-1)[flat.numel() :].zero_()
+    return matrix
 
 
 def _residual(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor | None:
@@ -120,4 +122,10 @@ def _residual(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.T
         return None
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
-    return _square(concat_view(errors), shape)
+    flat = concat_view(errors)
+    if flat.untyped_storage().nbytes() == shape[0] * shape[1] * flat.element_size():
+        # It lies in the square that the step before has left. Behind it is what that has not sent of zeros.
+        matrix = flat.as_strided(shape, (shape[1], 1))
+        matrix.view(-1)[flat.numel() :].zero_()
+        return matrix
+    return _square(flat, shape)
