@@ -32,7 +32,7 @@ try-%:
 	@echo "$*:"
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
 
-# What takes long or needs a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
+# Long runs, and those that need a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
 nightly: compiled
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or alone" --ignore tests/triton_ready
 	$(MAKE) test-triton
@@ -132,7 +132,7 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
 
-# What the soaks start are the tests' processes.
+# The soaks start the tests' processes.
 SOAK := PYTHONPATH=tests $(BIN)/python scripts/soak
 soak: .venv/.installed
 	$(SOAK)/soak.py

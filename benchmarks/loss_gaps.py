@@ -30,7 +30,7 @@ QUALITY_PAGES = (
 )
 # Of two seeds the interval is so wide that nothing should be advised by their mean.
 MIN_SEEDS = 3
-# Of known.jsonl and sizes.jsonl, whose scripts are archived (README.md).
+# The gaps of known.jsonl and sizes.jsonl, whose scripts are archived (README.md).
 ARCHIVED = RESULTS_FOLDER / "gaps-known-sizes.json"
 SHIPPED = Path(losses_module.__file__).with_name("loss_gaps.json")
 

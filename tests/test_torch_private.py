@@ -303,7 +303,7 @@ def test_a_sharded_model() -> None:
 
 # That there are no others.
 
-# Of other libraries, and of subclasses; by what they belong to.
+# Private names of other libraries, and of subclasses, by what they belong to.
 OTHERS = {
     "integrations/accelerate.py": {"_custom_objects"},
     "integrations/lightning.py": {

@@ -28,7 +28,8 @@ from thinwire.algorithms import Algorithm
 WARM_STEPS = 50
 MOST_MB = 32
 
-Step = Callable[[], object]
+Run = tuple[Callable[[], object], Any]
+"""What makes a step, and what has its `stats()`."""
 
 
 def layers(width: int) -> nn.Sequential:
@@ -47,32 +48,32 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def ddp(algorithm: Algorithm, width: int, *, machines: Any = False) -> Step:
+def ddp(algorithm: Algorithm, width: int, *, machines: Any = False) -> Run:
     model = DistributedDataParallel(layers(width), bucket_cap_mb=width**2 / 1e6)
-    thinwire.attach(model, algorithm, machines=machines)
-    return partial(trained, model, new_optimizer(model))
+    sync = thinwire.attach(model, algorithm, machines=machines)
+    return partial(trained, model, new_optimizer(model)), sync
 
 
-def sharded(algorithm: Algorithm, width: int) -> Step:
+def sharded(algorithm: Algorithm, width: int) -> Run:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     model: Any = fully_shard(layers(width), mesh=mesh["shard"])
-    thinwire.attach(model, algorithm, replicas=mesh["replicate"])
-    return partial(trained, model, new_optimizer(model))
+    sync = thinwire.attach(model, algorithm, replicas=mesh["replicate"])
+    return partial(trained, model, new_optimizer(model)), sync
 
 
-def tensors(algorithm: Algorithm, width: int) -> Step:
+def tensors(algorithm: Algorithm, width: int) -> Run:
     adapter = GradientListAdapter(layers(width).parameters(), algorithm)
-    return lambda: adapter.average([torch.randn_like(parameter) for parameter in adapter.parameters])
+    return lambda: adapter.average([torch.randn_like(tensor) for tensor in adapter.parameters]), adapter.sync
 
 
-def local(algorithm: Algorithm, width: int) -> Step:
+def local(algorithm: Algorithm, width: int) -> Run:
     model = layers(width)
     # Never left: the averaging goes on as long as the steps do.
-    LocalSGD(model, optimizer := new_optimizer(model), every_steps=2, algorithm=algorithm).__enter__()
-    return partial(trained, model, optimizer)
+    averager = LocalSGD(model, optimizer := new_optimizer(model), every_steps=2, algorithm=algorithm)
+    return partial(trained, model, optimizer), averager.__enter__()
 
 
-CASES: dict[str, tuple[int, Callable[[int], Step]]] = {
+CASES: dict[str, tuple[int, Callable[[int], Run]]] = {
     "4 bits": (2, partial(ddp, Quantize(bits=4))),
     "2 bits and a residual": (2, partial(ddp, Quantize(bits=2, error_feedback=True))),
     "few entries": (2, partial(ddp, TopK())),
@@ -93,7 +94,9 @@ def resident_mb() -> int:
 
 def grown_mb(case: str, steps: int, width: int) -> int:
     """Make steps; by how much resident memory has grown since the first 50. Run on each process of a pool."""
-    threads, step = torch.get_num_threads(), CASES[case][1](width)
+    world_size, new_run = CASES[case]
+    assert dist.get_world_size() == world_size
+    threads, (step, counted) = torch.get_num_threads(), new_run(width)
     torch.set_num_threads(1)  # with which compiled passes serve, as under torchrun
     try:
         for _ in range(WARM_STEPS):
@@ -101,6 +104,7 @@ def grown_mb(case: str, steps: int, width: int) -> int:
         before = resident_mb()
         for _ in range(steps - WARM_STEPS):
             step()
+        assert case == "exact" or counted.stats().compression_ratio > 1.5
         return resident_mb() - before
     finally:
         torch.set_num_threads(threads)

@@ -221,7 +221,7 @@ class Job:
         codes = [process.exit_code for process in self.processes]
         failed = [index for index, code in enumerate(codes) if code]
         if failed and self.failure is None:
-            # Of several, one that a signal has ended: the others' errors are for want of it.
+            # Name one that a signal has ended first: the others failed because it was missing.
             first = max(failed, key=lambda index: codes[index] > 128)
             self.failure, self.exit_code = f"process {first} {ending(codes[first])}", codes[first]
             # Wait first: the others find out by themselves, and their own words tell more than a signal's.

@@ -37,7 +37,7 @@ def samples(step: int, rank: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    # Of no samples it is NaN.
+    # The mean of no samples is NaN.
     return torch.as_tensor(model(batch)).square().mean()
 
 
@@ -116,6 +116,7 @@ def test_what_a_mean_lacks_is_in_the_residuals(algorithm: Algorithm, machines: b
     true = torch.stack([whole_gradient(step) for step in range(6)]).sum(0)
     torch.testing.assert_close(means + residual, true, rtol=1e-4, atol=1e-5)
     assert (means - true).norm() > 1e-3 * true.norm()
+    assert run.sync.stats().compression_ratio > 1.5
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,7 @@ def test_machines_of_several_processes(algorithm: Algorithm, tolerance: float) -
     for step in range(3):
         true = whole_gradient(step)
         assert (run.gradient() - true).norm() <= tolerance * true.norm()
+    assert isinstance(algorithm, AllReduce) or run.sync.stats().compression_ratio > 1.5
 
 
 @runs_on_cpus

@@ -291,7 +291,7 @@ class Tuned(torch.optim.SGD):
 
 def _trained(model: Any, **settings: Any) -> Auto:
     optimizer = Tuned(model.parameters(), lr=0.01)
-    # What is chosen, the machine has to say.
+    # The machine has to say which one is chosen.
     few: dict[str, Any] = {"probe_steps": 2, "budget_loss": 0.005, "least_gain": 0}
     chooser = thinwire.auto(model, optimizer, **few, **settings)
     train(model, optimizer, ALL_TRIALS)

@@ -168,7 +168,7 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     assert expected_loss("Quantize(bits=4)", recurrent).order == 0
     # An LSTM of as many parameters lost more, and tells a transformer nothing.
     assert gap("Quantize(bits=3)", "AdamW", 6 * 10**5, 2000, 4).short == "-0.3"
-    # Of transformers, for want of its own.
+    # It has none of its own, so a transformer's counts.
     assert expected_loss("PowerSGD(matrix_rank=2)", recurrent).short == "+7.5"
     assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
 
@@ -247,7 +247,7 @@ def test_of_ties_in_time_and_loss_the_most_bits_win() -> None:
 def on_links(optimizer: str, budget_loss: float) -> list[str]:
     """The rule's choices from the fastest link to the slowest, for a step that hides 60 of its 100 ms."""
     training = Training(optimizer, 4, 140_000, 3000)
-    # As wide as in the trainings of the table: there matrix rank 16 sends 6 times fewer bytes.
+    # The trainings of the table were as wide: there matrix rank 16 sends 6 times fewer bytes.
     specs = [ParameterSpec.of("weight", torch.zeros(192, 192))]
     group = InProcessTransport.group(4)[0]
 

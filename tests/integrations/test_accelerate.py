@@ -391,7 +391,7 @@ def test_the_run_chooses_its_algorithm() -> None:
     with several_processes():
         accelerator = Accelerator(cpu=True)
         model, optimizer = prepared(accelerator)
-        # What is chosen, the machine has to say.
+        # The machine has to say which one is chosen.
         chooser = thinwire.auto(
             model, optimizer, probe_steps=2, budget_loss=0, least_gain=0, grad_scaler=accelerator.scaler
         )

@@ -215,7 +215,7 @@ def test_the_callback_logs_and_a_second_fit_goes_on(tmp_path: Path) -> None:
 
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
-    # What is chosen, the machine has to say.
+    # The machine has to say which one is chosen.
     strategy = ThinwireStrategy(
         partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0), find_unused_parameters=False
     )
@@ -293,7 +293,7 @@ def test_models_are_averaged_with_the_local_hook(tmp_path: Path) -> None:
 @in_each_process(2)
 def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
-    # As in the user's script, besides what a test needs.
+    # The user's script, with a test's settings.
     names["Trainer"] = partial(new_trainer, tmp_path, max_steps=4)
     names["loop"] = lambda: names["trainer"].fit(Regression(), batches())
     with lightning_environment():

@@ -311,7 +311,7 @@ def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
 
 @in_each_process(2)
 def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
-    # What is chosen, the machine has to say.
+    # The machine has to say which one is chosen.
     averaging = partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0)
     with several_processes():
         _, callback = trained(tmp_path, averaging, max_steps=40, save_steps=30)

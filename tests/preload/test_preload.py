@@ -53,6 +53,7 @@ def test_an_unchanged_script_trains_as_if_it_attached_by_itself(tmp_path: Path) 
     out, told = attached(SCRIPT, options=("--algorithm", TOLD, "--watch", tmp_path / "w", *folder))
     assert weights(out) == weights(by_itself.stdout)
     sent, in_bf16 = map(float, re.findall(r"5 steps sent (\S+) MB.* sent (\S+);", told)[0])
+    assert "over 2 processes" in told
     assert 3 < in_bf16 / sent < 4
     assert len((tmp_path / "w").read_text().splitlines()) >= 5
     assert {file.name for file in tmp_path.glob("*.pt")} == {"thinwire_0.pt", "thinwire_1.pt"}

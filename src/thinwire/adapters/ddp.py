@@ -167,7 +167,7 @@ class DDPAdapter:
                 divide_by_contributors(bucket.parameters(), flat)
             beside = nullcontext() if has_none else self._comm_stream.wait_for_current(flat.device)
             with beside:
-                # As one: while a bucket is opened, and processes agree, its gradients are ready and wait.
+                # Time both as one: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside(self.engine.traffic):
                     opened = self._open_bucket(bucket.parameters())
                     step = step or self._begin(bucket)

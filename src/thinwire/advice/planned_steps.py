@@ -29,7 +29,7 @@ from thinwire.probe import Probe, Timing
 from thinwire.probe.link_timings import ring_share
 from thinwire.probe.measured_link import MeasuredLink, Transfer
 
-# What arithmetic adds to a step on one H100, in seconds for each element: the larger of what whole steps of
+# Arithmetic adds this to a step on one H100, in seconds for each element: the larger of what whole steps of
 # 163 M parameters took longer, and of the device's own time for 124 M; what was not timed takes what the next
 # rougher or larger setting took. From benchmarks/results/2026-11-26-gpu-h100.md, which docs/results.md shows.
 ARITHMETIC_SOURCE = "one H100 (docs/results.md)"

@@ -26,11 +26,11 @@ class MemberStatus(NamedTuple):
     step: int  # so far
     weight: float  # of its contribution
     is_finite: bool  # what it would put in
-    # Of members that stay; `has_…` in `average()` alone.
+    # Members that stay tell these; `has_…` in `average()` alone.
     has_changed: bool = False  # its parameters, since the last averaging, without a step that counts
     has_loaded: bool = False  # its parameters, inside the context, with steps behind the last averaging
     outer_settings: int = 0  # a digest of what a schedule sets in the outer optimizer
-    # Of members that come and go.
+    # Members that come and go tell these.
     is_leaving: bool = False  # after this averaging
     is_new: bool = False  # it starts from the others' state
     is_saving: bool = False  # behind this averaging

@@ -115,7 +115,7 @@ class Membership:
         """Go on from an average whose means had come when the state was saved."""
         self.pending, self._step = pending, step
 
-    # What members say of themselves.
+    # The statuses of the members.
 
     def gather_status(self, weight: float = 1.0, *, is_finite: bool = True, **flags: bool) -> StatusGather:
         """Ask all members at which step they are; do not wait for the answers. Collective."""

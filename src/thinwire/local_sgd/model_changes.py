@@ -143,7 +143,7 @@ class ModelChanges(Contributor):
 
     @property
     def rounds_due(self) -> int:
-        # What is delayed is sent one fragment at a time.
+        # A delayed average holds one fragment.
         (fragment,) = self._sent
         return self.schedule.rounds_sent(self.age, fragment.num_rounds)
 

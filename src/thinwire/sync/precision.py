@@ -28,7 +28,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     global _num_inside  # noqa: PLW0603
     with _lock:
         for backend in ("cuda", "mkldnn") if _num_inside == 0 else ():
-            # What a product in TF32 rounds off would neither be sent nor stay in the residual.
+            # A product in TF32 rounds off what would neither be sent nor stay in the residual.
             if _precision is None or _precision(backend, "matmul") not in ("ieee", "none"):
                 _set_full(backend)
         _num_inside += 1

@@ -51,7 +51,7 @@ class Task:
                 "request, and Commit as the last one"
             )
         self.requests = requests
-        # What it asks for; None at its end.
+        # The request that it stands at; None at its end.
         self.request: Request | tuple[CollectiveRequest, ...] | None = None
         self.gate: Commit | None = None  # its commit, once it has come there
         self.is_committed = False  # whether it has passed that

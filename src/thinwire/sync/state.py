@@ -83,7 +83,7 @@ def tensors_to_save(
                 tensors[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
             else:
                 tensors[label] = tensor.to("cpu", copy=True)
-        # What was loaded for a bucket that has not come yet is still to be sent.
+        # A bucket that has not come yet still has its loaded tensors to send.
         tensors |= {name: tensor.clone() for name, tensor in pending.get(slot, {}).items()}
     return slots
 

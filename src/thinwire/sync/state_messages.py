@@ -134,7 +134,7 @@ def assemble(
         if not part.slot.is_elementwise:
             tensors.setdefault(label_of(part), part.tensor)
         elif spec is None or part.tensor.shape == spec.shape:
-            # Of what several have as a whole the first one's.
+            # Several may have it as a whole; the first one's counts.
             tensors.setdefault(part.label, part.tensor)
         else:
             if part.label not in tensors:

@@ -24,7 +24,7 @@ class UnusedParameters:
 
     def __init__(self) -> None:
         self.names: set[str] = set()  # once found
-        # Of each bucket, in the order of messages: 1 for each parameter that this process used, else 0.
+        # By bucket, in the order of messages: 1 for each parameter that this process used, else 0.
         self._flags: dict[Specs, torch.Tensor] = {}
 
     def note(self, bucket: Bucket, used: Sequence[bool] | None) -> None:

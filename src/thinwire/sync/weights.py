@@ -78,7 +78,7 @@ class Weights:
         number = number_of(value)
         device = self._groups[-1].data_device
         total = to_device_async(device, torch.tensor(number, dtype=accelerators.widest_dtype(device)))
-        # What is wrong is sent, too: others would wait for a process that has raised. NaN spreads to all.
+        # Send a wrong weight, too: others would wait for a process that has raised. NaN spreads to all.
         for group in self._groups:
             group.all_reduce(total, f"{step}, the sum of weights").wait()
         if math.isnan(number):
