@@ -14,7 +14,7 @@ from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.fragment import Fragments
 from thinwire.local_sgd.outer import load_outer
 from thinwire.local_sgd.replica import Replica
-from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, digest_of
+from thinwire.sync.state import DTYPES, FORMAT, check_finite, check_kind, damage_named, digest_of
 
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer"}
 COUNTS = ("lineage", "commits", "turns")
@@ -112,7 +112,7 @@ def checked_state(
     `shapes` are those of each fragment's tensors, by name.
     """
     check_kind(state, KEYS, "LocalSGD.state_dict()")
-    try:
+    with damage_named():
         loaded = LoadedState(
             step=whole_number("step", state["step"], minimum=0, error=StateError),
             sent_after=list(map(int, state["sent_after"])),
@@ -134,13 +134,6 @@ def checked_state(
         _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
         for number, means in loaded.in_flight:
             _check_tensors(f"in_flight of fragment {number}", means, shapes[number])
-    except StateError:
-        raise
-    # Whatever values of wrong kinds raise where they are used.
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(
-            f"the state can't be read, {type(error).__name__}: {error}; load one as state_dict() made it"
-        ) from error
     if loaded.outer is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if loaded.warmup is not None and not has_warmup:

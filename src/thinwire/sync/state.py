@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -118,17 +119,23 @@ def read_state(state: object, slots: Iterable[Slot] = ()) -> SavedState:
         StateError: It is no such state.
     """
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
-    try:
+    with damage_named():
         loaded = _unpacked(state, known)
         _check_inside(loaded)
+    return loaded
+
+
+@contextmanager
+def damage_named() -> Iterator[None]:
+    """Raise a StateError for all that values of wrong kinds raise where they are used."""
+    try:
+        yield
     except StateError:
         raise
-    # Whatever values of wrong kinds raise where they are used.
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise StateError(
             f"the state can't be read, {type(error).__name__}: {error}; load one as state_dict() made it"
         ) from error
-    return loaded
 
 
 def _unpacked(state: Any, known: Mapping[str, Slot]) -> SavedState:
