@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 import crash
 import thinwire
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
-from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.comm import agreement
 from thinwire.sync import engine_of
@@ -51,23 +50,6 @@ def by_hook(algorithm: Algorithm, trained: int = 0) -> tuple[GradientSync, Calla
     return sync, lambda step: backward(model, step)
 
 
-def by_optimizer_step(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int], None]]:
-    """The reference's loop; a step."""
-    model = new_model()
-    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
-    aggregator.sync.use(algorithm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step_with(step: int) -> None:
-        backward(model, step)
-        epfl.optimizer_step(optimizer, aggregator)
-
-    return aggregator.sync, step_with
-
-
-FRONTS = {"hook": by_hook, "optimizer_step": by_optimizer_step}
-
-
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """All that is saved of its memory, as copies."""
     return {
@@ -82,9 +64,9 @@ def are_same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm, fault: Fault) -> None:
+def train_until_lost(setting: crash.Setting, algorithm: Algorithm, fault: Fault) -> None:
     setting.join_group()
-    sync, step_with = FRONTS[adapter](algorithm)
+    sync, step_with = by_hook(algorithm)
     is_struck = setting.process_rank == LOST
     kind = InjectedError if is_struck and fault.kind == "raise" else CommunicationError
     with faults(sync, [fault]):
@@ -110,36 +92,32 @@ def train_until_lost(setting: crash.Setting, adapter: str, algorithm: Algorithm,
 
 
 POWER = PowerSGD(matrix_rank=2)
-CASES: list[tuple[str, Algorithm, Fault]] = [
-    ("hook", POWER, fail_at(LOST, AT, "kill")),
-    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=1)),
-    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=2)),
-    ("hook", AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
-    ("hook", PowerSGD(matrix_rank=2, alternating=True), fail_at(LOST, AT, "kill")),
-    ("hook", POWER, fail_at(LOST, AT, "raise", after_messages=2)),
-    ("hook", POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
-    ("optimizer_step", POWER, fail_at(LOST, AT, "kill")),
-    ("optimizer_step", POWER, fail_at(LOST, AT, "stall", after_messages=1, seconds=3 * TIMEOUT_SECONDS)),
+CASES: list[tuple[Algorithm, Fault]] = [
+    (POWER, fail_at(LOST, AT, "kill")),
+    (POWER, fail_at(LOST, AT, "kill", after_messages=1)),
+    (POWER, fail_at(LOST, AT, "kill", after_messages=2)),
+    (AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
+    (PowerSGD(matrix_rank=2, alternating=True), fail_at(LOST, AT, "kill")),
+    (POWER, fail_at(LOST, AT, "raise", after_messages=2)),
+    (POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
 ]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "algorithm", "fault"),
+    ("algorithm", "fault"),
     CASES,
-    ids=[f"{adapter}-{type(a).__name__}-{f.kind}-after-{f.after_messages}" for adapter, a, f in CASES],
+    ids=[f"{type(a).__name__}-{f.kind}-after-{f.after_messages}" for a, f in CASES],
 )
-def test_the_others_are_told_where_and_keep_their_memory(
-    adapter: str, algorithm: Algorithm, fault: Fault
-) -> None:
+def test_the_others_are_told_where_and_keep_their_memory(algorithm: Algorithm, fault: Fault) -> None:
     # Who dies is missed at once.
     timeout: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
-    ended = crash.run(train_until_lost, adapter, algorithm, fault, **timeout)
+    ended = crash.run(train_until_lost, algorithm, fault, **timeout)
     assert [each.exit_code for each in ended] == [0, -9 if fault.kind == "kill" else 0, 0], ended
 
 
 @pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4, error_feedback=True), AllReduce()], ids=str)
 def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> None:
-    """Those too that never send to the one that is lost: neither its machine nor its place is theirs."""
+    """Those too that never send to the one that is lost: neither its machine nor its local rank is theirs."""
     ended = crash.run(train_on_machines, algorithm, processes=4)
     assert [each.exit_code for each in ended] == [0, -9, 0, 0], ended
 

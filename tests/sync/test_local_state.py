@@ -195,21 +195,8 @@ def damaged(state: Any, draw: random.Random) -> Any:
         else:
             inner[key] = damaged(state[key], draw)
         return inner if isinstance(state, dict) else tuple(inner.values())
-    others: list[Any] = [
-        None,
-        -1,
-        7,
-        0,
-        "x",
-        1.5,
-        True,
-        (),
-        {},
-        ("a", "b"),
-        ((3, 4), 5),
-        torch.zeros(3),
-        torch.zeros(()),
-    ]
+    plain = [None, -1, 7, 0, "x", 1.5, True, (), {}, ("a", "b"), ((3, 4), 5)]
+    others: list[Any] = [*plain, torch.zeros(3), torch.zeros(())]
     return draw.choice(others)
 
 

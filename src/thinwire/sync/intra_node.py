@@ -33,7 +33,6 @@ class IntraNodeReduces:
         self._num_taken = 0  # of these
 
     def start(self, bucket: BucketState, flat: torch.Tensor) -> None:
-        """Send the reduce-scatter of a bucket."""
         parts = bucket.parts
         assert parts is not None
         by_rank = parts.by_rank(flat)
