@@ -42,7 +42,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.checkpoint import load, load_local, merge, save, save_local
 from thinwire.comm import InProcessTransport
 from thinwire.simulation import Simulation
-from training import flat
+from training import flat, new_model, train
 
 POWER = PowerSGD(matrix_rank=2)
 FORMATS = ["sync.pt", "sync.safetensors"]
@@ -329,46 +329,39 @@ def test_a_damaged_file_is_refused_or_means_the_same(
 # Real processes.
 
 
-def new_model(algorithm: Algorithm = POWER) -> tuple[DistributedDataParallel, GradientSync]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
-    model = DistributedDataParallel(module, bucket_cap_mb=0.005)
-    return model, thinwire.attach(model, algorithm)
+def attached() -> tuple[DistributedDataParallel, GradientSync]:
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    return model, thinwire.attach(model, POWER)
 
 
-def train(model: nn.Module, steps: range) -> Tensor:
-    """Data by step and process; the parameters afterwards."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in steps:
-        torch.manual_seed(1000 * step + dist.get_rank())
-        optimizer.zero_grad()
-        model(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
+def trained(model: nn.Module, steps: range) -> Tensor:
+    """The parameters after some steps."""
+    train(model, torch.optim.SGD(model.parameters(), lr=0.05), steps)
     return flat(model)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @in_each_process(2)
 def test_distributed_checkpoint_resumes_to_the_bit(asynchronous: bool, tmp_path: Path) -> None:
-    model, sync = new_model()
-    train(model, range(4))
+    model, sync = attached()
+    trained(model, range(4))
     # Copies: of what is on the CPU torch 2.6 makes none before training goes on.
     parameters = {name: each.clone() for name, each in model.module.state_dict().items()}
     saving = {"model": parameters, "sync": sync}
     if asynchronous:
         group = dist.new_group()  # its own: it is used by another thread while training goes on
         future: Any = dcp_async_save(saving, checkpoint_id=tmp_path / "dcp", process_group=group)
-        straight = train(model, range(4, 8))
+        straight = trained(model, range(4, 8))
         future.result()
     else:
         dcp_save(saving, checkpoint_id=tmp_path / "dcp")
-        straight = train(model, range(4, 8))
+        straight = trained(model, range(4, 8))
     assert sync.stats().compression_ratio > 4
     for is_forgetful in (False, True):
-        other, its = new_model()
+        other, its = attached()
         loading = {"model": other.module} if is_forgetful else {"model": other.module, "sync": its}
         dcp_load(loading, checkpoint_id=tmp_path / "dcp")
-        assert torch.equal(train(other, range(4, 8)), straight) == (not is_forgetful)
+        assert torch.equal(trained(other, range(4, 8)), straight) == (not is_forgetful)
 
 
 # Each process for itself, without a message

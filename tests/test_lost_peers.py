@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 import crash
 import thinwire
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
+from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.comm import agreement
 from thinwire.sync import engine_of
 from thinwire.sync.state import digest_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
+from training import batch_of, new_model
 
 TIMEOUT_SECONDS = 2.0
 BUSY_SECONDS = 20.0  # by which a busy machine may be late; without a timeout it would be for ever
@@ -30,24 +32,32 @@ LOST = 1  # the process that is lost
 AT = 4  # the step in which it is
 
 
-def new_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
-
-
 def backward(model: nn.Module, step: int) -> None:
-    torch.manual_seed(1000 * step + dist.get_rank())
     model.zero_grad()
-    model(torch.randn(8, 64)).square().mean().backward()
+    torch.autograd.backward(model(batch_of(step)).square().mean())
 
 
 def by_hook(algorithm: Algorithm, trained: int = 0) -> tuple[GradientSync, Callable[[int], None]]:
-    """DDP with two buckets, after some steps; a step."""
+    """DDP with several buckets, after some steps; a step."""
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
     sync = thinwire.attach(model, algorithm)
     for step in range(trained):
         backward(model, step)
     return sync, lambda step: backward(model, step)
+
+
+def by_optimizer_step(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int], None]]:
+    """The reference's loop; a step."""
+    model = new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    aggregator.sync.use(algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step_with(step: int) -> None:
+        backward(model, step)
+        epfl.optimizer_step(optimizer, aggregator)
+
+    return aggregator.sync, step_with
 
 
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
@@ -124,8 +134,10 @@ def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> 
 
 def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> None:
     setting.join_group()
-    # Four layers, so that each process of a machine has a matrix of each bucket.
-    model = DistributedDataParallel(nn.Sequential(new_model(), new_model()), bucket_cap_mb=0.03)
+    # Each process of a machine has a matrix of each bucket.
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(24, 24) for _ in range(8)))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.01)
     sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
     for step in range(AT):
         backward(model, step)
@@ -171,7 +183,12 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
     setting.join_group()
     sync, step_with = by_hook(POWER, trained=3)
     before, start = remembered(sync), time.monotonic()
-    if setting.process_rank == 0:
+    if meanwhile == "it has switched":
+        if setting.process_rank == 0:
+            sync.use(AllReduce())
+        with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
+            step_with(3)
+    elif setting.process_rank == 0:
         told = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
         with pytest.raises(CommunicationError, match=told):
             sync.state_dict()
@@ -185,26 +202,12 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
     return warned
 
 
-@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end"])
-def test_saving_on_one_process_only_ends_in_words(meanwhile: str) -> None:
+@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end", "it has switched"])
+def test_saving_or_switching_on_one_process_only_ends_in_words(meanwhile: str) -> None:
     ended = crash.run(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
     assert [each.exit_code for each in ended] == [0] * 3, ended
     is_told = any("process 0 has waited 0.5 s for the others" in line for line in ended[0].told)
-    assert is_told or meanwhile == "they end"
-
-
-def use_on_one(setting: crash.Setting) -> None:
-    setting.join_group()
-    sync, step_with = by_hook(POWER, trained=3)
-    if setting.process_rank == 0:
-        sync.use(AllReduce())
-    with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
-        step_with(3)
-
-
-def test_switching_on_one_process_only_ends_in_words() -> None:
-    ended = crash.run(use_on_one, timeout_seconds=TIMEOUT_SECONDS)
-    assert [each.exit_code for each in ended] == [0] * 3, ended
+    assert is_told or meanwhile in ("they end", "it has switched")
 
 
 def test_hooks_without_state_tell_it_too() -> None:

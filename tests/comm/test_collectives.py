@@ -69,13 +69,6 @@ def test_that_nobody_offers_is_told_on_all() -> None:
     assert sorted(told) == [0, 1]
 
 
-def test_no_tensors_no_messages() -> None:
-    (alone,) = InProcessTransport.group(1)
-    recording = Recording(alone)
-    copy_from(True, [torch.empty(0)], recording)
-    assert recording.notes == []
-
-
 def test_numbers_come_by_rank_exact_as_doubles_are() -> None:
     members = InProcessTransport.group(3)
     gathered = run_members(3, lambda rank: gather_numbers([rank, 2.0**52 + rank], members[rank], "a test"))

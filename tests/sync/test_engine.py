@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from threading import Barrier, Event
 from typing import Any
@@ -17,7 +17,7 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.comm import InProcessTransport, Message, Recording, Work, run_members
+from thinwire.comm import CombinedWork, InProcessTransport, Message, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import GradientSync, bucket_plans
@@ -43,17 +43,12 @@ class Noting(InProcessTransport):
         self.look()
         number, self.sent = self.sent, self.sent + 1
         self.events.append(f"send {number}: {message.tensor.numel()}")
-        return _Noted(self, number)
+        return CombinedWork(partial(self._await, number))
 
-
-class _Noted:
-    def __init__(self, transport: Noting, number: int) -> None:
-        self.transport, self.number = transport, number
-
-    def wait(self) -> None:
-        if self.number == self.transport.fail_at:
+    def _await(self, number: int) -> None:
+        if number == self.fail_at:
             raise CommunicationError("the peer has gone")
-        self.transport.events.append(f"wait {self.number}")
+        self.events.append(f"wait {number}")
 
 
 def noting(look: Callable[[], object] = lambda: None) -> Noting:
@@ -190,18 +185,6 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
     assert run(AroundTrend(), pipelined=True)[0][1] == plain
 
 
-@dataclass
-class Watched:
-    """A work that calls something when it is waited for."""
-
-    work: Work
-    look: Callable[[], object]
-
-    def wait(self) -> None:
-        self.look()
-        self.work.wait()
-
-
 @pytest.mark.parametrize(
     ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
 )
@@ -213,12 +196,17 @@ def test_without_memory_means_are_written_while_the_last_messages_travel(
     before = [flat.clone() for flat in flats]
     written: list[list[bool]] = []
 
-    def look() -> None:
-        written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
+    def start(message: Message) -> Work:
+        work = engine.metered.transport.start(message)
+
+        def wait() -> None:
+            written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
+            work.wait()
+
+        return CombinedWork(wait)
 
     engine = Engine(algorithm, InProcessTransport.group(1)[0], [each for bucket in specs for each in bucket])
-    inner = engine.metered.transport
-    monkeypatch.setattr(engine.metered, "start", lambda message: Watched(inner.start(message), look))
+    monkeypatch.setattr(engine.metered, "start", start)
     one = engine.begin(pipelined=True)
     for bucket, flat in zip(specs, flats, strict=True):
         one.start(engine.open(bucket, flat.device), flat)

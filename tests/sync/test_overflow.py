@@ -86,13 +86,7 @@ def test_overflows_leave_no_trace(adapter: Callable[[GradScaler], Averageable]) 
     unscaled = GradScaler("cpu", init_scale=1.0, growth_interval=10_000)
     disturbed = trained(adapter, growing, overflows(dist.get_world_size()))
     healthy = trained(adapter, unscaled, {})
-    assert torch.equal(disturbed.parameters, healthy.parameters)
-    assert disturbed.error.keys() == healthy.error.keys()
-    assert all(
-        owed.any() and torch.equal(owed, healthy.error[name]) for name, owed in disturbed.error.items()
-    )
-    assert (disturbed.stats.nonfinite_steps, healthy.stats.nonfinite_steps) == (5, 0)
-    assert disturbed.stats.compression_ratio > 3
+    assert_the_same(disturbed, healthy, skipped=5)
     assert min(disturbed.scales) < max(disturbed.scales)
     assert set(healthy.scales) == {1.0}
 
@@ -106,6 +100,20 @@ class Trained(NamedTuple):
     scales: list[float]
 
 
+def trained_by(sync: Any, model: nn.Module, scales: list[float]) -> Trained:
+    return Trained(flat(model), dict(sync.state_dict()["error"]), sync.stats(), scales)
+
+
+def assert_the_same(disturbed: Trained, healthy: Trained, *, skipped: int) -> None:
+    assert torch.equal(disturbed.parameters, healthy.parameters)
+    assert disturbed.error.keys() == healthy.error.keys()
+    assert all(
+        owed.any() and torch.equal(owed, healthy.error[name]) for name, owed in disturbed.error.items()
+    )
+    assert (disturbed.stats.nonfinite_steps, healthy.stats.nonfinite_steps) == (skipped, 0)
+    assert disturbed.stats.compression_ratio > 3
+
+
 def trained(adapter: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Trained:
     model, sync, step = adapter(scaler)
     scales = []
@@ -116,7 +124,7 @@ def trained(adapter: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Tr
             assert torch.equal(flat(model), before)
         scales.append(scaler.get_scale())
         step(loss_of(model, number))
-    return Trained(flat(model), dict(sync.state_dict()["error"]), sync.stats(), scales)
+    return trained_by(sync, model, scales)
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.3, 1000.0, 1e-3])

@@ -22,7 +22,7 @@ from thinwire.version import __version__
 # Buckets that are kept open beside those of the last step.
 MAX_IDLE_BUCKETS = 32
 
-EXACT = AllReduce()
+EXACT, NO_GRADIENTS = AllReduce(), Bucket((), torch.empty(0))
 
 Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in separate steps."""
@@ -39,16 +39,22 @@ class BucketState:
 
     specs: Specs  # in the order of their gradients
     is_current: bool = True
+    is_open: bool = False
+    is_in_flight: bool = False  # whether a step is under way with it
     # Once it is open.
-    plan: BucketPlan | None = None  # on a machine of several processes, of the part that this one averages
+    plan: BucketPlan = NOTHING  # on a machine of several processes, of the part that this one averages
     parts: BucketParts | None = None  # how processes of a machine divide the bucket
     machine_bytes: int = 0  # that all of them send of it in a step, by the plan
-    # While a step is under way with it.
-    flat: torch.Tensor | None = None  # its gradients
-    part: Bucket | None = None  # what of them this process averages, once that is sent
+    # While it is in flight.
+    flat: torch.Tensor = NO_GRADIENTS.flat
+    part: Bucket = NO_GRADIENTS  # what of `flat` this process averages, once that is sent
 
     def __post_init__(self) -> None:
         self.names = frozenset(spec.name for spec in self.specs)
+
+    def release(self) -> None:
+        """Let go of the gradients: the step has ended."""
+        self.is_in_flight, self.flat, self.part = False, NO_GRADIENTS.flat, NO_GRADIENTS
 
 
 class BucketPlans:
@@ -148,11 +154,11 @@ class BucketPlans:
 
     def open_buckets(self) -> Mapping[Specs, BucketState]:
         """Return the buckets that are open."""
-        return {specs: bucket for specs, bucket in self._buckets.items() if bucket.plan is not None}
+        return {specs: bucket for specs, bucket in self._buckets.items() if bucket.is_open}
 
     def open_all(self, devices: Mapping[BucketState, torch.device], *, is_agreed: bool = False) -> None:
         """Open buckets, each on its device. Collective where some were not: once, however many."""
-        new = [bucket for bucket in devices if bucket.plan is None]
+        new = [bucket for bucket in devices if not bucket.is_open]
         if not new:
             return
         state, plans = self.state, [self._plan_part(bucket.specs, self.partition) for bucket in new]
@@ -179,7 +185,7 @@ class BucketPlans:
             warning = plan.on_state_loaded(state.memory)
             if warning and state.unchecked is not None:
                 warnings.warn(warning, stacklevel=5)
-            bucket.plan = plan
+            bucket.plan, bucket.is_open = plan, True
             # Behind those that were opened before, whenever this process has seen it first.
             self._buckets[bucket.specs] = self._buckets.pop(bucket.specs, bucket)
 
@@ -190,14 +196,14 @@ class BucketPlans:
         if specs_of_last == self.specs_of_last or self._has_parts:  # those of parts are known from the start
             return
         self.specs_of_last = specs_of_last
-        self._plans = tuple(bucket.plan for bucket in used if bucket.plan is not None)
+        self._plans = tuple(bucket.plan for bucket in used)
         self._forget_stale()
         # Close those not used for longest: some models use other parameters in each step. All members end the
         # same steps in the same order, so they close the same buckets.
         for bucket in used:
             if self._buckets.get(bucket.specs) is bucket:  # else a new plan has closed it meanwhile
                 self._buckets[bucket.specs] = self._buckets.pop(bucket.specs)
-        idle = [bucket for bucket in self.open_buckets().values() if bucket.flat is None]
+        idle = [bucket for bucket in self.open_buckets().values() if not bucket.is_in_flight]
         for bucket in idle[: max(0, len(idle) - MAX_IDLE_BUCKETS)]:
             bucket.is_current = False
             del self._buckets[bucket.specs]

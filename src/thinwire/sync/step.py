@@ -96,7 +96,7 @@ class Step:
             raise StepError(ENDED)
         if flat.is_cuda:
             refuse_capture()
-        if bucket.flat is not None:
+        if bucket.is_in_flight:
             self._refuse_twice(bucket)
         if flat.device != self._plans.device:
             self._plans.move_to(flat.device)
@@ -106,11 +106,11 @@ class Step:
             self.gradient_bytes += flat.nbytes
             if self._unused is not None:
                 self._unused.note(Bucket(bucket.specs, flat), used)
-            bucket.flat = flat
+            bucket.is_in_flight, bucket.flat = True, flat
             self._buckets.append(bucket)
             # Buckets are sent in the order in which they came: after one that waits, all wait.
-            if bucket.plan is not None and self._num_sent == len(self._buckets) - 1:
-                self._send(bucket, flat)
+            if bucket.is_open and self._num_sent == len(self._buckets) - 1:
+                self._send(bucket)
 
     def _refuse_twice(self, bucket: BucketState) -> None:
         if bucket in self._buckets:
@@ -126,32 +126,31 @@ class Step:
             "first"
         )
 
-    def _send(self, bucket: BucketState, flat: torch.Tensor) -> None:
+    def _send(self, bucket: BucketState) -> None:
         self._num_sent += 1
         # Not before: in the first step processes have compared their settings by now.
         if self._weights is not None:
             self._share = self._share or self._weights.share(self._name)
-            self._share.apply(flat)
+            self._share.apply(bucket.flat)
         if self._reduces is None:
-            self._send_part(bucket, flat)
+            self._send_part(bucket, bucket.flat)
         else:
             # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
-            self._reduces.start(bucket, flat)
+            self._reduces.start(bucket)
             for reduced, part in self._reduces.take(but_last=True):
                 self._send_part(reduced, part)
 
     def _send_part(self, bucket: BucketState, flat: torch.Tensor) -> None:
         """Send the first message of what this process averages of a bucket."""
-        plan, scale, loss_scale = bucket.plan, None, self._plans.settings.loss_scale
-        assert plan is not None
+        scale, loss_scale = None, self._plans.settings.loss_scale
         if loss_scale is not None:
             # Asked in each step, since a `GradScaler` changes it; a tensor: reading it would wait for the
             # device. One for all buckets: only what has the same scale shares launches.
             if flat.device not in self._scales:
                 self._scales[flat.device] = loss_scale(flat.device).reshape(())
             scale = self._scales[flat.device]
-        bucket.part = Bucket(plan.specs, flat, scale, self._plans.inter_node.rank)
-        self._scheduler.start(plan.run(bucket.part, self._memory), bucket.specs[0].name)
+        bucket.part = Bucket(bucket.plan.specs, flat, scale, self._plans.inter_node.rank)
+        self._scheduler.start(bucket.plan.run(bucket.part, self._memory), bucket.specs[0].name)
 
     # Round by round.
 
@@ -179,17 +178,14 @@ class Step:
         self._has_all = True
         if not self._buckets:
             raise StepError("finish() was called without start(): there are no gradients to average")
-        waiting = [
-            (bucket, flat) for bucket in self._buckets[self._num_sent :] if (flat := bucket.flat) is not None
-        ]
-        if waiting:
-            # One comparison of the processes for all that are new.
-            self._plans.open_all({bucket: flat.device for bucket, flat in waiting})
+        waiting = self._buckets[self._num_sent :]
+        # One comparison of the processes for all that are new.
+        self._plans.open_all({bucket: bucket.flat.device for bucket in waiting})
         # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
         self._state.check_loaded()
-        for bucket, flat in waiting:
-            self._send(bucket, flat)
+        for bucket in waiting:
+            self._send(bucket)
         for bucket, part in self._reduces.take(but_last=False) if self._reduces is not None else ():
             self._send_part(bucket, part)
         if self._unused is not None:
@@ -201,7 +197,7 @@ class Step:
     @property
     def _parts(self) -> list[Bucket]:
         """What this process averages of the buckets."""
-        return [bucket.part for bucket in self._buckets if bucket.part is not None]
+        return [bucket.part for bucket in self._buckets]
 
     def finish(self) -> bool:
         """Block until every gradient is the mean; return whether the step was committed, as far as is known.
@@ -326,7 +322,7 @@ class Step:
         # until the group's timeout. What comes next does (`drain`).
         self._scheduler.close()
         for bucket in self._buckets if self.is_open else ():
-            bucket.flat = bucket.part = None
+            bucket.release()
         if self._reduces is not None:
             self._reduces.forget_taken()  # they are as large as the gradients
         self.is_open = False
