@@ -114,9 +114,9 @@ def test_another_matrix_rank_or_algorithm_takes_the_error_over(
     first = Simulation(POWER, buckets(), num_workers=4)
     ran(first, range(5), sums, means)
     second = resumed(first.state_dicts()[0], algorithm, 3)
-    told = {str(each.message) for each in recwarn.list}
-    assert len(told) == (1 if warning else 0)
-    assert all(warning in each and "No error is lost" in each for each in told)
+    warned = {str(each.message) for each in recwarn.list}
+    assert len(warned) == (1 if warning else 0)
+    assert all(warning in each and "No error is lost" in each for each in warned)
     ran(second, range(5, 9), sums, means)
     final = second.state_dicts()[0]
     for bucket, total, true in zip(buckets(), sums, means, strict=True):

@@ -189,8 +189,8 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> list[str]:
         with pytest.raises(CommunicationError, match=r"^step 3.*use, state_dict, load_state_dict"):
             step_with(3)
     elif setting.process_rank == 0:
-        told = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
-        with pytest.raises(CommunicationError, match=told):
+        words = "^state_dict.. after 3 steps: the comparison of what.*must be made on every process"
+        with pytest.raises(CommunicationError, match=words):
             sync.state_dict()
     elif meanwhile == "they train":
         with pytest.raises(CommunicationError):

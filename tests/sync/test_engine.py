@@ -531,11 +531,11 @@ def test_parts_may_be_in_flight_side_by_side(algorithm: Algorithm) -> None:
     in_flight: list[tuple[int, Any, torch.Tensor]] = []
     for turn in range(8):
         gradients = random_gradients(buckets(), num_workers=1, seed=turn)[0]
-        for place, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
-            sent[place] += gradient
+        for part, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
+            sent[part] += gradient
             under_way = engine.begin()
             under_way.start(engine.open(bucket, gradient.device), gradient)
-            in_flight.append((place, under_way, gradient))
+            in_flight.append((part, under_way, gradient))
             if len(in_flight) == 2:  # so one of the other part is always under way
                 earlier, ending, mean = in_flight.pop(0)
                 assert ending.finish()

@@ -116,13 +116,13 @@ def test_every_adapter_takes_it_and_processes_that_differ_in_it_are_told(adapter
         thinwire.attach(model, PowerSGD(), host_check=host_check)
     elif isinstance(model, DistributedDataParallel):
         model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
-    told = "process 0 has host_check True, process 1 has host_check False"
+    words = "process 0 has host_check True, process 1 has host_check False"
     if "aggregator" not in adapter:
-        with pytest.raises(thinwire.AgreementError, match=told):
+        with pytest.raises(thinwire.AgreementError, match=words):
             torch.autograd.backward(model(torch.ones(2, 48)).sum())
         return
     torch.autograd.backward(model(torch.ones(2, 48)).sum())
-    with pytest.raises(thinwire.AgreementError, match=told):
+    with pytest.raises(thinwire.AgreementError, match=words):
         epfl.optimizer_step(optimizer, aggregator)
 
 

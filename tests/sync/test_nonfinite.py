@@ -158,7 +158,7 @@ def by_optimizer_step(aggregator_of: Callable[[list[nn.Parameter]], epfl.Aggrega
 
 
 CONFIG = epfl.Config(rank=2, start_compressing_after_num_steps=0)
-FRONTS: dict[str, Callable[[Any], Averageable]] = {
+ADAPTERS: dict[str, Callable[[Any], Averageable]] = {
     "attach": attached,
     "attach exactly": lambda how: attached(how, AllReduce()),
     "attach in fp16": lambda how: attached(how, Cast("fp16")),
@@ -178,7 +178,7 @@ FRONTS: dict[str, Callable[[Any], Averageable]] = {
 
 
 @pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
-@pytest.mark.parametrize("adapter", FRONTS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @in_each_process(2)
 def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
     adapter: str, on_nonfinite: str
@@ -191,7 +191,7 @@ def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
 
 
 def _trained(adapter: str, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
-    model, step, local = FRONTS[adapter](on_nonfinite)
+    model, step, local = ADAPTERS[adapter](on_nonfinite)
     raised = False
     with nullcontext() if local is None else local:
         for number in range(3):

@@ -16,7 +16,7 @@ from thinwire.comm.machines import (
     ranks_by_machine,
     why_by_itself,
 )
-from thinwire.comm.metered import Metered, Note, Recording, Traffic, Wrapped, message_bytes_of, wire_bytes
+from thinwire.comm.metered import Metered, Note, Recording, Traffic, wire_bytes
 from thinwire.comm.p2p import round_trips_over_gloo
 from thinwire.comm.process_group import (
     ProcessGroupTransport,
@@ -46,7 +46,6 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
-    "Wrapped",
     "agree",
     "alone",
     "checked_group",
@@ -58,7 +57,6 @@ __all__ = [
     "group_of",
     "machines_of",
     "machines_of_subgroups",
-    "message_bytes_of",
     "over_connections",
     "own_subgroup",
     "ranks_by_machine",
