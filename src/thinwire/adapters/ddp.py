@@ -21,10 +21,12 @@ from thinwire.adapters.common import (
     new_engine,
     refuse_averaged_twice,
     refuse_steps_inside,
+    tell_start,
 )
 from thinwire.adapters.ddp_model import (
     PYTHON_REDUCER,
     DetachedAdapter,
+    Used,
     check_attachable,
     check_options,
     ddp_inside,
@@ -39,8 +41,6 @@ from thinwire.adapters.ddp_model import (
     unguard,
     wrong_model,
 )
-from thinwire.adapters.ddp_used import Used
-from thinwire.adapters.start import tell_start
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, NonfiniteError, StepError
@@ -88,9 +88,7 @@ def adapter_of(
     """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
-    specs = [
-        ParameterSpec.of(name, parameter) for parameter, name in names.items() if parameter.requires_grad
-    ]
+    specs = [ParameterSpec.of(name, p) for p, name in names.items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
     refuse_steps_inside(adapter, names)
@@ -98,26 +96,21 @@ def adapter_of(
 
 
 def adapter_of_hook(
-    hook_state: object,
-    algorithm: Algorithm,
-    transport: ProcessGroupTransport,
-    settings: Settings,
-    layout: Layout,
+    hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
     """Return an adapter for a hook that the user has registered with this state. Collective."""
     models = ddp_models_with(lambda state: state is hook_state)
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
-    if not models:
+    if models:
+        adapter = adapter_of(models[0], algorithm, transport, settings, layout)
+        guard(models[0])
+    else:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
         adapter = DDPAdapter(new_engine(algorithm, transport, (), settings, layout))
-        tell_start(adapter.engine, ())
-        return adapter
-    adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-    guard(models[0])
-    tell_start(adapter.engine, models[0].parameters())
+    tell_start(adapter.engine, models[0].parameters() if models else ())
     return adapter
 
 
@@ -143,7 +136,7 @@ class DDPAdapter:
         self._watched_pass = -1
         self._used: Used | None = None
         # Gradients in a bucket that the step may leave as they are: name, part of the bucket, copy.
-        self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         if model is not None:
             self._note_used(model)
 
@@ -174,7 +167,7 @@ class DDPAdapter:
                     used = None
                     if self._used is not None:
                         used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                        self._keep_unused(bucket, opened, used)
+                        self._copy_unused(bucket, opened, used)
                     step.start(opened, flat, used)
                 self._waiting.append((future, flat))
                 is_last = (
@@ -186,7 +179,7 @@ class DDPAdapter:
                 self._comm_stream.current_waits()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
-            self._waiting, self._kept = [], []
+            self._waiting, self._copies = [], []
             self.engine.abandon()
             self._comm_stream.current_waits()
             raise
@@ -203,6 +196,8 @@ class DDPAdapter:
         opened = self.engine.buckets.opened(specs)
         if opened is None:
             return specs
+        # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
+        self._buckets = {ids: bucket for ids, bucket in self._buckets.items() if bucket.is_in_flight}
         self._buckets[key] = opened
         return opened
 
@@ -223,10 +218,10 @@ class DDPAdapter:
                 raise unaveraged(name)
         if not step.finish():
             self._report_nonfinite()
-        for name, gradient, before in self._kept:
+        for name, gradient, before in self._copies:
             if name in step.unused:
                 gradient.copy_(before)
-        self._kept = []
+        self._copies = []
         self._parameters.are_all_known = True
         if self._used is not None and is_pass:
             self._used.forget()
@@ -269,8 +264,8 @@ class DDPAdapter:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
             self._used = Used(names_of(model.module, model.parameters_to_ignore))
 
-    def _keep_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
-        """Keep gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
+    def _copy_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
+        """Copy gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
         specs = opened.specs if isinstance(opened, BucketState) else opened
@@ -278,7 +273,7 @@ class DDPAdapter:
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad
             if before is not None and before.data_ptr() == gradient.data_ptr():
-                self._kept.append((spec.name, gradient, gradient.clone()))
+                self._copies.append((spec.name, gradient, gradient.clone()))
 
     def let_go(self) -> None:
         """Remove hooks of the model's parameters, and allow steps inside of its backward pass again."""
@@ -347,25 +342,22 @@ class _Parameters:
         self._names: dict[int, tuple[torch.Tensor, str]] = {
             id(parameter): (parameter, name) for parameter, name in (names or {}).items()
         }
-        self._specs: dict[tuple[int, ...], Specs] = {}
+        self._inside: set[int] = set()
         # Those in no bucket so far. DDP makes buckets of what is trained when it is built: what is unfrozen
         # later is in none, and would drift apart. What is frozen later stays in them.
         self.outside: list[tuple[torch.Tensor, str]] = []
 
     def specs_of(self, parameters: list[torch.Tensor]) -> Specs:
         """Return the specs of a bucket's parameters."""
-        key = tuple(map(id, parameters))
-        if key not in self._specs:
-            # DDP fills buckets from the model's end, and lists each one's parameters from its start.
-            for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
-                if self.are_all_known:
-                    words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
-                    raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
-                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
-            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
-            inside = {parameter_id for ids in self._specs for parameter_id in ids}
-            self.outside = [known for known_id, known in self._names.items() if known_id not in inside]
-        return self._specs[key]
+        # DDP fills buckets from the model's end, and lists each one's parameters from its start.
+        for parameter in (tensor for tensor in reversed(parameters) if id(tensor) not in self._names):
+            if self.are_all_known:
+                words = f"a bucket holds a parameter of shape {tuple(parameter.shape)}"
+                raise ConfigError(f"{words} that the model at the first step did not have; {ONE_EACH}")
+            self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+        self._inside.update(map(id, parameters))
+        self.outside = [known for known_id, known in self._names.items() if known_id not in self._inside]
+        return tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
 
 
 class Switch:
