@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.adapters import ddp_model
 from thinwire.adapters.common import (
     allow_steps_inside,
     averaged_models,
@@ -22,24 +23,6 @@ from thinwire.adapters.common import (
     refuse_averaged_twice,
     refuse_steps_inside,
     tell_start,
-)
-from thinwire.adapters.ddp_model import (
-    PYTHON_REDUCER,
-    DetachedAdapter,
-    Used,
-    check_attachable,
-    check_options,
-    ddp_inside,
-    ddp_model_of,
-    ddp_models_with,
-    guard,
-    names_of,
-    not_pickled,
-    num_trained,
-    register,
-    unaveraged,
-    unguard,
-    wrong_model,
 )
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.comm import Layout, ProcessGroupTransport, Transport
@@ -60,10 +43,10 @@ def attach_ddp(
     holder: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
-    model = ddp_inside(holder)
+    model = ddp_model.ddp_inside(holder)
     if model is None:
-        raise AttachError(wrong_model(holder))
-    check_attachable(model)
+        raise AttachError(ddp_model.wrong_model(holder))
+    ddp_model.check_attachable(model)
     transport = _transport_of(model)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     adapter = adapter_of(model, algorithm, transport, settings, layout)
@@ -86,8 +69,8 @@ def adapter_of(
     layout: Layout = False,
 ) -> "DDPAdapter":
     """Return an adapter that knows the model's parameters by name; not registered yet. Collective."""
-    check_options(model)
-    names = names_of(model.module, model.parameters_to_ignore)
+    ddp_model.check_options(model)
+    names = ddp_model.names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, p) for p, name in names.items() if p.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
     adapter = DDPAdapter(new_engine(algorithm, transport, specs, settings, layout), names, model)
@@ -99,13 +82,13 @@ def adapter_of_hook(
     hook_state: object, algorithm: Algorithm, transport: Transport, settings: Settings, layout: Layout
 ) -> "DDPAdapter":
     """Return an adapter for a hook that the user has registered with this state. Collective."""
-    models = ddp_models_with(lambda state: state is hook_state)
+    models = ddp_model.ddp_models_with(lambda state: state is hook_state)
     if len(models) > 1:
         shared = f"this {type(hook_state).__name__} is registered on {len(models)} models"
         raise ConfigError(f"{shared}; {ONE_EACH}")
     if models:
         adapter = adapter_of(models[0], algorithm, transport, settings, layout)
-        guard(models[0])
+        ddp_model.guard(models[0])
     else:
         # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
         settings = replace(settings, may_be_unused=True)
@@ -134,7 +117,7 @@ class DDPAdapter:
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
         self._watched_pass = -1
-        self._used: Used | None = None
+        self._used: ddp_model.Used | None = None
         # Gradients in a bucket that the step may leave as they are: name, part of the bucket, copy.
         self._copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         if model is not None:
@@ -215,7 +198,7 @@ class DDPAdapter:
         # start the messages of step 8 before the last ones of step 7, rank 1 behind them: both would wait.
         for parameter, name in self._parameters.outside:
             if parameter.requires_grad:
-                raise unaveraged(name)
+                raise ddp_model.unaveraged(name)
         if not step.finish():
             self._report_nonfinite()
         for name, gradient, before in self._copies:
@@ -253,16 +236,16 @@ class DDPAdapter:
 
     def _look_at_model(self, bucket: GradBucket) -> None:
         """Check the model of the first bucket. A hook inside of a user's own may not find it."""
-        model = ddp_model_of(bucket.parameters()) if self._model is None else self._model()
+        model = ddp_model.ddp_model_of(bucket.parameters()) if self._model is None else self._model()
         if model is not None:
-            check_options(model)
+            ddp_model.check_options(model)
             self._static_graph = _StaticGraph(model) if model.static_graph else None
             self._note_used(model)
         self._is_new = False
 
     def _note_used(self, model: DistributedDataParallel) -> None:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
-            self._used = Used(names_of(model.module, model.parameters_to_ignore))
+            self._used = ddp_model.Used(ddp_model.names_of(model.module, model.parameters_to_ignore))
 
     def _copy_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
         """Copy gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
@@ -316,16 +299,16 @@ class _StaticGraph:
     """Finds out of a static graph what DDP does not say: the first pass's last bucket, frozen parameters."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._num_expected = num_trained(ddp_parameters(model))  # 0 after the first step
+        self._num_expected = ddp_model.num_trained(ddp_parameters(model))  # 0 after the first step
         self.num_taken = 0
 
     def leaves_out(self, bucket: GradBucket, step: Step | None) -> bool:
         """Return whether a bucket is frozen: after the others it would begin a new step."""
-        return not num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
+        return not ddp_model.num_trained(bucket.parameters()) and (step is None or not bucket.is_last())
 
     def is_last(self, bucket: GradBucket) -> bool:
         """Count a bucket that was started; return whether it is the step's last."""
-        self.num_taken += num_trained(bucket.parameters())
+        self.num_taken += ddp_model.num_trained(bucket.parameters())
         # In the first pass DDP calls every bucket its first, and none the last.
         if bucket.is_last() or 0 < self._num_expected == self.num_taken:
             self._num_expected = 0
@@ -378,19 +361,19 @@ class Switch:
     def free(self) -> None:
         """Average as DDP would without a hook, from the next pass on."""
         if (model := self._model()) is not None:  # else there is nothing to average any more
-            unguard(model)
+            ddp_model.unguard(model)
             if (adapter := self.adapter_now()) is not None:
                 adapter.let_go()
-            names = names_of(model.module, model.parameters_to_ignore)
+            names = ddp_model.names_of(model.module, model.parameters_to_ignore)
             adapter = DDPAdapter(Engine(AllReduce(), _transport_of(model)), names, model)
             self.adapter_now, self.taken_by = lambda: adapter, ""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> DetachedAdapter:
+    def __deepcopy__(self, memo: dict[int, object]) -> ddp_model.DetachedAdapter:
         """Return a stand-in: a copied model, as weight averaging makes it, has a reducer without a hook."""
-        return DetachedAdapter()
+        return ddp_model.DetachedAdapter()
 
     def __reduce__(self) -> NoReturn:
-        raise not_pickled()
+        raise ddp_model.not_pickled()
 
 
 ATTACHED = "attach"
@@ -403,9 +386,9 @@ def switched(
     hooks = [state for _, state in comm_hooks(model) if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch(model)
     if hooks:
-        guard(model)
+        ddp_model.guard(model)
     else:
-        register(model, switch, thinwire_hook)
+        ddp_model.register(model, switch, thinwire_hook)
     switch.adapter_now, switch.taken_by = adapter_now, taken_by
     return switch
 
@@ -423,7 +406,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
     """Return a bucket's flat gradients."""
     # The python reducer calls hooks as well, with gradients in place of buckets.
     if not isinstance(bucket, GradBucket):
-        raise AttachError(PYTHON_REDUCER)
+        raise AttachError(ddp_model.PYTHON_REDUCER)
     flat = bucket.buffer()
     if flat.is_sparse:
         words = f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from thinwire import torch_private
 from thinwire.adapters.common import (
     allow_steps_inside,
     refuse_averaged_twice,
@@ -47,14 +48,6 @@ from thinwire.sync.bucket_plans import BucketState
 from thinwire.sync.step import Step
 from thinwire.sync.streams import CommStream
 from thinwire.tensors.accelerators import to_device_async
-from thinwire.torch_private import (
-    at_end_of_backward,
-    backward_pass,
-    fsdp_mesh_info,
-    not_compiled,
-    post_accumulate_hooks,
-    running_node,
-)
 
 
 def attach_sharded(
@@ -82,7 +75,7 @@ def attach_sharded(
     # A replica that is one shard has no one to ask, and no group for it.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
-        shard_group = fsdp_mesh_info(sharded.groups[0]).shard_process_group
+        shard_group = torch_private.fsdp_mesh_info(sharded.groups[0]).shard_process_group
         shards = ProcessGroupTransport(shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     settings = replace(settings, health_group=shards if shards.size > 1 else None)
@@ -140,7 +133,7 @@ def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
 def attached_to(parameter: torch.Tensor) -> bool:
     """Return whether an adapter averages a parameter's gradients."""
     # It leaves no trace on the module; its hooks are bound methods of it.
-    hooks = post_accumulate_hooks(parameter)
+    hooks = torch_private.post_accumulate_hooks(parameter)
     return any(isinstance(getattr(hook, "__self__", None), FSDPAdapter) for hook in hooks)
 
 
@@ -204,7 +197,7 @@ class FSDPAdapter:
             for piece in self._pieces
         ]
         # After FSDP2's own, which is the first: it may have taken new parameters just now.
-        check = not_compiled(lambda root, _: self.check_before_forward(root))
+        check = torch_private.not_compiled(lambda root, _: self.check_before_forward(root))
         self._handles.append(model.register_forward_pre_hook(check))
         refuse_steps_inside(self, (piece.parameter for piece in self._pieces))
 
@@ -218,9 +211,9 @@ class FSDPAdapter:
         """Refuse what would go unnoticed: gradients that no one averages."""
         sharded = self._sharded
         # In a backward pass: an activation checkpoint computes the whole model again.
-        if backward_pass() != -1:
+        if torch_private.backward_pass() != -1:
             # A reentrant one makes a pass inside of the pass, and no gradient tells of the outer one's end.
-            inside = type(running_node()).__name__
+            inside = type(torch_private.running_node()).__name__
             if inside == "CheckpointFunctionBackward" and not sharded.waits_for_more:
                 raise StepError(f"{NOT_AVERAGED}: the whole model is {REENTRANT}, and restart all processes")
             return
@@ -266,10 +259,10 @@ class FSDPAdapter:
             return
         # Until they are averaged: what an exception leaves shows at the next forward pass.
         self._is_due = True
-        current = backward_pass()
+        current = torch_private.backward_pass()
         if current != self._queued_in:
             self._queued_in = current
-            at_end_of_backward(self.average)
+            torch_private.at_end_of_backward(self.average)
         bucket = self._bucket_of[id(parameter)]
         if bucket.flat is not None:
             self._abandon()
@@ -320,7 +313,7 @@ class FSDPAdapter:
     def average(self) -> None:
         """Replace the gradients that some replica has by their means. Collective over shards and replicas."""
         # A pass inside of a pass: the outer one has gradients to come.
-        if running_node() is not None:
+        if torch_private.running_node() is not None:
             return
         engine = self.engine
         try:
