@@ -14,8 +14,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.adapters.common import Shadow
-from thinwire.adapters.start import tell_start
+from thinwire.adapters.common import Shadow, tell_start
 from thinwire.algorithms import Algorithm
 from thinwire.comm import ProcessGroupTransport, Transport, copy_from
 from thinwire.comm.process_group import notify_of_step
