@@ -12,11 +12,11 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, Quantize
 from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError
-from thinwire.local_sgd.averaged_model import Optimizers, check_gradient_settings
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.groups.group import Group
+from thinwire.local_sgd.inner_optimizers import Optimizers
 from thinwire.local_sgd.member import Member, joining
 from thinwire.local_sgd.model_changes import ModelChanges
 from thinwire.local_sgd.outer import Outer, check_outer
@@ -95,15 +95,15 @@ class LocalSGD(ModelAverager, Member):
         warmup = NO_WARMUP if warmup is None else warmup
         schedule = Schedule(every_steps, warmup, streaming=streaming, every_seconds=every_seconds)
         check_outer(outer)
-        check_gradient_settings(schedule, grad_scaler)
-        held, optimizers, group, health_group = joining(
+        schedule.check_gradient_settings(grad_scaler)
+        averaged, optimizers, group = joining(
             model, optimizer, group, buffers=streaming.average_buffers, outer=outer
         )
-        engines = engines_of(held, schedule, algorithm, group.transport, health_group)
-        changes = ModelChanges(held, schedule, engines, optimizers, group)
-        membership = ElasticMembership(group, changes, type(self).__name__)
-        sync = held.replica.sync_of(engines.main)
-        super().__init__(changes, membership, sync, grad_scaler)
+        # If each process has a part, a mean is finite if those of all are.
+        health_group = group.inside if group.has_parts else None
+        engines = engines_of(averaged, schedule, algorithm, group.transport, health_group)
+        changes = ModelChanges(averaged, schedule, engines, optimizers, group)
+        super().__init__(changes, ElasticMembership(group, changes, type(self).__name__), grad_scaler)
 
     def __str__(self) -> str:
         return f"elastic.{super().__str__()}"
@@ -132,7 +132,7 @@ class LocalSGD(ModelAverager, Member):
         if not model.entered:
             self._check_copies()
             # The learning rate that goes by the number of members is chosen at every averaging.
-            self._contributor.begin(model.tensors(), 1, self._engine.algorithm)
+            model.divide(model.tensors(), self._schedule, 1, self._engine.algorithm)
             for fragment in model.fragments:
                 fragment.set_last()
             self._check_momentum(stacklevel=3)
@@ -154,7 +154,7 @@ class LocalSGD(ModelAverager, Member):
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     def average(self) -> None:
-        """Average now with all who are there: what is under way, then each fragment. Collective.
+        """Average now with all who are there: what is pending, then each fragment. Collective.
 
         With `outer`, these are outer steps. Steps to the next averaging are counted from here. A member that
         does not call it takes part at its next averaging, one fragment at a time.

@@ -6,34 +6,26 @@ import copy
 import signal
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm import Transport
 from thinwire.errors import AttachError, ConfigError, LeftError, StepError
-from thinwire.local_sgd.averaged_model import (
-    AveragedModel,
-    Optimizers,
-    checked_optimizers,
-    replica_of,
-    unwrapped,
-)
+from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import Averager
 from thinwire.local_sgd.elastic_membership import ElasticMembership
-from thinwire.local_sgd.fragment import Averaged
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.groups.machine_group import MachineGroup
 from thinwire.local_sgd.groups.state_transfer import plain
+from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers, parameters_of
 from thinwire.local_sgd.member_status import MembershipStats
-from thinwire.local_sgd.outer import Outer, held_by
+from thinwire.local_sgd.outer import Outer
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.saved_state import members_of
 from thinwire.sync.precision import full_precision
@@ -41,33 +33,44 @@ from thinwire.sync.precision import full_precision
 Entered = TypeVar("Entered", bound="Member")
 
 
-class Joining(NamedTuple):
-    """A model and optimizers whose member is about to join a group."""
-
-    model: AveragedModel
-    optimizers: tuple[torch.optim.Optimizer, ...]
-    group: Group
-    health_group: Transport | None  # if each process has a part, a mean is finite if those of all are
-
-
 def joining(
     model: nn.Module, optimizer: Optimizers, group: Group | None, *, buffers: bool, outer: Outer | None = None
-) -> Joining:
+) -> tuple[AveragedModel, tuple[torch.optim.Optimizer, ...], Group]:
     """Check a user's model and optimizers, and find the group."""
     module, ddp = unwrapped(model)
-    in_job = dist.get_world_size() if dist.is_initialized() else 1
-    _check_model(module, ddp, in_job if group is None else group.inside.size)
-    group, replica = _group_of_environment() if group is None else group, Replica()
+    if group is None:
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+    else:
+        num_processes = group.inside.size
+    meshes = (parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh"))
+    spanned = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
+    if spanned != num_processes:
+        raise AttachError(
+            f"this member has {num_processes} processes but the model spans {spanned}. Pass its DDP model or "
+            "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
+        )
+    if group is None:
+        # Imported here: torchft is an extra, and a group of a different kind does without.
+        from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
+
+        group = TorchftGroup()
+    replica = Replica()
     if group.inside.size > 1:
         group = MachineGroup(group, has_parts=ddp is None)
         if ddp is None:
             replica = replica_of(module, group.transport, has_subgroup=False)
-    held = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
-    averaged = held.tensors()
-    optimizers = checked_optimizers(optimizer, averaged, module, replica)
+    averaged = AveragedModel(module, replica, ddp, buffers=buffers, make_outer=outer)
+    tensors = averaged.tensors()
+    optimizers = checked_optimizers(optimizer, tensors, module, is_sharded=replica.is_sharded)
     if group.send_optimizer:
-        _check_hold_all(optimizers, averaged)
-    return Joining(held, optimizers, group, group.inside if group.has_parts else None)
+        stepped = {id(parameter) for inner in optimizers for parameter in parameters_of(inner)}
+        others = [it.name for it in tensors if not it.is_buffer and id(it.tensor) not in stepped]
+        if others:
+            raise ConfigError(
+                f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in no optimizer passed, and a "
+                "member that joins is given the state of these only; pass every optimizer or freeze them"
+            )
+    return averaged, optimizers, group
 
 
 class Member(Averager):
@@ -120,10 +123,8 @@ class Member(Averager):
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
-            if (
-                self._membership.group.leaves_on_sigterm
-                and threading.current_thread() is threading.main_thread()
-            ):
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if membership.group.leaves_on_sigterm and in_main_thread:
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError), full_precision(self._contributor.device):
@@ -173,29 +174,6 @@ class Member(Averager):
         self._loaded = self._contributor.check_state(copy.deepcopy(state))
 
 
-def _check_model(module: nn.Module, ddp: DistributedDataParallel | None, num_processes: int) -> None:
-    """Refuse a model that the processes of a member do not hold together."""
-    meshes = (parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh"))
-    inside = max((mesh.size() for mesh in meshes), default=1) if ddp is None else ddp.process_group.size()
-    if inside != num_processes:
-        raise AttachError(
-            f"this member has {num_processes} processes but the model spans {inside}. Pass its DDP model or "
-            "one of DTensors, and call init_process_group() for the member's processes only (docs/elastic.md)"
-        )
-
-
-def _check_hold_all(optimizers: Sequence[torch.optim.Optimizer], averaged: Sequence[Averaged]) -> None:
-    held = set[int]().union(*map(held_by, optimizers))
-    # Statistics are buffers, which no one trains.
-    trained = [parameter for parameter in averaged if not parameter.spec.is_statistic]
-    others = [parameter.name for parameter in trained if id(parameter.tensor) not in held]
-    if others:
-        raise ConfigError(
-            f"{len(others)} trainable parameters (e.g. {others[0]!r}) are in no optimizer passed, and a "
-            "member that joins is given the state of these only; pass every optimizer or freeze them"
-        )
-
-
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     """Call `leave` on SIGTERM while this is open."""
@@ -209,11 +187,3 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     finally:
         # None is a handler that was not installed from Python; it can't be put back from here.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def _group_of_environment() -> Group:
-    """Return a `TorchftGroup` as the environment says."""
-    # Imported here: torchft is an extra, and a group of a different kind does without.
-    from thinwire.local_sgd.groups.torchft_group import TorchftGroup  # noqa: PLC0415
-
-    return TorchftGroup()
