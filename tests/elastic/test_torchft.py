@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from elastic.job import PATIENCE_SECONDS, Job
+from job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.comm.process_group import GroupTransport

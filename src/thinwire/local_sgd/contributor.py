@@ -139,7 +139,7 @@ class Contributor(ABC):
         """Return a state that was saved or received, if it is one of this model."""
         shapes = {tensor.name: tuple(tensor.value.shape) for tensor in self.model.tensors()}
         loaded = checked_state(state, [shapes], has_outer=self.model.make_outer is not None)
-        if loaded.in_flight:
+        if loaded.pending:
             raise StateError(
                 "the state was saved while an average was under way, and members that come and go start from "
                 "an average; save after average()"

@@ -14,20 +14,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Joinable
 
 from thinwire.checks import shown
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.fragment import Averaged
 from thinwire.tensors.layout import local_tensor
-from thinwire.torch_private import num_messages, takes_step_hooks, tree_map
+from thinwire.torch_private import num_messages, takes_step_hooks
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 # A copy that was just made differs from the weights by a step or a few, a momentum by about all of them.
 MAX_DISTANCE = 0.3
 # Prodigy's: it measures how far the weights have gone from them, and never goes back to them.
-ONLY_READ = "'p0'"
+ONLY_READ = "state['p0']"
 
 # Settings that schedules change. Others are counts or estimates of some optimizers' own.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
@@ -73,13 +72,6 @@ def checked_optimizers(
 
 
 def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> None:
-    name, inside = type(optimizer).__name__, next(_inside(optimizer), None)
-    if isinstance(optimizer, Joinable):  # ZeroRedundancyOptimizer
-        raise ConfigError(
-            f"{name} sends each parameter in its step from the one process that trains it; pass the "
-            "optimizer that it was made of, such as torch.optim.AdamW, or average gradients with "
-            "thinwire.attach"
-        )
     # An optimizer of a sharded model may gather a matrix from the shards of one replica. (A mesh is known by
     # its name: its type takes seconds to import.)
     joins = [
@@ -87,15 +79,19 @@ def _check_sends_nothing(optimizer: torch.optim.Optimizer, *, is_sharded: bool) 
         for key, value in vars(optimizer).items()
         if not is_sharded and (isinstance(value, dist.ProcessGroup) or type(value).__name__ == "DeviceMesh")
     ]
-    # Torch's PostLocalSGDOptimizer, Horovod and Apex have these attributes.
+    # Torch's PostLocalSGDOptimizer and ZeroRedundancyOptimizer, Horovod and Apex have these attributes.
     names = ("averager", "process_set", "process_group")
     joins += [key for key in names if getattr(optimizer, key, None) is not None]
     if joins:
-        use = "the optimizer inside it" if inside is None else f"the {type(inside).__name__} inside it"
-        raise ConfigError(
-            f"{name} communicates in its step (it has {joins[0]!r}), which would replace the averaging of "
-            f"models; pass {use}, or average gradients with thinwire.attach"
-        )
+        raise _communicates(optimizer, f" (it has {joins[0]!r})")
+
+
+def _communicates(optimizer: torch.optim.Optimizer, seen: str = "") -> ConfigError:
+    return ConfigError(
+        f"{type(optimizer).__name__} communicates in its step{seen}, which would replace the averaging of "
+        "models; pass one that does not, such as torch.optim.AdamW or Muon, or average gradients with "
+        "thinwire.attach"
+    )
 
 
 @contextmanager
@@ -117,11 +113,7 @@ def silent_steps(
         count = counts.get(id(optimizer))
         counts[id(optimizer)] = None
         if count is not None and num_messages(group) != count:
-            raise ConfigError(
-                f"{type(optimizer).__name__} communicates in its step, which would replace the averaging of "
-                "models; pass one that does not, such as torch.optim.Muon, or average gradients with "
-                "thinwire.attach"
-            )
+            raise _communicates(optimizer)
 
     with ExitStack() as attached:
         for optimizer in optimizers if group is not None else ():
@@ -151,7 +143,7 @@ class CopiesOfWeights:
             if type(optimizer).__module__.startswith("torch.optim"):
                 continue  # those of torch keep none that they go back to
             new = defaultdict(list)
-            for where, parameter, tensor in _states_of(optimizer):
+            for where, parameter, tensor in _states_of(optimizer, parameters_of(optimizer)):
                 if (id(optimizer), where, id(parameter)) not in self._seen:
                     new[where].append((tensor, parameter))
             for where, pairs in new.items():
@@ -180,61 +172,29 @@ def _distance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
     return math.sqrt(distance / norm) if norm else math.inf
 
 
-def _inside(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizers that one wraps, from the outside in."""
-    for value in vars(optimizer).values():
-        if isinstance(value, torch.optim.Optimizer):
-            yield value
-            yield from _inside(value)
-
-
-def _states_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield where an optimizer keeps a tensor, the parameter that it is of, and the tensor itself."""
-    parameters = parameters_of(optimizer)
-    candidates: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    for holder in (optimizer, *_inside(optimizer)):
-        for group in holder.param_groups:
-            for key, value in group.items():
-                candidates += _paired(f"param_groups[…][{key!r}]", value, group["params"])
-        for key, value in vars(holder).items():
-            candidates += _paired(key, value, parameters)
-        candidates += _paired("its parameters", parameters_of(holder), parameters)
-    for where, parameter, tensor in candidates:
-        if not tensor.is_floating_point() or tensor.numel() != parameter.numel() or ONLY_READ in where:
-            continue
-        state, weights = local_tensor(tensor), local_tensor(parameter)
-        # A view has the average when the parameter has, and quantized states only their optimizers read.
-        if (
-            type(state) is torch.Tensor
-            and state.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr()
-        ):
-            yield where, parameter, tensor
-
-
-def _paired(
-    where: str, value: object, owners: Sequence[torch.Tensor]
+def _states_of(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the tensors in a value with their parameters: which are keys, or as many, or joined in one."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(key, torch.Tensor):
-                yield from _paired(where, item, [key])
-            else:
-                yield from _paired(f"{where}[{key!r}]", item, owners)
-        return
-    leaves: list[Any] = []
-    tree_map(leaves.append, value)
-    sizes = [owner.numel() for owner in owners]
-    if (
-        len(leaves) == 1 != len(owners)
-        and isinstance(leaves[0], torch.Tensor)
-        and leaves[0].numel() == sum(sizes)
-    ):
-        leaves = list(leaves[0].reshape(-1).split_with_sizes(sizes))
-    if len(leaves) == len(owners):
-        for owner, leaf in zip(owners, leaves, strict=True):
-            if isinstance(leaf, torch.Tensor):
-                yield where, owner, leaf
+    """Yield where an optimizer, or one that it wraps, keeps a tensor, the parameter of it, and the tensor."""
+    inner = parameters_of(optimizer)
+    candidates = [("its parameters", *pair) for pair in zip(parameters, inner, strict=False)]
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping):
+            candidates += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
+    for where, parameter, value in candidates:
+        if where == ONLY_READ or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        held, weights = local_tensor(value), local_tensor(parameter)
+        # A view has the average when the parameter has, and quantized states only their optimizers read.
+        if type(held) is torch.Tensor and held.numel() == weights.numel() and not _share(held, weights):
+            yield where, parameter, value
+    for wrapped in vars(optimizer).values():
+        if isinstance(wrapped, torch.optim.Optimizer):
+            yield from _states_of(wrapped, parameters)
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 # What members compare of them, and a newcomer is given.

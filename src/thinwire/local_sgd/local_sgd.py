@@ -22,12 +22,11 @@ from thinwire.comm.process_group import notify_of_step
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel, replica_of, unwrapped
 from thinwire.local_sgd.averager import ModelAverager
-from thinwire.local_sgd.engines import engines_of
 from thinwire.local_sgd.fragment import fragments_of
 from thinwire.local_sgd.groups.group import StaticGroup
 from thinwire.local_sgd.inner_optimizers import Optimizers, checked_optimizers
 from thinwire.local_sgd.membership import StaticMembership
-from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.model_changes import ModelChanges, engines_of
 from thinwire.local_sgd.outer import Outer, check_outer
 from thinwire.local_sgd.saved_state import checked_state, packed_state, saved_outer
 from thinwire.local_sgd.schedule import EXACT, NO_WARMUP, WHOLE, Level, Schedule
@@ -359,7 +358,7 @@ class LocalSGD(ModelAverager, Joinable):
         loaded = checked_state(state, shapes, has_outer=has_outer, has_warmup=has_warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
-            in_flight=[(number, replica.own(means)) for number, means in loaded.in_flight],
+            pending=[(number, replica.own(means)) for number, means in loaded.pending],
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
         loaded = copy.deepcopy(loaded)

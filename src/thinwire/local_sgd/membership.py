@@ -14,11 +14,10 @@ from thinwire.comm import agree, gather_numbers, true_for_all
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.errors import StepError
 from thinwire.local_sgd.contributor import Contribution, Contributor
-from thinwire.local_sgd.engines import Engines
 from thinwire.local_sgd.fragment import Averaged, Fragment, Fragments
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.member_status import MemberStatus, StatusGather
-from thinwire.local_sgd.model_changes import ModelChanges
+from thinwire.local_sgd.model_changes import Engines, ModelChanges
 from thinwire.local_sgd.outer import described_outer, settings_digest
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.saved_state import LoadedState, load_fragments
@@ -145,7 +144,7 @@ class StaticMembership(Membership):
         self.abandon()  # of an attempt to enter that has failed
         changes.go_by_steps(loaded.step)
         changes.end_warmup()
-        for number, means in loaded.in_flight:
+        for number, means in loaded.pending:
             # Version 0.2 had several pending: those before the last are applied here.
             if self.is_open:
                 self.finish()
@@ -193,7 +192,7 @@ class StaticMembership(Membership):
 
     def advance(self) -> None:
         assert self.pending is not None
-        # A status goes before all that is sent. Else, with rank 0 a step behind: rank 1 sends round 2, rank 0
+        # A status goes before all that is sent. Else, if rank 0 is a step late: rank 1 sends round 2, rank 0
         # leaves the context and sends its status, and each waits for the other. So both read two statuses.
         self._gather_status()
         self.pending.send(self._contributor.rounds_due, self._read_due)

@@ -1,25 +1,64 @@
-"""The changes of a model since its last averages: the contribution of `LocalSGD` and `DiLoCo`."""
+"""The changes of a model since its last averages, which `LocalSGD` puts in, and their engines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.comm import Description
+from thinwire.algorithms import Algorithm
+from thinwire.comm import Description, ProcessGroupTransport, Transport, machines_of_subgroups
 from thinwire.errors import StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
-from thinwire.local_sgd.engines import Engines
-from thinwire.local_sgd.fragment import Fragment, Fragments
+from thinwire.local_sgd.fragment import Fragment, Fragments, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.outer import described_outer, nesterov_lr
 from thinwire.local_sgd.pending_average import PendingAverage, are_finite
 from thinwire.local_sgd.schedule import EXACT, Schedule
 from thinwire.local_sgd.settings import Nesterov
-from thinwire.sync import Engine
+from thinwire.sync import Engine, Settings
+
+
+class Engines(NamedTuple):
+    """Engines that count together what they send over the group; a subgroup has a faster network."""
+
+    main: Engine  # of the changes that `algorithm` averages
+    warmup: Engine  # of changes in the warm-up
+    gradients: Engine  # of a DDP model in the warm-up; `warmup` if there is none
+    subgroup: Engine | None  # of changes or gradients within it
+
+
+def engines_of(
+    model: AveragedModel,
+    schedule: Schedule,
+    algorithm: Algorithm,
+    group: Transport,
+    health_group: Transport | None,
+    within: Transport | None = None,
+) -> Engines:
+    """Return the engines of a model and its schedule, over a group and perhaps a subgroup."""
+    averaged = model.tensors()
+    specs = [tensor.spec for tensor in averaged]
+    parts = layouts_of(averaged, schedule.streaming.fragments)
+    # The processes of a subgroup have the same changes, so each sends a part of them.
+    machines = None
+    if isinstance(group, ProcessGroupTransport) and isinstance(within, ProcessGroupTransport):
+        machines, _ = machines_of_subgroups(group, within)
+    # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+    settings = Settings(health_group=health_group)
+    main = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+    counts: dict[str, Any] = {"traffic": main.traffic, "clock": main.clock, "machines": machines}
+    settings = Settings(on_nonfinite=schedule.warmup.on_nonfinite, health_group=health_group)
+    gradients = warmup = Engine(schedule.warmup.algorithm or EXACT, group, specs, settings, **counts)
+    if schedule.has_ddp and warmup.algorithm != EXACT:
+        # A separate one: `gradients` remembers those, not the parameters averaged when the warm-up ends.
+        warmup = Engine(EXACT, group, specs, settings, **counts)
+    subgroup = None if within is None else Engine(EXACT, within, specs, settings)
+    return Engines(main, warmup, gradients, subgroup)
 
 
 class ModelChanges(Contributor):

@@ -30,7 +30,7 @@ class LoadedState(NamedTuple):
 
     step: int  # attempted
     sent_after: Sequence[int]  # of each fragment, the step after which its change was last sent
-    in_flight: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
+    pending: Sequence[tuple[int, Tensors]]  # come, not applied: a fragment's number, mean changes
     last_average: Tensors  # by name
     sync: Mapping[str, Any]  # for the engine to check
     outer: Mapping[str, Any] | None  # for the outer optimizer to check; None if there was none
@@ -66,7 +66,7 @@ def checked_state(
         loaded = LoadedState(
             step=whole_number("step", state["step"], minimum=0, error=StateError),
             sent_after=list(map(int, state["sent_after"])),
-            in_flight=[(int(number), dict(means)) for number, means in state["in_flight"]],
+            pending=[(int(number), dict(means)) for number, means in state["in_flight"]],
             last_average=dict(state["last_average"]),
             sync=state["sync"],
             outer=state["outer"],
@@ -76,13 +76,13 @@ def checked_state(
         )
         # A mean that has come is of one division of the model, and can't be applied to the parts of another.
         num_saved = len(loaded.sent_after)
-        if loaded.in_flight and num_saved != len(shapes):
+        if loaded.pending and num_saved != len(shapes):
             raise StateError(
                 f"the state was saved while one of {num_saved} fragments was under way, and here are "
                 f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
             )
         _check_tensors("last_average", loaded.last_average, dict(chain(*(part.items() for part in shapes))))
-        for number, means in loaded.in_flight:
+        for number, means in loaded.pending:
             _check_tensors(f"in_flight of fragment {number}", means, shapes[number])
     if loaded.outer is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")

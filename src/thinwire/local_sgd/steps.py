@@ -13,11 +13,11 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.local_sgd.averaged_model import AveragedModel
 from thinwire.local_sgd.contributor import Contribution, Contributor
+from thinwire.local_sgd.elastic_members import Member, joining
 from thinwire.local_sgd.elastic_membership import ElasticMembership
 from thinwire.local_sgd.fragment import Averaged, Buckets, layouts_of
 from thinwire.local_sgd.groups.group import Group
 from thinwire.local_sgd.inner_optimizers import Optimizers, as_sharded
-from thinwire.local_sgd.member import Member, joining
 from thinwire.local_sgd.pending_average import PendingAverage
 from thinwire.sync import Engine, Settings
 from thinwire.sync.precision import full_precision
