@@ -182,19 +182,16 @@ def _states_of(
         if isinstance(parameter, torch.Tensor) and isinstance(state, Mapping):
             candidates += [(f"state[{key!r}]", parameter, value) for key, value in state.items()]
     for where, parameter, value in candidates:
-        if where == ONLY_READ or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if where == ONLY_READ or not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
             continue
         held, weights = local_tensor(value), local_tensor(parameter)
         # A view has the average when the parameter has, and quantized states only their optimizers read.
-        if type(held) is torch.Tensor and held.numel() == weights.numel() and not _share(held, weights):
+        is_plain = type(held) is torch.Tensor and held.is_floating_point()
+        if is_plain and held.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
             yield where, parameter, value
     for wrapped in vars(optimizer).values():
         if isinstance(wrapped, torch.optim.Optimizer):
             yield from _states_of(wrapped, parameters)
-
-
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 # What members compare of them, and a newcomer is given.

@@ -184,7 +184,8 @@ class LocalSGD(ModelAverager, Joinable):
         # Last: if anything above fails, the context may be entered again.
         model.enter(averaged)
         self._loaded, self._is_inside = None, True
-        self._contributor.end_warmup()
+        if model.ddp is not None:
+            self._contributor.end_warmup()
         tell_start(self._engine, (), str(self))
         return self
 
@@ -204,8 +205,8 @@ class LocalSGD(ModelAverager, Joinable):
     def average(self) -> None:
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is under
-        way is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is
+        pending is waited for and applied first. Does nothing but compare step counts if nothing has changed
         since the last averaging. A change that no step of `optimizer` has made, such as of weights that were
         loaded, is not averaged: it is taken over as it is if it is the same on all processes.
 
@@ -230,7 +231,8 @@ class LocalSGD(ModelAverager, Joinable):
             with self._collective("a step"):
                 self._membership.average_within()
         super()._average_if_due()
-        self._contributor.end_warmup()
+        if self._model.ddp is not None:  # whose gradients are averaged without a commit
+            self._contributor.end_warmup()
 
     # Uneven inputs: see thinwire.join.
 
@@ -296,7 +298,7 @@ class LocalSGD(ModelAverager, Joinable):
         they differ from process to process, so save them on each to resume to the bit; or call
         `average()` first and save one model. `torch.load(weights_only=True)` takes it.
 
-        What is under way is waited for and saved as it came; it is applied when it is due, here and in the
+        What is pending is waited for and saved as it came; it is applied when it is due, here and in the
         run that resumes.
 
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
@@ -336,7 +338,7 @@ class LocalSGD(ModelAverager, Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be different, unless something was under way. The outer optimizer goes on with the
+        fragments may be different, unless an average was pending. The outer optimizer goes on with the
         learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
         optimizers do: to change them, write to `outer.param_groups` after entering.
 

@@ -38,7 +38,6 @@ class Membership(ABC):
     """
 
     has_left = False
-    is_behind = False  # whether more rounds of the pending averaging are due than were sent
 
     def __init__(self, group: Group, contributor: Contributor) -> None:
         self.group, self._contributor = group, contributor
@@ -47,6 +46,11 @@ class Membership(ABC):
     @abstractmethod
     def is_open(self) -> bool:
         """Whether an averaging was started, and not finished."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether more rounds of the pending averaging are due than were sent."""
+        return False
 
     def average(self) -> None:
         """Average once with all members. Collective."""
@@ -184,7 +188,7 @@ class StaticMembership(Membership):
         self.pending = contributor.start(contribution.tensors, scale, self._step, is_delayed=is_delayed)
 
     @property
-    def is_behind(self) -> bool:  # type: ignore[override]
+    def is_behind(self) -> bool:
         pending = self.pending
         return (
             pending is not None and not pending.is_done and pending.num_rounds < self._contributor.rounds_due
