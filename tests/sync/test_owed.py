@@ -165,8 +165,8 @@ def test_fresh_random_factors_are_not_kept() -> None:
         assert simulation.step(gradients)
         results.append(gradients[0][0])
     assert not torch.equal(results[0], results[1])
-    bases = simulation.engines[0].open(layout()[0], torch.device("cpu")).plan.bases  # type: ignore[attr-defined]
-    assert not bases._first_rows
+    plan = simulation.engines[0].open(layout()[0], torch.device("cpu")).plan
+    assert not plan.workspace.drawn  # type: ignore[attr-defined]
 
 
 def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
