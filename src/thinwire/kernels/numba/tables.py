@@ -20,6 +20,7 @@ from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, MeanArgs, Tabl
 from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, round_into
 from thinwire.kernels.numba import code_passes, low_rank_passes
 from thinwire.kernels.numba.compiler import Addresses, FactorBatch, addresses
+from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.tensors.blocks import Blocks
 from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import RandomBits
@@ -179,4 +180,5 @@ TABLES = Tables(
         orthonormal_rows=orthonormal_rows,
     ),
     CodeKernels(encoded, averaged, decode, torch_codes.keeping(remainder, decode)),
+    ENTRIES,
 )
