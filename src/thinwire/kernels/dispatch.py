@@ -13,13 +13,13 @@ from typing import cast
 import torch
 
 from thinwire.kernels.base import NUMBA_FACTOR_ROWS, CodeKernels, EntryKernels, Kernels, Tables
-from thinwire.kernels.batching import group_indices
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_entries import ENTRIES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import limits as triton_limits
 from thinwire.tensors import accelerators
 from thinwire.tensors.entries import EntryLayout
+from thinwire.tensors.layout import group_indices
 
 
 @dataclass(frozen=True, eq=False)
