@@ -11,7 +11,7 @@ import torch
 
 import catalog
 from pool import Pool, Pools
-from thinwire.algorithms.lowrank import batched, powersgd
+from thinwire.algorithms.lowrank import powersgd_plan
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.matrices import Rows
@@ -50,7 +50,6 @@ def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return replace(kernels, orthonormal_rows=remembered)
 
-    for module in (batched, powersgd):
-        monkeypatch.setattr(
-            module, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
-        )
+    monkeypatch.setattr(
+        powersgd_plan, "kernels_for", lambda like, rank: remembering(dispatch.kernels_for(like, rank))
+    )
