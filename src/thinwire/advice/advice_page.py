@@ -15,7 +15,8 @@ between: the quartiles of a step; %: of a step with 16 bits; 5 ms: a step at thi
 MB: what leaves a {{sender}} per step, and as much reaches it; kept: MB between steps
 loss: the gap to exact averaging's held-out loss, in percent; up to {NOISE_PERCENT:g} counts as none
     ≤ 4.4: not measured; a rougher setting lost 4.4. > 12: not measured; a finer setting lost 12
-    ?: not known, or of longer runs only. Measured with small models of text; yours may differ
+    ?: not measured, or only in longer runs, or (low rank) in far smaller models
+    Measured with small models of text; yours may differ
 rounds: messages of a step that wait for each other"""
 
 
