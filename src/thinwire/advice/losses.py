@@ -24,7 +24,7 @@ MAX_NAME_LENGTH = 100  # it is printed
 # A matrix rank is a smaller share of a wider matrix: rank 16 makes gradients of 0.67 M parameters 6 times
 # smaller, of 350 M 54 times, and with AdamW the rank that did so in the small model lost 17 %. So low rank's
 # gaps tell nothing of a model more than so many times larger, but with SGD, with which published runs of
-# larger models lost nothing (docs/choosing.md).
+# larger models lost nothing (docs/powersgd.md).
 LOW_RANK, MAX_TIMES_LARGER = "PowerSGD(", 10
 
 Kind = Literal["exact", "measured", "between", "above", "unknown"]
