@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,16 @@ from thinwire import elastic
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.checks import cores, processes_here, whole_number
-from thinwire.demo import model as demo_model
-from thinwire.demo.model import GPT, SIZES, Text, heldout_loss, load_text, next_byte_loss
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    Text,
+    batch_generator,
+    heldout_loss,
+    load_text,
+    next_byte_loss,
+    sample_batch,
+)
 from thinwire.errors import ConfigError
 from thinwire.launch import LOOK_EVERY_SECONDS, join_group, leave_group, python_module
 from thinwire.local_sgd.groups.torchft_group import MEMBER
@@ -61,10 +68,8 @@ class DemoOptions:
         whole_number("steps", self.steps, minimum=1)
         if whole_number("seed", self.seed, minimum=0) >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
-        chosen = [("algorithm", name, list(ALGORITHMS)) for name in self.algorithms]
-        for setting, value, known in [("model_size", self.model_size, list(SIZES)), *chosen]:
-            if value not in known:
-                raise ConfigError(f"{setting} must be one of {', '.join(known)}, got {value!r}")
+        if self.model_size not in SIZES:
+            raise ConfigError(f"model_size must be one of {', '.join(SIZES)}, got {self.model_size!r}")
         for name in self.algorithms:
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
@@ -72,6 +77,8 @@ class DemoOptions:
 
     def algorithm(self, name: str) -> Algorithm:
         """Return the algorithm of a name, with this run's settings."""
+        if name not in ALGORITHMS:
+            raise ConfigError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {name!r}")
         return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
     def record_path(self, name: str | int) -> Path:
@@ -88,13 +95,12 @@ class DemoOptions:
         return [*python_module("thinwire.demo.train"), json.dumps(asdict(self), default=str)]
 
 
-def sample_batch(model: GPT, text: Text, options: DemoOptions, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return a process's batch of a step, the same one for every algorithm."""
-    generator = demo_model.batch_generator(seed=options.seed, step=step, process_rank=rank)
+def loss_of(module: nn.Module, model: GPT, text: Text, options: DemoOptions, step: int, rank: int) -> Tensor:
+    """Return a module's loss on a process's batch of a step, the same one for every algorithm."""
+    generator = batch_generator(seed=options.seed, step=step, process_rank=rank)
     length = model.config.context_length
-    return demo_model.sample_batch(
-        text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator
-    )
+    batch = sample_batch(text.train, batch_size=BATCH_SIZE, context_length=length, generator=generator)
+    return next_byte_loss(module, *batch)
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
@@ -104,29 +110,26 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     ddp_model = DistributedDataParallel(model)
     sync = thinwire.attach(ddp_model, options.algorithm(algorithm))
     optimizer = torch.optim.SGD(model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
-    rank = dist.get_rank()
+    rank, start = dist.get_rank(), time.monotonic()
     watch = thinwire.Watch(sync, options.record_path(algorithm), name=algorithm) if rank == 0 else None
-    since, losses = time.monotonic(), list[float]()
-    for step in range(options.steps):
+    for step in range(1, options.steps + 1):
         # A linear rise over a tenth of the steps, then half a cosine.
-        rise = min(1.0, (step + 1) / (0.1 * options.steps))
-        fall = 0.1 + 0.9 * (1 + math.cos(math.pi * step / options.steps)) / 2
+        rise = min(1.0, 10 * step / options.steps)
+        fall = 0.1 + 0.9 * (1 + math.cos(math.pi * (step - 1) / options.steps)) / 2
         optimizer.param_groups[0]["lr"] = PEAK_LEARNING_RATE * rise * fall
         optimizer.zero_grad()
-        loss = next_byte_loss(ddp_model, *sample_batch(model, text, options, step, rank))
+        loss = loss_of(ddp_model, model, text, options, step, rank)
         torch.autograd.backward(loss)
         # After the averaging: the means are the same on all processes, and so is what is cut.
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         if watch is not None:
-            losses.append(loss.item())
-            watch.log(loss=losses[-1])
-            if (step + 1) % max(1, options.steps // LINES) == 0 or step + 1 == options.steps:
-                speed, since = len(losses) / (time.monotonic() - since), time.monotonic()
-                line = f"{algorithm:>10}  step {step + 1}/{options.steps}  loss {fmean(losses):.3f}"
-                losses = []
+            watch.log(loss=loss.item())
+            if step % max(1, options.steps // LINES) == 0 or step == options.steps:
+                speed = step / (time.monotonic() - start)
                 # If no one reads it, the table at the end meets that as well.
                 with suppress(OSError):
+                    line = f"{algorithm:>10}  step {step}/{options.steps}  loss {loss.item():.3f}"
                     print(f"{line}  {speed:.1f} steps/s", flush=True)
     if watch is not None:
         # All hold the same model, so one measures; the others wait for it in the next training.
@@ -136,7 +139,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
 
 def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
     """Train with all who are there, and record every step; the first member measures the held-out loss."""
-    # Each from its own seed: all start from the first one's model, or from that of those who are there.
+    # Each draws another model: all start from the first one's, or from that of those who are there.
     torch.manual_seed(options.seed + member)
     model = GPT(SIZES[options.model_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=ELASTIC_LEARNING_RATE)
@@ -151,7 +154,7 @@ def train_as_member(options: DemoOptions, member: int, text: Text) -> None:
     ):
         while local.steps < options.steps:
             optimizer.zero_grad()
-            loss = next_byte_loss(model, *sample_batch(model, text, options, local.steps, member))
+            loss = loss_of(model, model, text, options, local.steps, member)
             torch.autograd.backward(loss)
             optimizer.step()
             watch.log(loss=loss.item())

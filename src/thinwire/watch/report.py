@@ -51,7 +51,7 @@ def report_page(runs: Sequence[Run]) -> str:
         f"<title>Thinwire: {escape(', '.join(run.name for run in runs))}</title><style>{STYLE}</style>",
         f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
         *(f"<p>{escape(note)}.</p>" for note in notes),
-        _table([_summary(run, names) for run in runs]),
+        _table([summary(run, names) for run in runs]),
         _curves(runs, names),
         "<h2>Plans</h2><p>With the errors that were last read.</p>",
         *plans,
@@ -67,11 +67,10 @@ def _table(rows: Sequence[dict[str, str]]) -> str:
     return f"<section><table>{filled}\n</table></section>"
 
 
-def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
-    total = {
-        name: sum(record[name] for record in run.steps) for name in run.steps[0] if name.endswith("_bytes")
-    }
-    steps = sum(record["steps"] for record in run.steps)
+def summary(run: Run, names: Sequence[str]) -> dict[str, str]:
+    """Return what there is to tell of a run in a line, by heading; `names` are of what was logged."""
+    summed = ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
+    total = {name: sum(record[name] for record in run.steps) for name in summed}
     # A record may stand for several steps.
     times = (
         1e3 * median(record[f"{name}_seconds"] / record["steps"] for record in run.steps)
@@ -82,7 +81,7 @@ def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
     # The mean of the last twentieth.
     values = {name: [point.value for point in run.points(name)] for name in names}
     last = {name: f"{fmean(line[-max(1, len(line) // 20) :]):.4g}" for name, line in values.items() if line}
-    inside = total["inside_bytes"] / steps / 1e6
+    sent, inside = (total[name] / total["steps"] / 1e6 for name in ("message_bytes", "inside_bytes"))
     return {
         "run": run.name,
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
@@ -92,8 +91,7 @@ def _summary(run: Run, names: Sequence[str]) -> dict[str, str]:
         **{name.replace("_", " "): last.get(name, "") for name in names},
         "ms per step": f"{1e3 * median(record['step_seconds'] for record in run.steps):.1f}",
         "ms exposed / waiting / arithmetic": " / ".join(f"{time:.1f}" for time in times),
-        "MB per step": f"{total['message_bytes'] / steps / 1e6:.3g}"
-        + f", inside {inside:.3g}" * (inside > 0),
+        "MB per step": f"{sent:.3g}" + f", inside {inside:.3g}" * (inside > 0),
         "compression ratio": f"{compression_ratio(total['gradient_bytes'], total['message_bytes']):.1f}",
     }
 
