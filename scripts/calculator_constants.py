@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.advice import planned_steps as planned
-from thinwire.advice.losses import LOW_RANK, MAX_TIMES_LARGER, NOISE_PERCENT, known_optimizers, loss_gaps
-from thinwire.advice.priced import EXACT, priced
+from thinwire.advice.losses import (
+    EXACT,
+    LOW_RANK,
+    MAX_TIMES_LARGER,
+    NOISE_PERCENT,
+    known_optimizers,
+    loss_gaps,
+    priced,
+)
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.tensors.coded import block_bytes
 

@@ -22,9 +22,8 @@ from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Rules, _differs
-from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training
+from thinwire.advice.losses import EXACT_LOSS, ExpectedLoss, Training, priced
 from thinwire.advice.prediction import Prediction, choose
-from thinwire.advice.priced import priced
 from thinwire.algorithms import Algorithm
 from thinwire.comm import run_members
 from thinwire.simulation import Simulation

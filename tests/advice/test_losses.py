@@ -26,6 +26,7 @@ from advice.ways import (
     row,
     way,
 )
+from thinwire.advice.forecast import notes_on_link
 from thinwire.advice.losses import (
     ExpectedLoss,
     Training,
@@ -35,11 +36,10 @@ from thinwire.advice.losses import (
     loss_gaps,
     notes_on_losses,
     optimizer_name,
+    priced,
 )
-from thinwire.advice.notes import notes_on_link
-from thinwire.advice.planned_steps import StatedLink, advise_by_size
-from thinwire.advice.prediction import Prediction, choose
-from thinwire.advice.priced import SHARDING, priced
+from thinwire.advice.planned_steps import advise_by_size
+from thinwire.advice.prediction import SHARDING, Prediction, choose
 from thinwire.plan import ParameterSpec
 from thinwire.probe import Timing
 from thinwire.probe.measured_link import MeasuredLink
@@ -324,7 +324,7 @@ def test_the_page_of_slow_links_takes_what_is_advised(optimizer: str) -> None:
     )
     cells = text.partition(f"\n| {optimizer} | ")[2].splitlines()[0].split(" | ")
     for ratio, cell in zip(ratios, cells, strict=False):
-        link = StatedLink.of_rate(16 * parameters / (float(ratio) * compute_seconds), 2e-4, 2)
+        link = MeasuredLink.of_rate(16 * parameters / (float(ratio) * compute_seconds), 2e-4, 2)
         options = {"optimizer": optimizer, "total_steps": 20_000}
         best = advise_by_size(parameters, compute_seconds, link, **options).best  # type: ignore[arg-type]
         (told, *_) = re.findall("`(.+?)`|leave DDP as it is|2 or 4 bits", cell)

@@ -22,7 +22,8 @@ from pool import Pool
 from thinwire import ConfigError
 from thinwire.adapters.sharded.model import local_of
 from thinwire.advice import Advice, losses, sharded_subject, step_benchmark
-from thinwire.advice.priced import SHARDING, priced
+from thinwire.advice.losses import priced
+from thinwire.advice.prediction import SHARDING
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.errors import AttachError
 from thinwire.probe import Probe, probe

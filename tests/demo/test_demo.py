@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -16,12 +14,9 @@ from rich.console import Console
 
 import crash
 import forking
-from cli.test_cli import exit_code
 from launcher import WITHOUT_PACKAGE, run_python, started_python
-from stand_ins import stand_ins
 from thinwire import launch
-from thinwire.cli.demo import JobError, run_algorithms, run_elastic
-from thinwire.demo import train
+from thinwire.cli.demo import JobError, run_algorithms
 from thinwire.demo.model import (
     GPT,
     SIZES,
@@ -130,21 +125,6 @@ def test_impossible_options_are_refused_at_once(changes: dict[str, object], mess
 # The command
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--algorithm", "int8"], "algorithm must be one of exact"),
-        (["--elastic", "--algorithm", "exact"], "--elastic trains with DiLoCo in 4 bits"),
-    ],
-)
-def test_a_users_mistake_is_one_line(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code(monkeypatch, "demo", *arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"thinwire: {message}")
-
-
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_missing_packages_are_named(package: str) -> None:
     command = run_python(WITHOUT_PACKAGE, package, "thinwire")
@@ -208,38 +188,3 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         assert running.stderr.read() == stopped
         assert not any(Path(f"/proc/{each}").exists() for each in children)
     assert read_run(record).points("loss")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(300)
-def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torchft")
-    said = io.StringIO()
-    with stand_ins() as stand_in:
-        # Not as a module: that ends without a word, and its stand-in would take it for dead.
-        code = "import sys; from thinwire.demo.train import main; del sys.argv[1:3]; main()"
-        forked = [sys.executable, *stand_in, "-u", "-c", code]
-        monkeypatch.setattr(train, "python_module", lambda name: forked)
-        options = DemoOptions(processes=2, steps=60, model_size="tiny", output=tmp_path)
-        paths = run_elastic(options, Console(file=said, width=1000))
-    told = said.getvalue()
-    for words in (
-        "member 1 is killed (SIGKILL)",
-        "without it",
-        "member 2, which was waiting, joins",
-        "it has taken the others' model",
-        "in the end 2 members hold one model, the same to the bit",
-    ):
-        assert words in told
-    assert tmp_path / "member-0.jsonl" in paths
-    run = read_run(tmp_path / "member-0.jsonl")
-    assert run.points("losses")[-1].value == 1
-    assert run.points("loss")[-1].step == 60
-
-
-def test_the_elastic_demo_without_torchft_announces_nothing(tmp_path: Path) -> None:
-    output = tmp_path / "new"
-    done = run_python(WITHOUT_PACKAGE, "torchft", "thinwire", "demo", "--elastic", f"--output={output}")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("thinwire: elastic members need torchft")
-    assert not output.exists()

@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
-from torch._C._distributed_c10d import HashStore
 
 from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
@@ -25,7 +22,6 @@ from thinwire.launch import (
     is_in_local_job,
     join_group,
     leave_group,
-    loopback_interface,
     python_module,
 )
 
@@ -92,19 +88,6 @@ def joined_job(
         yield device
     finally:
         leave_group()
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Make a default process group of this process only, which listens on the loopback interface only."""
-    # Gloo would otherwise listen on the address of this machine's name, which others may reach.
-    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=loopback_interface()):
-        # A store in memory: alone, no one has to be met, and no port is opened.
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            leave_group()
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -56,11 +56,15 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
     processors of this computer: compare runs with each other, not with a real cluster.
     """
+    slow_machines = {}
+    for option in slow_machine or []:
+        machine, _, slow_rate = option.partition(":")
+        if not machine.isdecimal() or not slow_rate:
+            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
+        slow_machines[int(machine)] = slow_rate
+    link = LinkSpec(rate, latency, jitter, loss)
     network = Network(
-        machines,
-        LinkSpec(rate, latency, jitter, loss),
-        processes_per_machine=processes_per_machine,
-        slow_machines=_slow_machines(slow_machine or []),
+        machines, link, processes_per_machine=processes_per_machine, slow_machines=slow_machines
     )
     name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
     processes_here(name, network.processes, minimum=1)
@@ -77,8 +81,8 @@ def lab(
         machine, local_rank = divmod(rank, processes_per_machine)
         prefix = f"machine {machine:>{len(str(machines - 1))}}"
         prefix += f", process {local_rank}" if processes_per_machine > 1 else ""
-        kept = network.kept_command(machine, *command)
-        return Process(kept, variables, output, f"[{prefix}] ", as_group=True)
+        contained = network.contained_command(machine, *command)
+        return Process(contained, variables, output, f"[{prefix}] ", as_group=True)
 
     job = Job(
         start,
@@ -106,13 +110,3 @@ def lab(
         print(f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)
-
-
-def _slow_machines(options: list[str]) -> dict[int, str]:
-    rates = {}
-    for option in options:
-        machine, _, rate = option.partition(":")
-        if not machine.isdecimal() or not rate:
-            raise ConfigError(f"--slow-machine is like 2:10mbit, a machine and its rate; got {option[:40]!r}")
-        rates[int(machine)] = rate
-    return rates

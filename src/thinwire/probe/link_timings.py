@@ -24,11 +24,9 @@ LEAST_PAIR_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Timing:
-    """An averaging collective of one message size.
+    """An averaging collective of one message size, in bytes that each process contributes.
 
-    Attributes:
-        message_bytes: What each process contributes.
-        seconds: Of each repetition, mean over the processes.
+    `seconds` are of each repetition, mean over the processes.
     """
 
     message_bytes: int
@@ -42,8 +40,7 @@ class Timing:
     @property
     def spread_seconds(self) -> float:
         """Between the quartiles; 0 of a single repetition."""
-        low, high = self.quartiles
-        return high - low
+        return self.quartiles[1] - self.quartiles[0]
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -56,13 +53,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class PairTiming:
-    """A message between two processes.
-
-    Attributes:
-        processes: Their ranks.
-        message_bytes: Its size.
-        seconds: One direction, the fastest of several.
-    """
+    """A message between two processes, by rank; `seconds` are of one direction, the fastest of several."""
 
     processes: tuple[int, int]
     message_bytes: int
@@ -140,10 +131,9 @@ class Probe:
         """The reason to doubt it, in words; "" if there is none."""
         for timing in self.timings:
             if timing.spread_seconds > DOUBTFUL_SPREAD * timing.median_seconds:
-                return (
-                    f"averagings of {timing.message_bytes:,} bytes had a spread of over {DOUBTFUL_SPREAD} "
-                    "times their median; probe again while nothing else uses the machines and the network"
-                )
+                spread = f"bytes had a spread of over {DOUBTFUL_SPREAD} times their median"
+                again = "probe again while nothing else uses the machines and the network"
+                return f"averagings of {timing.message_bytes:,} {spread}; {again}"
         return ""
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
