@@ -43,7 +43,7 @@ def test_every_priced_algorithm_has_a_time_for_its_arithmetic() -> None:
 
 def test_the_answer_is_that_of_a_real_model_of_this_shape() -> None:
     """On a link so slow that the arithmetic of this machine, and its noise, count for nothing."""
-    link = MeasuredLink.of_rate(1e4, 0.5, 3)
+    link = MeasuredLink.of_rate(1e3, 0.5, 3)
     with group_of_one():
         model = stand_in(PARAMETERS, "cpu")
         timed = advise(model, one_step, link.probe, budget_seconds=0.1, optimizer="AdamW", total_steps=2000)

@@ -23,12 +23,14 @@ POWER = PowerSGD(matrix_rank=2)
 def test_non_finite_is_one_skipped_step_and_nothing_else(worker: int, after_messages: int) -> None:
     disturbed, healthy = (Simulation(POWER, buckets(), num_workers=3) for _ in range(2))
     schedule = [fail_at(worker, 3, "non-finite", after_messages=after_messages)]
+    wire = disturbed.engines[worker].wire
     with faults(disturbed.syncs[worker], schedule) as struck:
         committed = [
             disturbed.step(random_gradients(buckets(), num_workers=3, seed=seed))
             for seed in (0, 1, 2, 9, 3, 4)
         ]
     assert struck == schedule
+    assert disturbed.engines[worker].wire is wire
     assert committed == [True, True, True, False, True, True]
     for seed in range(5):
         healthy.step(random_gradients(buckets(), num_workers=3, seed=seed))

@@ -22,25 +22,38 @@ COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
 
 def advise(  # noqa: PLR0913 - one for each fact of a run
     *,
-    parameters: str = typer.Option(metavar="NUMBER", help="Of the model, such as 350M."),
-    compute: str = typer.Option(metavar="TIME", help="Of a forward and backward pass, such as 0.8s."),
-    rate: str | None = typer.Option(None, metavar="RATE", help="Of each machine's link, such as 1gbit."),
-    latency: str | None = typer.Option(
-        None, metavar="TIME", help="A round trip between two machines, with --rate.", show_default="0.2ms"
+    parameters: str = typer.Option(
+        metavar="NUMBER", help="The number of the model's parameters, such as 350M."
     ),
-    machines: int | None = typer.Option(None, help="How many machines, with --rate.", show_default="2"),
-    gpus: int | None = typer.Option(None, help="Of each machine, with --rate.", show_default="1"),
+    compute: str = typer.Option(
+        metavar="TIME", help="The time of a forward and backward pass, such as 0.8s."
+    ),
+    rate: str | None = typer.Option(
+        None, metavar="RATE", help="The rate of each machine's link, such as 1gbit."
+    ),
+    latency: str | None = typer.Option(
+        None,
+        metavar="TIME",
+        help="The time of a round trip between two machines, with --rate.",
+        show_default="0.2ms",
+    ),
+    machines: int | None = typer.Option(None, help="The number of machines, with --rate.", show_default="2"),
+    gpus: int | None = typer.Option(
+        None, help="The number of GPUs in each machine, with --rate.", show_default="1"
+    ),
     probe: Path | None = typer.Option(
-        None, metavar="FILE", help="What `thinwire probe --save` wrote, instead of --rate."
+        None, metavar="FILE", help="The link, as `thinwire probe --save` wrote it, instead of --rate."
     ),
     optimizer: str | None = typer.Option(
-        None, help="What trains the model, such as AdamW.", show_default="the worst of all known"
+        None, help="The optimizer, such as AdamW.", show_default="the one that loses most"
     ),
     steps: int | None = typer.Option(
-        None, help="Of the run: few bits lose more in short ones.", show_default="as few as were measured"
+        None,
+        help="The steps of the whole run: few bits lose more in short ones.",
+        show_default="as few as were measured",
     ),
     budget_loss: str = typer.Option(
-        "1%", metavar="SHARE", help="The largest loss gap that is advised, such as 0.5%; any: no limit."
+        "1%", metavar="SHARE", help="The most loss that you accept, such as 0.5%, or any."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the advice as JSON."),
 ) -> None:

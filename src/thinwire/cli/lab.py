@@ -18,7 +18,7 @@ from thinwire.launch import Job, Output, Process
 def lab(
     command: list[str] = typer.Argument(metavar="-- COMMAND…", help="What to run in every process."),
     *,
-    machines: int = typer.Option(2, help="How many machines."),
+    machines: int = typer.Option(2, help="The number of machines."),
     rate: str | None = typer.Option(
         None, metavar="RATE", help="Rate of each slow link, such as 100mbit.", show_default="as fast as here"
     ),
@@ -46,7 +46,7 @@ def lab(
 ) -> None:
     """Run a training script on several machines with slow links, all on this computer.
 
-    Each machine is a network namespace with its own address, and sends at most at the rate. With latency,
+    Each machine is a network namespace with its own address, and sends no faster than `--rate`. With latency,
     jitter or loss the link is measured first, and refused if it is more than a tenth from what you asked for.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
