@@ -33,7 +33,6 @@ from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab import LinkSpec, Network
 from thinwire.launch import group_of_one
 from thinwire.probe import PairTiming, Probe, Timing, probe, prober
-from thinwire.probe.link_timings import nodes_of
 from thinwire.probe.prober import Prober, compare_streams
 
 
@@ -55,7 +54,7 @@ def probed(network: Network, path: Path, budget_seconds: float) -> tuple[Probe, 
         (Network(2, LinkSpec("1gbit")), 1e9, [[0, 1]], 4),
         (Network(2, LinkSpec("100mbit"), processes_per_machine=2), 100e6, [[0, 1], [2, 3]], 5),
     ],
-    ids=["100mbit", "1gbit", "processes that are near each other"],
+    ids=["100mbit", "1gbit", "machines of two"],
 )
 def test_links_of_a_known_rate(
     network: Network, bits: float, nodes: list[list[int]], budget_seconds: float, tmp_path: Path
@@ -285,16 +284,6 @@ def test_a_probe_that_can_not_be_computed_with_is_refused(
     path.write_text(json.dumps(json.loads(example().to_json()) | changed))
     with pytest.raises(ConfigError, match=f"{NO_PROBE}.*{told}"):
         Probe.load(path)
-
-
-def test_nodes() -> None:
-    def pairs(**seconds: float) -> list[PairTiming]:
-        return [PairTiming((int(name[1]), int(name[2])), 1, each) for name, each in seconds.items()]
-
-    assert nodes_of(3, pairs(p01=1.0, p02=1.1, p12=0.9)) == [[0, 1, 2]]
-    assert nodes_of(4, pairs(p02=0.1, p13=0.1, p01=1.0, p03=1.0, p12=1.0, p23=1.0)) == [[0, 2], [1, 3]]
-    assert nodes_of(3, pairs(p01=0.1, p12=1.0)) == [[0, 1], [2]]
-    assert nodes_of(2, pairs(p01=0.1)) == [[0, 1]]
 
 
 # Several connections of Gloo's

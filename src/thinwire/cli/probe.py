@@ -36,7 +36,7 @@ def probe(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Measure the network between the processes of a job: times by message size, and who is near whom.
+    """Measure the network between the processes of a job: by message size, in machines and between them.
 
     Start it on every process, as you start the training; or with `--processes`, to see what this machine
     alone can do. Process 0 prints the result and writes the files.

@@ -24,7 +24,7 @@ from thinwire.comm import (
     ranks_by_machine,
 )
 from thinwire.errors import ConfigError
-from thinwire.probe.link_timings import PairTiming, Probe, Timing, nodes_of, ring_share
+from thinwire.probe.link_timings import PairTiming, Probe, Timing, ring_share
 from thinwire.tensors.accelerators import wait_for
 
 # Four times from one to the next: between them, `average_seconds` is linear.
@@ -80,11 +80,9 @@ def probe(
     timings = list(prober.time_averagings(5 / 8 * budget_seconds))
     wire_factors = prober.time_collectives(timings, budget_seconds / 8)
     pairs = prober.time_pairs(timings, budget_seconds / 4)
-    # These are the machines that `attach` finds; where the launcher names none, pairs tell who is near.
-    machines = ranks_by_machine(transport)
-    nodes = machines if len(machines) > 1 else nodes_of(transport.size, pairs)
     hosts = [name.decode() for name in gather_bytes(gethostname().encode(), transport, PURPOSE)]
     backend = transport.backend_for(device)
+    nodes = ranks_by_machine(transport)
     return Probe(transport.size, backend, device.type, timings, pairs, nodes, wire_factors, hosts)
 
 
