@@ -34,7 +34,8 @@ try-%:
 
 # Long runs, and those that need a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
 nightly: compiled
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or alone" --ignore tests/triton_ready
+	$(BIN)/python -m pytest -m alone --ignore tests/triton_ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not alone" --ignore tests/triton_ready
 	$(MAKE) test-triton
 	$(MAKE) soak
 

@@ -19,15 +19,8 @@ from pool import Pools
 from test_elastic import is_running
 
 HERE = Path(__file__).parent
-FAILING = """
+CTRL_C = """
 import os, signal, pytest
-
-@pytest.mark.alone
-def test_rate():
-    assert False
-
-def test_other():
-    assert False
 
 def test_ctrl_c():
     with pytest.raises(KeyboardInterrupt):
@@ -53,16 +46,13 @@ if __name__ == "__main__":
 """
 
 
-def test_in_the_background_and_when_a_measurement_fails(tmp_path: Path) -> None:
-    """As a shell starts it, with Ctrl-C ignored."""
+def test_ctrl_c_works_in_the_background(tmp_path: Path) -> None:
+    """A shell starts it with Ctrl-C ignored."""
     shutil.copy(HERE / "conftest.py", tmp_path)
-    (tmp_path / "test_failing.py").write_text(FAILING)
+    (tmp_path / "test_interrupted.py").write_text(CTRL_C)
     settings = ["-q", "-p", "no:cacheprovider", "-c", str(HERE.parent / "pyproject.toml")]
     done = run_python("-u", "-c", IN_THE_BACKGROUND, *settings, f"--rootdir={tmp_path}", str(tmp_path))
-    assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    told = done.stdout.partition("failed, but need a quiet machine")[2].splitlines()[1]
-    assert "test_failing.py::test_rate" in told
-    assert "test_other" not in told
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
