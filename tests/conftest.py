@@ -31,9 +31,6 @@ PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotl
 # What torch imports late: to train under Lightning, to compile.
 PACKAGES += ["torch.distributed.optim", "torch._dynamo.backends.debugging"]
 
-# How long after its timeout a test is ended that hangs in C, where the timeout's exception does not reach.
-GRACE_SECONDS = 15
-
 _until_the_end = ExitStack()
 _stderr = pytest.StashKey[int]()
 
@@ -82,10 +79,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Print a test's name and all stacks, and end its process, if its timeout has not ended it."""
+    """Print all stacks and end the process if a test hangs in C, where its timeout does not reach."""
     mark = item.get_closest_marker("timeout")
     seconds = float(mark.args[0] if mark else item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, file=item.config.stash[_stderr], exit=True)
+    faulthandler.dump_traceback_later(1.25 * seconds, file=item.config.stash[_stderr], exit=True)
     try:
         return (yield)
     finally:

@@ -1,0 +1,172 @@
+"""Plant small faults in a copy of the source, one at a time, and print those that no test notices.
+
+    python scripts/mutation_check.py [WORD …] [--all-tests] [--again]
+
+With words, only faults whose name has one of them. For each fault the tests of its line run, up to the first
+that fails; with `--all-tests`, all others after them if none has. Results are kept in build/mutations.jsonl: a
+fault that was caught is not planted again (without `--again`), however often this is interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPY, RESULTS = ROOT / "build" / "mutations", ROOT / "build" / "mutations.jsonl"
+FIRST_SECONDS, ALL_SECONDS = 900, 3600
+
+
+class Fault(NamedTuple):
+    """A fault: a text that stands once in the source, wherever, and what takes its place."""
+
+    name: str
+    old: str
+    new: str
+    tests: str  # that are likely to notice, within `tests`
+
+    def place(self) -> Path | None:
+        """Return the file that has the text once; None if none or several do."""
+        paths = sorted((COPY / "src" / "thinwire").rglob("*.py"))
+        found = [path for path in paths if self.old in path.read_text()]
+        once = len(found) == 1 and found[0].read_text().count(self.old) == 1
+        return found[0] if once else None
+
+
+LOW_RANK = "algorithms/test_conformance.py test_powersgd.py"
+CONFORMANCE = "algorithms/test_conformance.py"
+ENGINE = "sync/test_engine.py sync/test_scheduler.py sync/test_nonfinite.py algorithms/test_conformance.py"
+STATE = "sync/test_state.py sync/test_local_state.py algorithms/test_conformance.py sync/test_partition.py"
+MACHINES = "sync/test_partition.py sync/test_state.py adapters/test_machines.py"
+LOCAL = "local_sgd/test_averaging.py local_sgd/test_diloco.py local_sgd/test_streaming.py local_sgd"
+FAULTS = [
+    Fault("core: finite only if one bucket is", "non_blocking=True) for answer in answers]).all()", "non_blocking=True) for answer in answers]).any()", ENGINE),
+    Fault("core: an unhealthy step is committed", "committed = bool(is_healthy)", "committed = True", ENGINE),
+    Fault("core: a step is not counted", "state.memory.step += 1", "state.memory.step += 0", ENGINE),
+    Fault("core: a dropped step is not counted", "state.nonfinite_steps += 1", "state.nonfinite_steps += 0", ENGINE),
+    Fault("core: gradients of a dropped step stay", "bucket.flat.fill_(fill)", "pass", ENGINE),
+    Fault("core: zero and NaN swapped", '0.0 if settings.on_nonfinite == "zero"', '0.0 if settings.on_nonfinite != "zero"', ENGINE),
+    Fault("core: unused parameters move", "gradient.zero_()  # what is kept", "pass  # what is kept", "adapters/test_ddp_used.py sync"),
+    Fault("core: the closing commit is dropped", "            self._scheduler.commit_closing()\n", "", "adapters/test_ddp_used.py sync"),
+    Fault("scheduler: requests not sorted by kind", "for kind in sorted(kinds):", "for kind in kinds:", "sync/test_scheduler.py sync"),
+    Fault("scheduler: a swallowed failure", "                for work in round_.works:\n                    work.wait()\n\n", "                for work in round_.works:\n                    with suppress(CommunicationError):\n                        work.wait()\n\n", "sync/test_engine.py test_lost_peers.py sync"),
+    Fault("scheduler: a message behind the commit", "if self.is_committed and not isinstance", "if False and not isinstance", "sync/test_scheduler.py sync algorithms"),
+    Fault("error feedback: remainder lost", "sent.remainders[name] = remainder if scale is None", "sent.remainders[name] = 0 * remainder if scale is None", "sync/test_overflow.py sync algorithms"),
+    Fault("error feedback: residual not dropped", "    for name in names:\n        errors.pop(name, None)\n    if sent.remainders", "    if sent.remainders", "algorithms sync"),
+    Fault("error feedback: residual unscaled", "fitting = residual = error if scale is None else error * scale", "fitting = residual = error", "algorithms sync hooks"),
+    Fault("exact: residual not added", "sent.parts.append(gradient + fitting)", "sent.parts.append(gradient)", "algorithms sync"),
+    Fault("low rank: residual added each iteration", "add_error=iteration == 1)", "add_error=True)", LOW_RANK),
+    Fault("low rank: starts from its own factors", "terms.append([Factors((basis, own), (basis, of_all))])", "terms.append([Factors((basis, own), (basis, own))])", LOW_RANK),
+    Fault("low rank: the wrong turn", "is_left = (turn + iteration) % 2 == 0", "is_left = (turn + iteration) % 2 == 1", LOW_RANK),
+    Fault("low rank: turns ignore the warm-up", "(memory.step - self.config.warmup_steps) * self.config.power_iterations", "memory.step * self.config.power_iterations", LOW_RANK),
+    Fault("low rank: fp16 not clamped", "return torch.where(factor.isinf(), factor, factor.clamp(-limit, limit))", "return factor", LOW_RANK + " algorithms hooks"),
+    Fault("low rank: seed without the step", "self._seed + SEED_STRIDE * memory.step", "self._seed", LOW_RANK),
+    Fault("low rank: batched residual not kept", "memory[ERROR].update(zip(names, bucket.split(residual), strict=True))\n\n\ndef _square", "pass\n\n\ndef _square", LOW_RANK),
+    Fault("low rank: rank before the warm start", "rows = min(len(factor), len(like))", "rows = 1", LOW_RANK + " hooks"),
+    Fault("quantize: another member's share", "CODEBOOKS[self.config.bits], blocks.shares[bucket.rank]", "CODEBOOKS[self.config.bits], blocks.shares[0]", CONFORMANCE),
+    Fault("quantize: residual added scaled twice", "errors if scale is None else torch._foreach_mul(errors, scale)", "errors", CONFORMANCE + " algorithms"),
+    Fault("quantize: all draw the same", "(bucket.rank, OF_THE_MEAN)", "(0, OF_THE_MEAN)", "algorithms"),
+    Fault("quantize: the residual is not written", "memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))", "pass", CONFORMANCE),
+    Fault("TopK: not divided by the members", "values = values / values.new_full((), len(sent.indices))", "values = values / 1", CONFORMANCE + " algorithms/test_topk.py"),
+    Fault("TopK: another member's entries", "own, values = sent.indices[bucket.rank], sent.values[bucket.rank]", "own, values = sent.indices[0], sent.values[0]", CONFORMANCE + " algorithms/test_topk.py"),
+    Fault("TopK: residual does not decay", "torch._foreach_add_(parts, errors, alpha=self.config.error_decay)", "torch._foreach_add_(parts, errors)", CONFORMANCE + " algorithms/test_topk.py"),
+    Fault("state: residuals saved without averaging", "self.unsynced_names.clear()\n        return", "self.unsynced_names.clear()\n        self.memory.step += 1\n        return", STATE),
+    Fault("state: local memory is not averaged", "memory[slot][spec.name].copy_(mean)", "pass", STATE),
+    Fault("state: pending means not divided", "means = {name: tensor / self._inter_node.size", "means = {name: tensor / 1", STATE + " sync adapters/test_machines.py"),
+    Fault("state: skipped steps forgotten", "= loaded.skipped_steps, [], 0", "= 0, [], 0", STATE),
+    Fault("state: of a different model", "check_model(self.unchecked, self.specs, by_position=True)", "pass", STATE + " sync"),
+    Fault("machines: a taken residual is not multiplied", "error * self._partition.intra_node.size", "error", MACHINES + " sync adapters"),
+    Fault("machines: another rank's part", "by_rank.split_with_sizes(self.lengths)[self._local_rank]", "by_rank.split_with_sizes(self.lengths)[0]", MACHINES),
+    Fault("machines: moved memory is lost", "whole[self.held(name)] = tensors.pop(name)", "tensors.pop(name)", MACHINES + " sync adapters"),
+    Fault("weights: not divided by the total", "Share(number > 0, (number or 1.0) * self._size / total)", "Share(number > 0, (number or 1.0) * self._size + 0 * total)", "adapters/test_weights.py"),
+    Fault("weights: samples of an empty process count", "        if not self.has_samples:\n            flat.zero_()\n", "", "adapters/test_weights.py adapters"),
+    Fault("local SGD: averaged a step late", "return steps >= self._turn_ends(turn + 1)", "return steps > self._turn_ends(turn + 1)", LOCAL),
+    Fault("local SGD: another fragment's turn", "[self.fragments[(self.turns + turns_ahead) % len(self.fragments)]]", "[self.fragments[self.turns % len(self.fragments)]]", LOCAL + " elastic"),
+    Fault("local SGD: an uneven scale is dropped", "flat.mul_(scale)\n        self._sent", "pass\n        self._sent", LOCAL),
+    Fault("local SGD: overflow is averaged", "if not committed or not are_finite(self.changes, together):", "if not committed:", LOCAL),
+    Fault("local SGD: the outer step is skipped", "fragment.apply(means, None if is_exact else model.outer, weight)", "fragment.apply(means, None, weight)", LOCAL),
+    Fault("local SGD: work is counted twice", "fragment.work -= fragment.sent_work", "pass", LOCAL + " elastic"),
+    Fault("local SGD: the local share is dropped", "weight = self.schedule.local_weight(algorithm) if made else 0.0", "weight = 0.0", LOCAL),
+    Fault("hooks: warm-up of local SGD ends late", "is_local = state.iter >= state.start_localSGD_iter", "is_local = state.iter > state.start_localSGD_iter", "hooks"),
+    Fault("hooks: averaged over all in the local phase", "state.subgroup if is_local else state.process_group, flat", "state.process_group, flat", "hooks"),
+    Fault("join: contributors are not counted", "self.scale.copy_(scale)", "pass", "adapters/test_join.py adapters"),
+    Fault("checkpoint: not under its name", "part.replace(path)", "shutil.copyfile(part, path)", "test_checkpoint.py"),
+    Fault("checkpoint: a damaged file is read", "if (damaged := archive.testzip()) is not None:", "if (damaged := None) is not None:", "test_checkpoint.py"),
+    Fault("checkpoint: another process's file", "own = folder / LOCAL_NAME.format(sync.position.rank)", "own = folder / LOCAL_NAME.format(0)", "test_checkpoint.py sync/test_local_state.py"),
+]  # fmt: skip
+
+
+def run_tests(names: list[str], seconds: float) -> tuple[str, bool]:
+    """Run some tests of the copy up to the first that fails; return its name, and whether all could run."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--no-header"]
+    command += ["-m", "not nightly and not alone", "--ignore", "tests/triton_ready", *names]
+    settings = os.environ | {"PYTHONPATH": "src:tests", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=COPY, env=settings, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"hung for {seconds} s", True
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 0:
+        return "", True
+    return failed[0][:150] if failed else done.stdout[-300:], bool(failed)
+
+
+def main() -> int:
+    """Plant the faults; return 1 if one survives."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--all-tests", action="store_true")
+    parser.add_argument("--again", action="store_true", help="plant those again that were caught before")
+    options = parser.parse_args()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in listed.stdout.split("\n"):
+        source, target = ROOT / name, COPY / name
+        if source.is_file() and not (target.exists() and target.read_bytes() == source.read_bytes()):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    caught = {result["name"] for result in map(json.loads, lines) if result["by"]}
+    survivors = []
+    for fault in FAULTS:
+        if options.words and not any(word in fault.name for word in options.words):
+            continue
+        if fault.name in caught and not options.again:
+            continue
+        began, path = time.monotonic(), fault.place()
+        if path is None:
+            print(f"NOT FOUND  {fault.name}: its text stands not once in the source", flush=True)
+            survivors.append(fault.name)
+            continue
+        text = path.read_text()
+        path.write_text(text.replace(fault.old, fault.new))
+        try:
+            first = [f"tests/{name}" for name in fault.tests.split() if (COPY / "tests" / name).exists()]
+            by, could_run = run_tests(first, FIRST_SECONDS)
+            if not by and options.all_tests:
+                by, could_run = run_tests(["tests"], ALL_SECONDS)
+        finally:
+            path.write_text(text)
+        what = "could not run" if not could_run else "caught" if by else "SURVIVED"
+        print(f"{what:10} {fault.name} ({time.monotonic() - began:.0f} s) {by}", flush=True)
+        if could_run:
+            with RESULTS.open("a") as file:
+                file.write(json.dumps({"name": fault.name, "by": by}) + "\n")
+        if not by or not could_run:
+            survivors.append(fault.name)
+    print(*("every fault was caught",) if not survivors else ("not caught:", *survivors), sep="\n  ")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
