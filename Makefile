@@ -126,8 +126,8 @@ test-wheel: wheel
 # How large the code is, what makes it hard to read (with the places: add `--list`), and what a step runs (with the
 # functions: add `--show`).
 figures: .venv/.installed
-	$(BIN)/python tests/house_figures.py
-	$(BIN)/python tests/trace_step.py
+	$(BIN)/python scripts/house_figures.py
+	$(BIN)/python scripts/trace_step.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py

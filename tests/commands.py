@@ -17,6 +17,7 @@ import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any
@@ -99,6 +100,23 @@ def run_all(
             subprocess.CompletedProcess(command, each.exitcode, out.read_text(), err.read_text())
             for each, (out, err) in zip(running, outputs, strict=True)
         ]
+
+
+def listening_on(process_id: int) -> set[IPv4Address | IPv6Address]:
+    """Return the addresses that a process listens on, as Linux tells."""
+    links = Path(f"/proc/{process_id}/fd").iterdir()
+    own = {os.readlink(link) for link in links if link.is_symlink()}
+    found = set[IPv4Address | IPv6Address]()
+    for name in ("tcp", "tcp6"):
+        table = Path(f"/proc/{process_id}/net/{name}")
+        for line in table.read_text().splitlines()[1:] if table.exists() else []:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                words = bytes.fromhex(local.partition(":")[0])  # of four bytes, as the machine has them
+                parts = [words[i : i + 4] for i in range(0, len(words), 4)]
+                packed = b"".join(part[::-1] if sys.byteorder == "little" else part for part in parts)
+                found.add(ip_address(packed))
+    return found
 
 
 class Running:
