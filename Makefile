@@ -34,6 +34,7 @@ try-%:
 
 # Long runs, and those that need a quiet machine. Other versions: make test-torch, test-frameworks, test-wheel.
 nightly: compiled
+	@echo "measurements, one at a time:"
 	$(BIN)/python -m pytest -m alone --ignore tests/triton_ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly and not alone" --ignore tests/triton_ready
 	$(MAKE) test-triton
@@ -55,6 +56,7 @@ docs: .venv/.installed
 # Compile once, so that two test workers do not compile the same code.
 compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
+	@echo "compiling the kernels of CPUs, once:"
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
@@ -153,6 +155,7 @@ elastic-faults: .venv/.installed
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev
 .venv/.demo .venv/.installed: pyproject.toml constraints.txt
+	@echo "installing thinwire[$(EXTRA)] into .venv:"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRA)]'
 	touch $@
