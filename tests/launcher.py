@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
-from pathlib import Path
 
 from commands import (
     EXAMPLES,
@@ -16,26 +14,9 @@ from commands import (
     run_job,
     run_processes,
     run_python,
-    stand_ins,
     started_python,
 )
 from thinwire.lab import Network
-
-
-def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
-    """What the script printed, errors included; raises if it failed.
-
-    Its agent and the processes that it starts are forked. The rendezvous is a file: what torchrun finds
-    there, it loads as a pickle.
-    """
-    with tempfile.TemporaryDirectory() as folder, stand_ins() as stand_in:
-        launch = ["torch.distributed.run", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
-        launch += [f"--rdzv-endpoint={folder}/store", "--rdzv-conf=store_type=file"]
-        launch += [f"--nproc-per-node={processes}", *stand_in, str(script), *arguments]
-        told = {"OMP_NUM_THREADS": "1"}
-        ended = run_python(*launch, environment=told, timeout_seconds=timeout_seconds)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
 
 
 def run_in_network(
@@ -60,5 +41,4 @@ __all__ = [
     "run_processes",
     "run_python",
     "started_python",
-    "torchrun",
 ]

@@ -17,8 +17,9 @@ import torch
 import errors_page
 import in_turn
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import algorithms, elastic, errors, hooks, powersgd, testing
+from training import are_alike
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
