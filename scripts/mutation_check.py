@@ -2,7 +2,7 @@
 
     python scripts/mutation_check.py [WORD …] [--all-tests] [--again]
 
-With words, only faults whose name has all of them. For each fault the tests of its line run, up to the first
+With words, only faults whose name has one of them. For each fault the tests of its line run, up to the first
 that fails; with `--all-tests`, all others after them if none has. Results are kept in build/mutations.jsonl: a
 fault that was caught is not planted again (without `--again`), however often this is interrupted.
 """
@@ -104,7 +104,7 @@ FAULTS = [
     Fault("hooks: warm-up of local SGD ends late", "is_local = state.iter >= state.start_localSGD_iter", "is_local = state.iter > state.start_localSGD_iter", "hooks"),
     Fault("hooks: averaged over all in the local phase", "state.subgroup if is_local else state.process_group, flat", "state.process_group, flat", "hooks"),
     Fault("join: contributors are not counted", "self.scale.copy_(scale)", "pass", "adapters/test_join.py adapters"),
-    Fault("checkpoint: not under its name", "part.replace(path)", "shutil.copyfile(part, path)", "test_checkpoint.py"),
+    Fault("checkpoint: a part is left behind", "part.unlink(missing_ok=True)", "pass", "test_checkpoint.py"),
     Fault("checkpoint: a damaged file is read", "if (damaged := archive.testzip()) is not None:", "if (damaged := None) is not None:", "test_checkpoint.py"),
     Fault("checkpoint: another process's file", "own = folder / LOCAL_NAME.format(sync.position.rank)", "own = folder / LOCAL_NAME.format(0)", "test_checkpoint.py sync/test_local_state.py"),
 ]  # fmt: skip
@@ -186,7 +186,7 @@ def main() -> int:
     caught = {result["name"] for result in map(json.loads, lines) if result["by"]}
     survivors = []
     for fault in FAULTS:
-        if fault.name in caught or not all(word in fault.name for word in options.words):
+        if fault.name in caught or not any(word in fault.name for word in options.words or [""]):
             continue
         began, path = time.monotonic(), fault.place()
         by, could_run = "its text does not stand once in the source", False

@@ -60,7 +60,7 @@ Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
 # What the server imports; conftest.py adds what this run needs.
-modules = ["preloaded"]
+modules = ["end_if_alone", "preloaded"]
 
 
 def context() -> Any:
@@ -77,6 +77,7 @@ def context() -> Any:
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    settings["TESTS_STARTED_BY"] = str(os.getpid())
     with patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return found

@@ -40,7 +40,7 @@ import signal, sys, pytest
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.exit(pytest.main(sys.argv[3:]))
 """
-# A process that waits for good, started by one that does too.
+# A process that waits for good, started by one that does too; or a server that imports for good.
 WAITING = """
 import os, time, processes
 
@@ -51,6 +51,16 @@ def wait():
 if __name__ == "__main__":
     processes.modules.clear()
     processes.process(wait).start()
+    time.sleep(600)
+"""
+IMPORTING = """
+import time, processes
+from multiprocessing import forkserver
+
+if __name__ == "__main__":
+    processes.modules[1:] = ["slow"]
+    processes.context()
+    print(forkserver._forkserver._forkserver_pid, flush=True)
     time.sleep(600)
 """
 
@@ -87,10 +97,13 @@ def hang_here() -> None:
     time.sleep(100)
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [WAITING, IMPORTING], ids=["waiting", "importing"])
+def test_processes_end_with_the_one_that_started_them(text: str, tmp_path: Path) -> None:
     script = tmp_path / "waiting.py"
-    script.write_text(WAITING)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, sys.path)])}
+    script.write_text(text)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    paths = [str(HERE), str(tmp_path), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment
     ) as parent:
