@@ -27,6 +27,7 @@ import torch.nn.parallel  # noqa: F401
 ROOT = Path(__file__).parents[1]
 COPY, RESULTS = ROOT / "build" / "mutations", ROOT / "build" / "mutations.jsonl"
 FIRST_SECONDS, ALL_SECONDS = 900, 3600
+CALM = "not within_seconds"  # what fails on a busy machine catches nothing
 
 
 class Fault(NamedTuple):
@@ -145,8 +146,9 @@ def run_tests(names: list[str], seconds: int) -> tuple[str, bool]:
 def planted(fault: Fault, path: Path, *, all_tests: bool) -> tuple[str, bool]:
     """Plant a fault, and run tests; return the one that has failed, and whether all could run."""
     tests = [f"tests/{name}" for name in fault.tests.split() if (COPY / "tests" / name).exists()]
-    rounds = [(["-k", fault.first, *tests], FIRST_SECONDS)] if fault.first else []
-    rounds += [(tests, FIRST_SECONDS), *([(["tests"], ALL_SECONDS)] if all_tests else [])]
+    rounds = [(["-k", f"({fault.first}) and {CALM}", *tests], FIRST_SECONDS)] if fault.first else []
+    rounds.append((["-k", CALM, *tests], FIRST_SECONDS))
+    rounds += [(["-k", CALM, "tests"], ALL_SECONDS)] if all_tests else []
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
     try:
