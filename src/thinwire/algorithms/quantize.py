@@ -43,9 +43,9 @@ class Quantize(Algorithm):
     small number.
 
     Args:
-        bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
-            3 and 2 bits the best levels of a Gaussian, with the scale that fits the block best, and 1 bit is
-            the sign times its mean magnitude.
+        bits: 8, 6, 5, 4, 3, 2 or 1. Codes of 4 bits and more are fractions of the block's largest element,
+            those of 3 and 2 bits the best levels of a Gaussian, with the scale that fits the block best, and
+            1 bit is the sign times its mean magnitude.
         block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
             block. Shorter ones are more exact: with 64, a scale adds a quarter of a bit to each element.
         rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
@@ -91,7 +91,7 @@ class Quantize(Algorithm):
     def __post_init__(self) -> None:
         bits = whole_number("bits", self.bits, minimum=1)
         if bits not in CODEBOOKS:
-            raise ConfigError(f"bits must be 8, 4, 3, 2 or 1, got {self.bits!r}")
+            raise ConfigError(f"bits must be 8, 6, 5, 4, 3, 2 or 1, got {self.bits!r}")
         block = whole_number("block", self.block, minimum=1)
         if block % BLOCK_UNIT or block > MAX_BLOCK:
             raise ConfigError(
