@@ -158,7 +158,7 @@ class Quantize(Algorithm):
             for spec, count in zip(specs, counts, strict=True)
         ]
         part = LowRankPart(tuple(specs), self.low_rank, self.bits, self.block, num_members, self.seed)
-        if not self.low_rank or not part.indices:
+        if not self.low_rank or not part.groups:
             return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
         for index, num_bytes in part.factor_bytes.items():
             route = routes[index]
