@@ -27,8 +27,9 @@ from torch.optim import SGD, Optimizer
 import peers
 import plots
 import thinwire
+import timeline
 import whole_steps
-from in_lab import UNSHAPED
+from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import page, save, save_json
 from progress import Kept
 from thinwire.algorithms import Algorithm
@@ -229,6 +230,12 @@ def work(arguments: argparse.Namespace) -> NoReturn:
         name: CONTENDERS[name](new_network(arguments.size).to(arguments.device))
         for name in arguments.contenders
     }
+    if arguments.timeline:
+        draw = whole_steps.batches(arguments.size)
+        pictures = {name: timeline.take(trainer, draw) for name, trainer in trainers.items()}
+        of_hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_hosts, {name: asdict(picture) for name, picture in pictures.items()})
+        leave_job(of_hosts, arguments.work)
     whole_steps.take_part(arguments, trainers, KEPT, UNTIMED_STEPS)
 
 
@@ -238,11 +245,15 @@ def main() -> None:
     parser.add_argument("--processes-per-machine", type=int, default=1)
     parser.add_argument("--latency", default="0ms", help="a round trip between hosts, such as 20ms")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="all hosts share one GPU")
+    parser.add_argument("--timeline", action="store_true", help="draw one step of each contender instead")
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
     chosen = (COMPUTE_ONLY, BASELINE, *(arguments.contenders or CONTENDERS))
     names = [name for name in CONTENDERS if name in chosen]
+    if arguments.timeline:
+        draw_timelines(arguments, arguments.contenders or ["Quantize(bits=4), small buckets"])
+        return
     if find_spec("torchft") is None:
         print("SKIPPED: torchft is not installed, so it is not measured")
         names = [name for name in names if not name.startswith("torchft")]
@@ -265,6 +276,23 @@ def main() -> None:
                 gpu = "" if arguments.device == "cpu" else "-gpu"
                 compare(runs, settings, f"{hosts}-hosts{several}{late}{gpu}")
     KEPT.finish()
+
+
+def draw_timelines(arguments: argparse.Namespace, names: list[str]) -> None:
+    """Write a page that shows one step of each contender, host by host."""
+    sections = []
+    for rate in arguments.rates:
+        script = [__file__, "--timeline", f"--size={arguments.size}", "--contenders", *names]
+        found = run_in_lab(arguments.hosts[0], rate, script, latency=arguments.latency)
+        sections.append(f"## {rate}, round trips of {arguments.latency}")
+        for name in names:
+            pictures = {
+                f"host {rank}": timeline.Picture(**of_host[name]) for rank, of_host in enumerate(found)
+            }
+            file_name = f"{rate}-{arguments.latency}-{name.partition(')')[0].partition('=')[2]}-bits"
+            picture = timeline.drawn(pictures, f"{name}, {rate}", "timeline", file_name)
+            sections += [timeline.section(name, pictures), f"![a step]({picture})"]
+    print(save(page("Where the time of a step goes", timeline.EXPLANATION, *sections), "timeline"))
 
 
 def compare(runs: Runs, settings: list[Setting], name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -99,15 +99,20 @@ def start_work() -> None:
     torch.set_num_threads(1)
 
 
+def batches(size: str) -> Callable[[], Batch]:
+    """Return what draws this process's next batch."""
+    draws = torch.Generator().manual_seed(dist.get_rank())
+    length = ALL_SIZES[size].context_length
+    return lambda: sample_batch(text().train, batch_size=BATCH, context_length=length, generator=draws)
+
+
 def take_part(
     arguments: argparse.Namespace, trainers: Mapping[str, Trainer], kept: Kept, untimed_steps: int
 ) -> NoReturn:
     """On each host: time contenders in turns; the first process tells what was found."""
-    draws = torch.Generator().manual_seed(dist.get_rank())
-    length = ALL_SIZES[arguments.size].context_length
     found = take_turns(
         {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
-        lambda: sample_batch(text().train, batch_size=BATCH, context_length=length, generator=draws),
+        batches(arguments.size),
         rounds=arguments.rounds,
         steps=arguments.steps,
         kept=kept,

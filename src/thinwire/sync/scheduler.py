@@ -44,7 +44,8 @@ from thinwire.torch_private import is_profiling
 class Task:
     """A bucket's generator of requests, standing at one."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, name: str = "") -> None:
+        self.name = name  # of its first parameter
         if not isinstance(requests, Generator):
             raise ConfigError(
                 f"a plan has returned {type(requests).__name__}, expected a generator; yield each "
@@ -103,8 +104,8 @@ class CollectiveScheduler:
 
     def start(self, requests: Requests, name: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
-        with profiler_range("thinwire: round 1"):
-            task = Task(requests)
+        with profiler_range(f"thinwire: round 1 of {name}"):
+            task = Task(requests, name)
             # Compute this bucket alone: waiting for the others would delay the first message until after
             # the backward pass.
             _compute_jointly([task])
@@ -120,16 +121,23 @@ class CollectiveScheduler:
         """
         # Decide by what was started, not by what arrived, so every member sends in the same order.
         previous, self._previous = self._previous, self._rounds[-1]
-        if previous is None:
-            return
-        end = self._rounds.index(previous) + 1
-        earlier, self._rounds = self._rounds[:end], self._rounds[end:]
-        self._wait(earlier, "earlier buckets")
-        with profiler_range("thinwire: earlier buckets"):
-            waiting = self._answer(earlier, [task for round_ in earlier for task in round_.tasks])
-            if waiting:
-                purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._send(waiting, purpose)
+        while previous in self._rounds:
+            self.advance_first()
+
+    def advance_first(self) -> bool:
+        """Wait for the round that was sent first, and send what its buckets ask for next, alone.
+
+        For buckets that do not wait for each other: while one is decoded, the next one's message travels.
+        Returns whether there is a round under way.
+        """
+        if self._rounds:
+            first = self._rounds.pop(0)
+            self._wait([first], first.tasks[0].name)
+            with profiler_range(f"thinwire: next round of {first.tasks[0].name}"):
+                waiting = self._answer([first], first.tasks)
+                if waiting:
+                    self._send(waiting, f"{self._name}, a later round of the bucket of {waiting[0].name}")
+        return bool(self._rounds)
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""

@@ -238,6 +238,9 @@ class Step:
         if not self.is_open:
             raise StepError(ENDED)
         on_cpu, is_under_way = self._plans.device.type == "cpu", True
+        # What closes the step travels with the second messages of all buckets.
+        in_turn = self._is_pipelined and self._unused is None
+        advance = self._scheduler.advance_first if in_turn else self._scheduler.advance
         with self._working(are_ready=False):
             try:
                 if not self._has_all:
@@ -247,7 +250,7 @@ class Step:
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
-                    is_under_way = self._scheduler.advance()
+                    is_under_way = advance()
                 with profiler_range("thinwire: commit"):
                     committed = self._commit()
                 if self._reduces is not None:
