@@ -146,6 +146,16 @@ def ours(
     return Ours
 
 
+def overlapped(algorithm: Algorithm) -> NewTrainer:
+    class Overlapped(Synced):
+        bucket_cap_mb = SMALL_BUCKET_MB
+
+        def attach(self) -> None:
+            thinwire.overlap_forward(self.model, algorithm, self.optimizer)
+
+    return Overlapped
+
+
 def local(averaging: Averaging) -> NewTrainer:
     return lambda network: Local(network, averaging)
 
@@ -207,6 +217,10 @@ CONTENDERS: dict[str, NewTrainer] = {
         )
         for bits in some_bits
     },
+    **{
+        f"Quantize(bits={bits}), small buckets, overlapped": overlapped(thinwire.Quantize(bits=bits))
+        for bits in (4, 2)
+    },
     # Of hosts of several processes: each sends by itself.
     'Cast("bf16"), flat': ours(thinwire.Cast("bf16"), machines=False),
     "Quantize(bits=4), flat": ours(thinwire.Quantize(bits=4), machines=False),
@@ -232,7 +246,9 @@ def work(arguments: argparse.Namespace) -> NoReturn:
     }
     if arguments.timeline:
         draw = whole_steps.batches(arguments.size)
-        pictures = {name: timeline.take(trainer, draw) for name, trainer in trainers.items()}
+        pictures = {
+            name: timeline.take(trainer, draw, arguments.setting) for name, trainer in trainers.items()
+        }
         of_hosts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_hosts, {name: asdict(picture) for name, picture in pictures.items()})
         leave_job(of_hosts, arguments.work)
@@ -282,7 +298,14 @@ def draw_timelines(arguments: argparse.Namespace, names: list[str]) -> None:
     """Write a page that shows one step of each contender, host by host."""
     sections = []
     for rate in arguments.rates:
-        script = [__file__, "--timeline", f"--size={arguments.size}", "--contenders", *names]
+        script = [
+            __file__,
+            "--timeline",
+            f"--setting={rate}",
+            f"--size={arguments.size}",
+            "--contenders",
+            *names,
+        ]
         found = run_in_lab(arguments.hosts[0], rate, script, latency=arguments.latency)
         sections.append(f"## {rate}, round trips of {arguments.latency}")
         for name in names:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,12 +26,13 @@ from matplotlib import pyplot as plt
 
 from pages import markdown_table
 from plots import save_figure
+from thinwire.lab import BITS, number_with_unit
 from whole_steps import Batch, Trainer, loss_of
 
 EXPLANATION = (
-    "A step of median length among seven, on two hosts with one core each. Ranges are those that Thinwire leaves "
-    "in `torch.profiler`, which itself takes some milliseconds; that the link sends is read from its counter, "
-    "every half millisecond."
+    "A step of median length among seven, on two hosts with one core each. Ranges are those that Thinwire "
+    "leaves in `torch.profiler`, which itself takes some milliseconds; that the link sends is read from its "
+    "counter, every half millisecond."
 )
 WARM_UP_STEPS, STEPS = 4, 7
 SAMPLE_SECONDS = 5e-4
@@ -62,8 +64,7 @@ class Picture:
 
     def idle(self) -> list[tuple[float, float]]:
         """Return when the link sends nothing, between its first and its last byte."""
-        ends = zip(self.sending, self.sending[1:], strict=False)
-        return [(before[1], after[0]) for before, after in ends]
+        return [(before[1], after[0]) for before, after in pairwise(self.sending)]
 
     def doing(self, start: float, end: float) -> str:
         """Return what the host does meanwhile, by the range that covers most of it."""
@@ -91,7 +92,6 @@ def take(trainer: Trainer, draw: Callable[[], Batch], rate: str) -> Picture:
             with profile(activities=[ProfilerActivity.CPU]) as profiled:
                 for number in range(STEPS):
                     batch = draw()
-                    dist.barrier()
                     starts.append(time.perf_counter())
                     with record_function(f"step {number}"):
                         with record_function("forward"):
@@ -119,13 +119,15 @@ def take(trainer: Trainer, draw: Callable[[], Batch], rate: str) -> Picture:
     ]  # fmt: skip
     sent = [(1e3 * (float(at) - starts[number]), int(count)) for at, count in lines]
     inside = [(at, count) for at, count in sent if -1 <= at <= 1e3 * took[number]]
-    return Picture(ranges, busy_times(inside, rate_of(rate) / 8e3), 1e3 * took[number])
+    return Picture(
+        ranges, busy_times(inside, number_with_unit(rate, BITS, 1, 1e12, "a rate") / 8e3), 1e3 * took[number]
+    )
 
 
 def busy_times(samples: Sequence[tuple[float, int]], bytes_per_ms: float) -> list[tuple[float, float]]:
     """Return when bytes were sent: the counter grows by up to 64 KiB, when the last of them has left."""
     busy: list[tuple[float, float]] = []
-    for (_, before), (at, count) in zip(samples, samples[1:], strict=False):
+    for (_, before), (at, count) in pairwise(samples):
         start = at - (count - before) / bytes_per_ms
         if busy and start - busy[-1][1] < IDLE_MS:
             busy[-1] = (busy[-1][0], at)
@@ -164,8 +166,8 @@ def drawn(pictures: Mapping[str, Picture], title: str, *name_parts: str | None) 
     """Draw hosts' steps above each other; return where."""
     figure, axes = plt.subplots(figsize=(10, 1.2 + 1.4 * len(pictures)), layout="constrained")
     colours = {"forward": "0.75", "backward": "0.6", "optimizer": "0.45", "link": "tab:blue"}
-    ticks = {}
-    for number, (host, picture) in enumerate(reversed(pictures.items())):
+    ticks = dict[str, int]()
+    for number, (host, picture) in enumerate(reversed(list(pictures.items()))):
         rows = {"link": 4 * number, "Thinwire": 4 * number + 1, "training": 4 * number + 2}
         ticks |= {f"{host}: {row}": height for row, height in rows.items()}
         spans = [(start, end - start) for start, end in picture.sending]

@@ -202,6 +202,21 @@ class QuantizePlan(BucketPlan):
             residual = kernels.decode_and_keep(args)
             memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
+    def squared_norm(self, sent: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the sum of squares of the means that a member has coded, as all will decode them.
+
+        Args:
+            sent: What it gathers with the others (second round), uint8.
+            rank: The member's.
+        """
+        # All others' blocks have scale 0, which makes any code a zero.
+        alone = sent.new_zeros(self.blocks.num_members, len(sent))
+        alone[rank] = sent
+        decoded = sent.new_empty(sum(self.blocks.numels), dtype=self.dtype)
+        coded = Coded.arrived(alone, self.blocks.share)
+        self._kernels["kernels"].decode(coded, self.blocks, CODEBOOKS[self.config.bits], decoded)
+        return decoded.square().sum(dtype=torch.float64)
+
     @cached_property
     def _rng(self) -> CounterRNG:
         return CounterRNG(self.blocks, self.specs, self.config.seed)

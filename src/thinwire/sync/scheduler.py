@@ -161,6 +161,31 @@ class CollectiveScheduler:
                 self._send(waiting, f"{self._name}, round {self._number} of all buckets")
         return bool(waiting)
 
+    # For means that are applied bucket by bucket, during the next forward pass.
+
+    def collect(self) -> None:
+        """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
+        rounds, self._rounds, self._previous = self._rounds, [], None
+        for round_ in rounds:
+            self._wait([round_], round_.tasks[0].name)
+            with profiler_range(f"thinwire: average of {round_.tasks[0].name}"):
+                self._answer([round_], round_.tasks)
+
+    def send_last_first(self) -> None:
+        """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""
+        for task in reversed(self.tasks):
+            if not isinstance(task.request, Commit):
+                self._send([task], f"{self._name}, the mean of the bucket of {task.name}")
+
+    def take(self, task: Task) -> None:
+        """Wait for the mean of one bucket, and let that bucket pass its commit."""
+        for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
+            self._wait([round_], task.name)
+            self._rounds.remove(round_)
+            self._answer([round_], round_.tasks)
+        with profiler_range(f"thinwire: decode {task.name}"):
+            self.commit([task])
+
     def _wait(self, rounds: Sequence[Round], what: str) -> None:
         with profiler_range(f"thinwire: wait for {what}"):
             for round_ in rounds:
