@@ -8,6 +8,7 @@ ratios. Of those that average models every so many steps a turn is that many, an
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -36,13 +37,27 @@ from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT
 from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, fragments, torchft_diloco
 from turns import UNTIMED_STEPS
-from whole_steps import ALL_SIZES, BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch, Runs, Setting, loss_of
+from whole_steps import (
+    ALL_SIZES,
+    BATCH,
+    COMPUTE_ONLY,
+    EVERY_STEPS,
+    FIRST_BUCKET,
+    FORWARD,
+    IN_STEP,
+    OVERLAPPED,
+    Batch,
+    Runs,
+    Setting,
+    loss_of,
+)
 
 EXACT = "PyTorch exact"
 BASELINE = "PyTorch fp16 hook"
 EPFML = "epfml PowerSGD 4"
 # Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
 SMALL_BUCKET_MB = 4
+OVERLAPPED_STEPS = 30  # of a turn: its last one has no forward pass behind it
 RATES = ("100mbit", "1gbit", UNSHAPED)
 MIX = 0.5
 KEPT = Kept("network")
@@ -76,10 +91,43 @@ class Synced(whole_steps.Trainer):
 class Alone(Synced):
     """Sends nothing."""
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: Batch) -> float | None:
         with self.model.no_sync():
             torch.autograd.backward(loss_of(self.model, batch))
         self.update()
+        return None
+
+
+class FirstBucket(Synced):
+    """Sends nothing; what counts is the time until DDP has filled its first bucket."""
+
+    bucket_cap_mb = SMALL_BUCKET_MB
+
+    def attach(self) -> None:
+        self.model.register_comm_hook(self, note_bucket)
+
+    def step(self, batch: Batch) -> float | None:
+        self.first: float | None = None
+        start = time.perf_counter()
+        super().step(batch)
+        assert self.first is not None
+        return 1e3 * (self.first - start)
+
+
+def note_bucket(trainer, bucket):  # type: ignore[no-untyped-def] # DDP compares annotations
+    trainer.first = trainer.first or time.perf_counter()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class Forward(Alone):
+    """Sends nothing; what counts is the forward pass."""
+
+    def step(self, batch: Batch) -> float | None:
+        start = time.perf_counter()
+        loss_of(self.model, batch)
+        return 1e3 * (time.perf_counter() - start)
 
 
 class InStep(Alone):
@@ -149,9 +197,18 @@ def ours(
 def overlapped(algorithm: Algorithm) -> NewTrainer:
     class Overlapped(Synced):
         bucket_cap_mb = SMALL_BUCKET_MB
+        period_steps = OVERLAPPED_STEPS
 
         def attach(self) -> None:
-            thinwire.overlap_forward(self.model, algorithm, self.optimizer)
+            self.sync = thinwire.overlap_forward(self.model, algorithm, self.optimizer)
+            self.steps = 0
+
+        def step(self, batch: Batch) -> float | None:
+            super().step(batch)
+            self.steps += 1
+            if self.steps % self.period_steps == 0:  # so that a turn has all that it sends
+                self.sync.flush()
+            return None
 
     return Overlapped
 
@@ -195,6 +252,8 @@ def few_entries(model: nn.Module, optimizer: Optimizer) -> thinwire.LocalSGD:
 
 CONTENDERS: dict[str, NewTrainer] = {
     COMPUTE_ONLY: Alone,
+    FORWARD: Forward,
+    FIRST_BUCKET: FirstBucket,
     IN_STEP: InStep,
     EXACT: Synced,
     BASELINE: StockCast,
@@ -218,7 +277,7 @@ CONTENDERS: dict[str, NewTrainer] = {
         for bits in some_bits
     },
     **{
-        f"Quantize(bits={bits}), small buckets, overlapped": overlapped(thinwire.Quantize(bits=bits))
+        f"Quantize(bits={bits}), small buckets, {OVERLAPPED}": overlapped(thinwire.Quantize(bits=bits))
         for bits in (4, 2)
     },
     # Of hosts of several processes: each sends by itself.
@@ -265,7 +324,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.work is not None:
         work(arguments)
-    chosen = (COMPUTE_ONLY, BASELINE, *(arguments.contenders or CONTENDERS))
+    chosen = (COMPUTE_ONLY, FORWARD, FIRST_BUCKET, BASELINE, *(arguments.contenders or CONTENDERS))
     names = [name for name in CONTENDERS if name in chosen]
     if arguments.timeline:
         draw_timelines(arguments, arguments.contenders or ["Quantize(bits=4), small buckets"])
