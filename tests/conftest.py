@@ -20,7 +20,7 @@ import torch
 import catalog
 import processes
 from commands import stand_ins
-from processes import Pool, Spawn
+from processes import Spawn
 from thinwire.algorithms.lowrank import powersgd_plan
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
@@ -95,21 +95,6 @@ def spawn() -> Iterator[Spawn]:
     spawn = Spawn()
     yield spawn
     spawn.close()
-
-
-@pytest.fixture
-def pools(spawn: Spawn) -> Spawn:
-    return spawn
-
-
-@pytest.fixture
-def pool2(spawn: Spawn) -> Pool:
-    return spawn.of(2)
-
-
-@pytest.fixture
-def pool4(spawn: Spawn) -> Pool:
-    return spawn.of(4)
 
 
 @pytest.fixture
