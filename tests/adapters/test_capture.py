@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import DiLoCo, PowerSGD, StepError
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.step import Step
