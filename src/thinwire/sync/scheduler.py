@@ -144,14 +144,14 @@ class CollectiveScheduler:
             # All before anything is sent: so the next messages of all buckets travel as one.
             rounds, self._rounds, self._previous = self._rounds, [], None
             waiting = self._answer(rounds, self.tasks)
-            types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
-            for task in self._closing:
+            if self._closing:
                 self.writes = True
-                if task.gate is None:
-                    waiting.append(task)
-                if types and isinstance(task.request, Mean):
-                    # In the type of what is sent anyway: a separate message would cost a latency more.
-                    task.request = Mean(task.request.tensor.to(types[0]))
+                types = [task.request.tensor.dtype for task in waiting if isinstance(task.request, Mean)]
+                for task in self._closing:
+                    if types and isinstance(task.request, Mean):
+                        # In the type of what is sent anyway: a separate message would cost a latency more.
+                        task.request = Mean(task.request.tensor.to(types[0]))
+                waiting += [task for task in self._closing if task.gate is None]
             if waiting:
                 self._send(waiting, f"{self.name}, round {self._number} of all buckets")
         return bool(waiting)
@@ -206,11 +206,13 @@ class CollectiveScheduler:
         return torch.stack([answer.to(answers[0].device, non_blocking=True) for answer in answers]).all()
 
     def commit_early(self) -> None:
-        """Let those pass that stand at a commit behind which no memory is written.
-
-        Only if no one goes back to the gradients as they were: if the step is dropped, they are filled.
-        """
-        self.commit([task for task in self.tasks if task.gate is not None and not task.gate.writes])
+        """Let those pass behind whose commit no memory is written; their gradients are gone then."""
+        passed = []
+        for task in self.tasks:
+            if task.gate is not None and not task.gate.writes:
+                passed.append(task)
+        if passed:
+            self.commit(passed)
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let tasks pass their commits: going on to their ends is what writes memory."""
@@ -231,10 +233,8 @@ class CollectiveScheduler:
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 
     def drain(self) -> None:
-        """Wait for what was under way when it was closed; whether that has failed no longer matters.
-
-        Until then the backend may write to the messages, which may lie in the gradients themselves.
-        """
+        """Wait for what was under way when it was closed; whether that has failed no longer matters."""
+        # Until then the backend may write to the messages, which may lie in the gradients themselves.
         for round_ in self._rounds:
             for work in round_.works:
                 with suppress(CommunicationError):
