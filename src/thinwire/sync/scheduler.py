@@ -346,7 +346,24 @@ class Round:
         # Backends match collectives by their order alone, and wait forever where it differs. Sorted, it
         # follows from what is asked for: not from which bucket asked first.
         for kind in sorted(kinds):
-            self.packed.append(_packed(kinds[kind], num_members, purpose))
+            owners, tensors, widths = [], [], []
+            for number, index, sent in kinds[kind]:
+                owners.append((number, index))
+                tensors.append(sent.tensor)
+                widths.append(sent.tensor.shape[-1])
+            if isinstance(sent, Mean):
+                # One alone is not copied, so its mean comes to lie where the request was.
+                flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
+                message = comm.Message("all_reduce", flat, flat, purpose, "mean")
+            else:
+                # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
+                flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
+                if isinstance(sent, AllGather):
+                    gathered = flat.new_empty(num_members, len(flat))
+                    message = comm.Message("all_gather", flat, gathered, purpose)
+                else:
+                    message = comm.Message("all_to_all", flat, torch.empty_like(flat), purpose)
+            self.packed.append(Packed(owners, message, widths))
 
     def answer(self) -> None:
         """Hand its tasks what has come."""
@@ -387,23 +404,3 @@ def _checked(request: object, num_members: int, asker: Requests) -> CollectiveRe
     else:
         return request
     raise ConfigError(f"{name} has asked for {type(request).__name__} of {wrong}")
-
-
-def _packed(requests: Sequence[tuple[int, int, CollectiveRequest]], num_members: int, purpose: str) -> Packed:
-    """Return requests of one kind as one message: of an all-to-all side by side, else one after the other."""
-    owners, tensors, widths = [], [], []
-    for number, index, request in requests:
-        owners.append((number, index))
-        tensors.append(request.tensor)
-        widths.append(request.tensor.shape[-1])
-    kind = type(requests[0][2])
-    if kind is Mean:
-        # One alone is not copied, so its mean comes to lie where the request was.
-        flat = tensors[0] if len(tensors) == 1 else concat_view(tensors)
-        return Packed(owners, comm.Message("all_reduce", flat, flat, purpose, "mean"), widths)
-    # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
-    sent = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=-1)
-    if kind is AllGather:
-        gathered = sent.new_empty(num_members, len(sent))
-        return Packed(owners, comm.Message("all_gather", sent, gathered, purpose), widths)
-    return Packed(owners, comm.Message("all_to_all", sent, torch.empty_like(sent), purpose), widths)
