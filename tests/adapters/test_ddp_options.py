@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from pool import are_alike, in_each_process
@@ -55,19 +54,6 @@ class TwoOutputs(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(x), self.second(x)
-
-
-class Checkpointed(nn.Module):
-    """A layer whose backward pass runs inside the model's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inside: Tensor = checkpoint(self.middle, self.first(x), use_reentrant=True)
-        out: Tensor = self.last(inside)
-        return out
 
 
 class OneOfTwo(nn.Module):
@@ -127,11 +113,6 @@ def test_a_static_graph_of_two_types(way: str) -> None:
     check_trained(two_types(), way, static_graph=True)
     if "bucket_cap_mb_list" in DDP_OPTIONS:
         check_trained(two_types(), way, static_graph=True, bucket_cap_mb_list=[1, 1])
-
-
-@in_each_process(2)
-def test_a_backward_pass_inside_another() -> None:
-    check_trained(Checkpointed(), bucket_cap_mb=SMALL_BUCKETS_MB)
 
 
 def check_trained(module: nn.Module, way: str = "attach", **options: Any) -> None:
