@@ -145,13 +145,13 @@ class DDPAdapter:
             with beside:
                 # Time both as one: while a bucket is opened, and processes agree, its gradients wait.
                 with self.engine.clock.inside(self.engine.traffic):
-                    opened = self._open_bucket(bucket.parameters())
+                    state = self._bucket_of(bucket.parameters())
                     step = step or self._begin(bucket)
                     used = None
                     if self._used is not None:
                         used = self._used.of(bucket.parameters(), is_pass=current != -1)
-                        self._copy_unused(bucket, opened, used)
-                    step.start(opened, flat, used)
+                        self._copy_unused(bucket, state.specs, used)
+                    step.start(state, flat, used)
                 self._waiting.append((future, flat))
                 is_last = (
                     bucket.is_last() if self._static_graph is None else self._static_graph.is_last(bucket)
@@ -168,21 +168,15 @@ class DDPAdapter:
             raise
         return future
 
-    def _open_bucket(self, parameters: list[torch.Tensor]) -> BucketState | Specs:
-        """Return a bucket that is open; its parameters if it is not."""
+    def _bucket_of(self, parameters: list[torch.Tensor]) -> BucketState:
         # Found by identity, which `_parameters` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
         known = self._buckets.get(key)
-        if known is not None and known.is_current:
-            return known
-        specs = self._parameters.specs_of(parameters)
-        opened = self.engine.buckets.opened(specs)
-        if opened is None:
-            return specs
-        # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
-        self._buckets = {ids: bucket for ids, bucket in self._buckets.items() if bucket.is_in_flight}
-        self._buckets[key] = opened
-        return opened
+        if known is None or not known.is_current:
+            # The others of this step stay; those of earlier layouts, or closed, hold plans and buffers.
+            self._buckets = {ids: bucket for ids, bucket in self._buckets.items() if bucket.is_in_flight}
+            known = self._buckets[key] = self.engine.buckets.bucket(self._parameters.specs_of(parameters))
+        return known
 
     def _begin(self, bucket: GradBucket) -> Step:
         # The model of a user's own hook is unknown; it may average within a machine only.
@@ -247,11 +241,10 @@ class DDPAdapter:
         if self._used is None and model.find_unused_parameters and self.engine.settings.may_be_unused:
             self._used = ddp_model.Used(ddp_model.names_of(model.module, model.parameters_to_ignore))
 
-    def _copy_unused(self, bucket: GradBucket, opened: BucketState | Specs, used: list[bool] | None) -> None:
+    def _copy_unused(self, bucket: GradBucket, specs: Specs, used: list[bool] | None) -> None:
         """Copy gradients that lie in the bucket itself, and that DDP leaves alone if no process used them."""
         if used is None or all(used):
             return
-        specs = opened.specs if isinstance(opened, BucketState) else opened
         parts = zip(specs, bucket.parameters(), bucket.gradients(), used, strict=True)
         for spec, parameter, gradient, is_used in parts:
             before = None if is_used else parameter.grad

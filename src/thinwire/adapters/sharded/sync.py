@@ -18,9 +18,8 @@ from thinwire.comm import Transport
 from thinwire.comm.agreement import alike_on_all_shards
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.local_state import of_shard
-from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, pack
-from thinwire.sync.state_messages import assemble, parts_of_all
+from thinwire.sync.algorithm_state import assemble, parts_of_all
+from thinwire.sync.state import Cuts, Position, SavedState, Tensors, check_finite, of_shard, pack
 
 
 class ShardedSync(GradientSync):
