@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import DiLoCo, LocalSGD, PowerSGD, StepError
 from thinwire.adapters.tensors import GradientListAdapter
 from thinwire.comm import InProcessTransport

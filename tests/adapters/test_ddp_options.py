@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.adapters import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import raised_by, refused
+from training import are_alike, raised_by, refused
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)

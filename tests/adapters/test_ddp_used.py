@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 

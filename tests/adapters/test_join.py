@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import AllReduce, Cast, ConfigError, PowerSGD, hooks
 from thinwire.adapters.common import divide_by_contributors
 from thinwire.adapters.join import counted
@@ -27,7 +27,7 @@ from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.comm import ProcessGroupTransport
 from thinwire.powersgd import AlgorithmAggregator
 from thinwire.sync.engine import Engine
-from training import refused
+from training import are_alike, refused
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
 POWER = PowerSGD(matrix_rank=2)

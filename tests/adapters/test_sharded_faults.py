@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import crash
 from adapters.test_sharded import backward, language, mesh_of, runs_on_cpus, sharded
-from pool import in_each_process
+from processes import in_each_process
 from thinwire import CommunicationError, PowerSGD
 from thinwire.adapters.attach import attach
 from thinwire.algorithms.error_feedback import ERROR

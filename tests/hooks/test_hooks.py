@@ -21,13 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_p
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import are_alike, in_each_process
+from processes import in_each_process
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.comm import ProcessGroupTransport
 from thinwire.hooks import stateless
 from thinwire.powersgd import AlgorithmAggregator
-from training import gathered
+from training import are_alike, gathered
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
 POWER = ["powerSGD_hook", "batched_powerSGD_hook"]
