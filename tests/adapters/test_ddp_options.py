@@ -144,7 +144,7 @@ def test_an_option_that_torch_2_6_has_not_changes_no_result(option: str) -> None
     for changed in (False, True):
         torch.manual_seed(0)
         by_hand = changed and option == "finalize_backward"
-        options = {option: True} if changed and not by_hand else {}
+        options: dict[str, Any] = {option: True} if changed and not by_hand else {}
         model: Any = DistributedDataParallel(two_types(), bucket_cap_mb=SMALL_BUCKETS_MB, **options)
         sync = thinwire.attach(model, POWER)
         if by_hand:
@@ -224,7 +224,7 @@ def test_plans_of_earlier_buckets_are_freed() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @in_each_process(2)
 def test_a_model_that_skips_buckets_is_refused(way: str) -> None:
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    options: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     model = DistributedDataParallel(OneOfTwo(), **options)
 
     def attach_and_train() -> None:
