@@ -208,11 +208,11 @@ def test_plans_of_earlier_buckets_are_freed() -> None:
     buckets, earlier = engine_of(sync).buckets, []
     for step in range(3):
         train(model, range(step, step + 1))
-        earlier += [weakref.ref(bucket) for bucket in buckets.open_now().values()]
+        earlier += [weakref.ref(bucket) for bucket in buckets.open_buckets().values()]
     sync.use(PowerSGD(matrix_rank=1))
     train(model, range(3, 6))
     gc.collect()
-    assert len(earlier) > len(buckets.open_now()) > 1
+    assert len(earlier) > len(buckets.open_buckets()) > 1
     assert not any(bucket() for bucket in earlier)
     assert sync.stats().compression_ratio > 1.5
 
