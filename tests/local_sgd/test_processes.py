@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from members import NESTEROV, Member, run
-from pool import Pool, in_each_process
+from processes import Pool, in_each_process
 from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
