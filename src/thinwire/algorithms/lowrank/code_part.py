@@ -12,7 +12,8 @@ import torch
 
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.code_rounds import CodedPart, average_codes
-from thinwire.algorithms.lowrank.factors import BucketMatrices, Rooms, SlotBatches, StartingBases
+from thinwire.algorithms.lowrank.bases import starting_bases
+from thinwire.algorithms.lowrank.matrices import BucketMatrices, Workspace
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.algorithms.requests import CollectiveRequest
 from thinwire.kernels.base import CodeKernels
@@ -81,8 +82,8 @@ class LowRankPart:
         return by_index
 
     @cached_property
-    def _bases(self) -> StartingBases:
-        return StartingBases(self.seed, SlotBatches(), Rooms(), warm_start=True)
+    def _workspace(self) -> Workspace:
+        return Workspace(self.seed)
 
     def kernel_names(self, device: torch.device) -> set[str]:
         """Return the kernels that members must have in common, since bases differ in the last bits."""
@@ -100,7 +101,7 @@ class LowRankPart:
         3. R ← Mᵀ P̂, this member's own, in 8 bits; M ← M − P̂ Rᵀ. R travels beside the codes of that.
         """
         M, (left, right) = self._matrices(values), self.blocks
-        P = M.kernels.products(_batches(M, self._bases.of(memory, M, left=False)))
+        P = M.kernels.products(_batches(M, starting_bases(memory, M, side=1)))
         sent = codes.encoded(_flat(P), left, CODEBOOK, None)
         (received,) = yield from average_codes(codes, [CodedPart(sent, left, CODEBOOK)], rank, values.dtype)
         P = self._decoded(received, 0, codes, values)
@@ -126,7 +127,7 @@ class LowRankPart:
         for shape, indices in self.groups.items():
             names, matrices = [self.specs[i].name for i in indices], [parts[i].view(shape) for i in indices]
             groups.append(MatrixGroup(names, matrices, [None] * len(indices), self.matrix_rank))
-        return BucketMatrices(groups, kernels_for(values, self.matrix_rank), values.device)
+        return BucketMatrices(groups, kernels_for(values, self.matrix_rank), values.device, self._workspace)
 
     def _decoded(self, coded: Coded, side: int, codes: CodeKernels, like: torch.Tensor) -> list[torch.Tensor]:
         """Return the factors of each group, (matrices, r, rows or columns)."""
