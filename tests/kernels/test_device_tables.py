@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def test_tables_are_kept_by_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "MAX_TABLES", 2)
-    launcher._kept.clear()
+    launcher._tables.clear()
     made: list[int] = []
 
     for number in (1, 2, 1, 3, 1, 2):
@@ -47,11 +47,11 @@ def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytes
             return found
 
     monkeypatch.setattr(launcher, "MAX_TABLES", 1)
-    monkeypatch.setattr(launcher, "_kept", Meeting())
+    monkeypatch.setattr(launcher, "_tables", Meeting())
     for _ in range(2):
         assert launch_table("first", lambda: ([(1,)], [1]), CPU).rows.tolist() == [[1]]
     others[0].join()
-    assert [table.rows.tolist() for table in launcher._kept.values()] == [[[2]]]
+    assert [table.rows.tolist() for table in launcher._tables.values()] == [[[2]]]
 
 
 def test_a_workspace_stays_until_a_call_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:

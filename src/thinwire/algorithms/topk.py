@@ -167,14 +167,14 @@ class TopKPlan(BucketPlan):
         memory[REDUCTION].update(zip(self.names, less.split_with_sizes(counts), strict=True))
 
     def _in_one(
-        self, kept: Mapping[str, torch.Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device
+        self, tensors: Mapping[str, torch.Tensor], sizes: list[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return what memory has of all parameters as one: mostly it lies so. Zeros for what it lacks."""
         # Other buckets may have left it in another shape.
         known = {
             name: part
             for name, size in zip(self.names, sizes, strict=True)
-            if (part := kept.get(name)) is not None and len(part) == size
+            if (part := tensors.get(name)) is not None and len(part) == size
         }
         if len(known) < len(sizes):
             zeros = torch.zeros(sum(sizes), dtype=dtype, device=device)

@@ -34,7 +34,7 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stack_view
 
 NewState: TypeAlias = dict[Slot, Sequence[torch.Tensor]]
-"""What a step leaves to the next one: a batch for each group of matrices, by slot."""
+"""Tensors that a step leaves to the next one: by slot, a batch for each group of matrices."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PowerSGDPlan(LowRankPlan):
 
     @cached_property
     def workspace(self) -> Workspace:
-        """What steps share: made by the first, bound anew when something has moved."""
+        """The tensors that steps share."""
         return Workspace(self.config.seed, warm_start=self.config.warm_start)
 
     @cached_property

@@ -74,7 +74,7 @@ class LaunchTable(NamedTuple):
 TableRows: TypeAlias = tuple[Sequence[tuple[int, ...]], Sequence[int]]
 """Rows of numbers, and for each the programs that it takes."""
 
-_kept: OrderedDict[Hashable, LaunchTable] = OrderedDict()
+_tables: OrderedDict[Hashable, LaunchTable] = OrderedDict()
 _workspaces: dict[Hashable, torch.Tensor] = {}
 _lock = threading.Lock()
 
@@ -94,10 +94,10 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     key = (device, _stream(device), key)
     # Backward passes of several devices, or models, run in different threads.
     with _lock:
-        found = _kept.get(key)
-        if found is not None:
-            _kept.move_to_end(key)
-            return found
+        table = _tables.get(key)
+        if table is not None:
+            _tables.move_to_end(key)
+            return table
     rows, counts = make()
     table = LaunchTable(
         to_device_async(device, torch.tensor(rows, dtype=torch.int64)),
@@ -107,10 +107,10 @@ def launch_table(key: Hashable, make: Callable[[], TableRows], device: torch.dev
     # A tensor of a subclass, such as torch's fake mode makes, is of no use when that mode has ended.
     if type(table.rows) is torch.Tensor:
         with _lock:
-            _kept[key] = table
-            if len(_kept) > MAX_TABLES:
+            _tables[key] = table
+            if len(_tables) > MAX_TABLES:
                 # A kernel that still reads it runs before anything that its stream gives the memory to.
-                _kept.popitem(last=False)
+                _tables.popitem(last=False)
     return table
 
 
@@ -122,12 +122,12 @@ def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -
     # One for each stream, whose launches run one after the other.
     key = name, dtype, device, _stream(device)
     with _lock:
-        room = _workspaces.get(key)
-        if room is None or room.numel() < numel:
-            room = torch.empty(numel, dtype=dtype, device=device)
-            if type(room) is torch.Tensor:
-                _workspaces[key] = room
-    return room[:numel]
+        buffer = _workspaces.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+            if type(buffer) is torch.Tensor:
+                _workspaces[key] = buffer
+    return buffer[:numel]
 
 
 def _stream(device: torch.device) -> int:
