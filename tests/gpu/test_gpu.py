@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from kernel_calls import asked, iteration, orthonormal_rows, wanted
+from kernel_calls import asked, iteration, wanted
 from processes import Spawn
 from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
@@ -34,7 +34,7 @@ from thinwire.kernels.dispatch import (
     entry_kernels_for,
     kernels_for,
 )
-from thinwire.kernels.matrices import MatmulBatch, MatrixGroup, Reconstruction, Rows, Write
+from thinwire.kernels.matrices import MatrixGroup, Rows, Write
 from thinwire.kernels.torch_codes import CODES
 from thinwire.kernels.torch_kernels import LOW_RANK
 from thinwire.kernels.triton import triton_codes, triton_entries, triton_kernels
@@ -273,14 +273,6 @@ def _moved(device: str) -> float:
     return gap(gradients[1], gradients[0])
 
 
-@on_both
-def test_orthonormal_rows(device: str) -> None:
-    rows = torch.randn(3, 6, 200, generator=torch.Generator().manual_seed(0))
-    here = orthonormal_rows([rows])[0]
-    there = orthonormal_rows([rows.to(device)])[0]
-    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
-
-
 @needs_gpu
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK()], ids=str)
 @pytest.mark.parametrize("host_check", [True, False, "auto"])
@@ -458,29 +450,3 @@ def test_what_does_not_overlap_is_timed_by_events() -> None:
         engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
     torch.cuda.synchronize()
     assert 0 < engine.reporter.stats().exposed_seconds < time.perf_counter() - start
-
-
-@needs_gpu
-def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
-    """PyTorch's: of Triton's kernels the tables hold addresses, which a captured allocation does not keep."""
-    flat = torch.randn(3 * 40 * 64, device="cuda")
-    errors = torch.randn(3, 40, 64, device="cuda")
-    (right,) = LOW_RANK.orthonormal_rows([Rows(torch.randn(3, 2, 64, device="cuda"))])
-
-    def arithmetic() -> None:
-        group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        (product,) = LOW_RANK.products([MatmulBatch(group, right, None, True)])
-        (left,) = LOW_RANK.orthonormal_rows([Rows(product)])
-        (own,) = LOW_RANK.projections([MatmulBatch(group, left, None, False)])
-        LOW_RANK.reconstruct([Reconstruction(group, list(errors), [iteration(left, own, own)], None)])
-
-    before = flat.clone(), errors.clone()
-    arithmetic()
-    expected = flat.clone(), errors.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        arithmetic()
-    for tensor, value in zip((flat, errors), before, strict=True):
-        tensor.copy_(value)
-    graph.replay()
-    torch.testing.assert_close((flat, errors), expected)
