@@ -89,10 +89,7 @@ class Probe:
 
     @property
     def rate_from(self) -> tuple[Timing, Timing] | None:
-        """The largest message, behind the largest one that took less for sure; None if none did.
-
-        For sure: their quartiles do not overlap.
-        """
+        """The largest message, behind the largest one that took less by all quartiles; None if none did."""
         large = self.timings[-1]
         smaller = (small for small in reversed(self.timings[:-1]) if small.quartiles[1] < large.quartiles[0])
         small = next(smaller, None)
@@ -145,11 +142,7 @@ class Probe:
         return median(rates) if rates else None
 
     def average_seconds(self, message_bytes: float) -> float:
-        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest.
-
-        Raises:
-            ConfigError: It is larger than all that were measured, and the link's rate is not known.
-        """
+        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
         # Below the smallest there is nothing but latency.
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
@@ -186,11 +179,7 @@ class Probe:
 
     @classmethod
     def from_json(cls, text: str) -> Probe:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: It is none, or of a different version.
-        """
+        """Read what `to_json` returned; ValueError if it is none, or of a different version."""
         plain = json.loads(text)
         try:
             if plain["version"] != VERSION:
