@@ -93,6 +93,35 @@ def test_a_function_that_is_not_compiled_and_a_profiler_that_is_on() -> None:
 # Modules, tensors and optimizers.
 
 
+def test_a_module_looks_up_its_parameters_where_they_were_put() -> None:
+    module, seen = nn.Linear(2, 2), []
+
+    class Seen(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            seen.append(name)
+            return super().__getitem__(name)
+
+    torch_private.put_parameters(module, Seen(torch_private.children_and_parameters(module)[1]))
+    module(torch.ones(1, 2))
+    assert seen == ["weight", "bias"]
+
+
+def test_what_is_compiled() -> None:
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    assert torch_private.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)
+
+
+def test_a_tensors_version_counts_writes_to_its_views() -> None:
+    tensor = torch.zeros(4)
+    before = torch_private.version_of(tensor)
+    tensor[:2].add_(1)
+    assert torch_private.version_of(tensor) == before + 1
+    assert torch_private.version_of(None) == -1
+
+
 class Refusal:
     """A hook that lets no one pass."""
 

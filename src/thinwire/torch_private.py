@@ -54,6 +54,21 @@ def children_and_parameters(module: nn.Module) -> tuple[dict[str, Any], dict[str
     return module._modules, module._parameters
 
 
+def put_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Let a module look up its own parameters in another dictionary."""
+    module.__dict__["_parameters"] = parameters
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module are compiled: by `torch.compile(module)` or `module.compile()`."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def version_of(tensor: torch.Tensor | None) -> int:
+    """Return how often a tensor, or one that shares its memory as a view, was written to in place."""
+    return -1 if tensor is None else tensor._version
+
+
 def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
     """Remove the hooks of a class: a copied module has copies of hooks, of which there is no handle."""
     for number, hook in list(module._forward_pre_hooks.items()):

@@ -175,7 +175,9 @@ class TopKPlan(BucketPlan):
         fits = [part is not None and len(part) == size for part, size in zip(parts, sizes, strict=True)]
         if not any(fits):
             return torch.zeros(sum(sizes), dtype=dtype, device=device)
-        zeros = () if all(fits) else torch.zeros(sum(sizes), dtype=dtype, device=device).split_with_sizes(sizes)
+        if all(fits):
+            return concat_view([part for part in parts if part is not None])
+        zeros = torch.zeros(sum(sizes), dtype=dtype, device=device).split_with_sizes(sizes)
         return concat_view(
             [zeros[i] if part is None or not fits[i] else part for i, part in enumerate(parts)]
         )

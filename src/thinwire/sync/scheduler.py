@@ -44,7 +44,8 @@ from thinwire.torch_private import is_profiling
 class Task:
     """A bucket's generator of requests, standing at one."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, bucket: str = "") -> None:
+        self.bucket = bucket  # its first parameter
         if not isinstance(requests, Generator):
             raise ConfigError(
                 f"a plan has returned {type(requests).__name__}, expected a generator; yield each "
@@ -104,8 +105,8 @@ class CollectiveScheduler:
 
     def start(self, requests: Requests, bucket: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on."""
-        with profiler_range("thinwire: round 1"):
-            task = Task(requests)
+        with profiler_range(f"thinwire: round 1 of {bucket}"):
+            task = Task(requests, bucket)
             # This bucket alone: waiting for the others would delay its message until after the backward pass.
             _compute_jointly([task])
             self._send([task], f"{self.name}, round 1 of the bucket of {bucket}")
@@ -121,16 +122,28 @@ class CollectiveScheduler:
         """
         # Decide by what was started, not by what arrived, so every member sends in the same order.
         previous, self._previous = self._previous, self._rounds[-1]
-        if previous is None:
-            return
-        end = self._rounds.index(previous) + 1
-        earlier, self._rounds = self._rounds[:end], self._rounds[end:]
-        self._wait(earlier, "earlier buckets")
-        with profiler_range("thinwire: earlier buckets"):
-            waiting = self._answer(earlier, [task for round_ in earlier for task in round_.tasks])
-            if waiting:
-                purpose = f"{self.name}, a later round of the buckets before number {len(self.tasks)}"
-                self._send(waiting, purpose)
+        while previous in self._rounds:
+            self._advance_first()
+
+    def _advance_first(self) -> bool:
+        """Wait for the round that was sent first, and send what its buckets ask for next, alone."""
+        if self._rounds:
+            first = self._rounds.pop(0)
+            bucket = first.tasks[0].bucket
+            self._wait([first], bucket)
+            with profiler_range(f"thinwire: next round of {bucket}"):
+                waiting = self._answer([first], first.tasks)
+                if waiting:
+                    self._send(waiting, f"{self.name}, a later round of the bucket of {bucket}")
+        return bool(self._rounds)
+
+    def advance_next(self) -> bool:
+        """Advance all buckets; if they are pipelined, only the one whose message was sent first.
+
+        While that one is decoded, the next one's message travels. Returns whether there is a round under way.
+        """
+        # What closes the step travels with the second messages of all buckets.
+        return self._advance_first() if self._is_pipelined and not self._closing else self.advance()
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -155,6 +168,31 @@ class CollectiveScheduler:
             if waiting:
                 self._send(waiting, f"{self.name}, round {self._number} of all buckets")
         return bool(waiting)
+
+    # For means that are applied bucket by bucket, during the next forward pass.
+
+    def collect(self) -> None:
+        """Wait for the messages under way, in turn; buckets come to their next ones, not sent yet."""
+        rounds, self._rounds, self._previous = self._rounds, [], None
+        for round_ in rounds:
+            self._wait([round_], round_.tasks[0].bucket)
+            with profiler_range(f"thinwire: average of {round_.tasks[0].bucket}"):
+                self._answer([round_], round_.tasks)
+
+    def send_last_first(self) -> None:
+        """Send what buckets stand at, that of the last bucket first: the next forward pass begins there."""
+        for task in reversed(self.tasks):
+            if not isinstance(task.request, Commit):
+                self._send([task], f"{self.name}, the mean of the bucket of {task.bucket}")
+
+    def take(self, task: Task) -> None:
+        """Wait for the mean of one bucket, and let that bucket pass its commit."""
+        for round_ in [round_ for round_ in self._rounds if task in round_.tasks]:
+            self._wait([round_], task.bucket)
+            self._rounds.remove(round_)
+            self._answer([round_], round_.tasks)
+        with profiler_range(f"thinwire: decode {task.bucket}"):
+            self.commit([task])
 
     def _wait(self, rounds: Sequence[Round], what: str) -> None:
         with profiler_range(f"thinwire: wait for {what}"):

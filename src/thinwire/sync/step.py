@@ -217,7 +217,7 @@ class Step:
                     # anyway. `advance` does not: a caller that drops a step there may need its gradients.
                     if on_cpu:
                         self._scheduler.commit_early()
-                    is_under_way = self._scheduler.advance()
+                    is_under_way = self._scheduler.advance_next()
                 with profiler_range("thinwire: commit"):
                     committed = self._commit()
                 if self._reduces is not None:
@@ -235,6 +235,37 @@ class Step:
         self._clock.end_step()
         self._ended(self, committed)
         return committed
+
+    # Or bucket by bucket, without a decision on all: for plans that write no memory (`overlap_forward`).
+
+    def collect(self) -> list[Task]:
+        """Wait for all first messages; return buckets' tasks, which stand at their second one."""
+        with self._working(are_ready=False):
+            try:
+                if not self._has_all:
+                    self._send_rest()
+                self._scheduler.collect()
+            except BaseException:
+                self.abandon()
+                raise
+        return self._scheduler.tasks
+
+    def send_means(self) -> None:
+        """Send all second messages, and wait for none."""
+        with self._working(are_ready=False):
+            self._scheduler.send_last_first()
+
+    def take(self, number: int) -> None:
+        """Wait for the mean of one bucket, and write it to where its gradients were."""
+        with self._working(are_ready=False):
+            self._scheduler.take(self._scheduler.tasks[number])
+
+    def end(self) -> None:
+        """End the step, of which all buckets were taken."""
+        self._count(committed=True)
+        self.abandon()  # nothing is under way
+        self._clock.end_step()
+        self._ended(self, True)
 
     def _count(self, *, committed: bool) -> None:
         state = self._state

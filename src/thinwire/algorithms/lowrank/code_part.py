@@ -12,10 +12,10 @@ import torch
 
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.code_rounds import CodedPart, average_codes
-from thinwire.algorithms.lowrank.factors import BucketMatrices, Rooms, SlotBatches, StartingBases
+from thinwire.algorithms.lowrank.bases import random_rows, resized
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.algorithms.requests import CollectiveRequest
-from thinwire.kernels.base import CodeKernels
+from thinwire.kernels.base import CodeKernels, Kernels
 from thinwire.kernels.dispatch import kernels_for, name_of_kernels_for
 from thinwire.kernels.matrices import Factors, MatmulBatch, MatrixGroup, Rows, Subtraction
 from thinwire.plan import ParameterSpec
@@ -34,10 +34,17 @@ def gains_by_low_rank(spec: ParameterSpec, matrix_rank: int, bits: int) -> bool:
     return FACTOR_BITS * matrix_rank * sum(shape) <= bits * spec.numel
 
 
+class Matrices(NamedTuple):
+    """M, the gradients that gain, in groups of one shape."""
+
+    groups: list[MatrixGroup]
+    kernels: Kernels
+
+
 class TakenOut(NamedTuple):
     """A step's factors: P̂, the same on all members, and what this member has coded of R = Mᵀ P̂."""
 
-    M: BucketMatrices
+    M: Matrices
     P: list[torch.Tensor]
     received: Coded  # the mean of P: it must be finite
     R: CodedPart
@@ -80,10 +87,6 @@ class LowRankPart:
         by_index[indices[0]] += size * filling
         return by_index
 
-    @cached_property
-    def _bases(self) -> StartingBases:
-        return StartingBases(self.seed, SlotBatches(), Rooms(), warm_start=True)
-
     def kernel_names(self, device: torch.device) -> set[str]:
         """Return the kernels that members must have in common, since bases differ in the last bits."""
         dtypes = {spec.memory_dtype for spec in self.specs}
@@ -100,7 +103,7 @@ class LowRankPart:
         3. R ← Mᵀ P̂, this member's own, in 8 bits; M ← M − P̂ Rᵀ. R travels beside the codes of that.
         """
         M, (left, right) = self._matrices(values), self.blocks
-        P = M.kernels.products(_batches(M, self._bases.of(memory, M, left=False)))
+        P = M.kernels.products(_batches(M, self._bases(memory, M)))
         sent = codes.encoded(_flat(P), left, CODEBOOK, None)
         (received,) = yield from average_codes(codes, [CodedPart(sent, left, CODEBOOK)], rank, values.dtype)
         P = self._decoded(received, 0, codes, values)
@@ -120,13 +123,23 @@ class LowRankPart:
             kept = rows.clone() if scale is None else rows / scale
             memory[FACTOR].update(zip(group.labels, kept.unbind(), strict=True))
 
-    def _matrices(self, values: torch.Tensor) -> BucketMatrices:
+    def _bases(self, memory: Memory, M: Matrices) -> list[torch.Tensor]:
+        """Return bases of the R that memory has, with random rows, the same on all, in place of zeros."""
+        items = []
+        for group in M.groups:
+            like = group.matrices[0]
+            drawn = random_rows(self.seed, (self.matrix_rank, like.shape[1]), like.device).to(like.dtype)
+            rows = [resized(memory[FACTOR].get(label), drawn) for label in group.labels]
+            items.append(Rows(torch.stack(rows), drawn))
+        return M.kernels.orthonormal_rows(items)
+
+    def _matrices(self, values: torch.Tensor) -> Matrices:
         parts = values.split_with_sizes([spec.numel for spec in self.specs])
         groups = []
         for shape, indices in self.groups.items():
             names, matrices = [self.specs[i].name for i in indices], [parts[i].view(shape) for i in indices]
             groups.append(MatrixGroup(names, matrices, [None] * len(indices), self.matrix_rank))
-        return BucketMatrices(groups, kernels_for(values, self.matrix_rank), values.device)
+        return Matrices(groups, kernels_for(values, self.matrix_rank))
 
     def _decoded(self, coded: Coded, side: int, codes: CodeKernels, like: torch.Tensor) -> list[torch.Tensor]:
         """Return the factors of each group, (matrices, r, rows or columns)."""
@@ -141,12 +154,12 @@ def _flat(factors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([factor.flatten() for factor in factors])
 
 
-def _batches(M: BucketMatrices, factors: Sequence[torch.Tensor]) -> list[MatmulBatch]:
+def _batches(M: Matrices, factors: Sequence[torch.Tensor]) -> list[MatmulBatch]:
     pairs = zip(M.groups, factors, strict=True)
     return [MatmulBatch(group, factor, None, add_error=False) for group, factor in pairs]
 
 
-def _subtract(M: BucketMatrices, P: Sequence[torch.Tensor], R: Sequence[torch.Tensor]) -> None:
+def _subtract(M: Matrices, P: Sequence[torch.Tensor], R: Sequence[torch.Tensor]) -> None:
     pairs = zip(P, R, strict=True)
     M.kernels.subtract_own(
         [Subtraction(g, Factors(pair, pair)) for g, pair in zip(M.groups, pairs, strict=True)]
