@@ -235,10 +235,15 @@ METHODS: dict[str, Method] = {
     "bf16": averaging(Cast("bf16")),
     "PowerSGD, matrix rank 16": averaging(PowerSGD(matrix_rank=16)),
     "PowerSGD, matrix rank 4": averaging(PowerSGD(matrix_rank=4)),
-    **{f"Quantize, {bits} bits": averaging(Quantize(bits=bits)) for bits in (8, 4, 3, 2, 1)},
+    **{f"Quantize, {bits} bits": averaging(Quantize(bits=bits)) for bits in (8, 6, 5, 4, 3, 2, 1)},
     **{
         f"Quantize, {bits} bits, error feedback": averaging(Quantize(bits=bits, error_feedback=True))
         for bits in (4, 2, 1)
+    },
+    **{
+        f"Quantize, {bits} bits, low rank {r}": averaging(Quantize(bits=bits, low_rank=r))
+        for bits in (4, 2)
+        for r in (4, 8)
     },
     "TopK, 1/32": averaging(TopK(density=1 / 32)),
     **{f"LocalSGD every {steps}": local(steps) for steps in (1, 4, 10, 30)},

@@ -148,7 +148,7 @@ def ours(bucket: OneBucket, rank: int, of_rank: Callable[[int], Algorithm], comp
 OURS: dict[str, Callable[[int], Algorithm]] = {
     "Thinwire": lambda matrix_rank: PowerSGD(matrix_rank=matrix_rank),
     "batched": lambda matrix_rank: BatchedPowerSGD(matrix_rank=matrix_rank),
-    **{f"{bits} bits": lambda _, bits=bits: Quantize(bits=bits) for bits in (8, 4, 3, 2, 1)},  # type: ignore[misc]
+    **{f"{bits} bits": lambda _, bits=bits: Quantize(bits=bits) for bits in (8, 6, 5, 4, 3, 2, 1)},  # type: ignore[misc]
 }
 # Not with PyTorch's last: a process that ends while its callbacks are being torn down is aborted.
 CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {

@@ -44,10 +44,11 @@ BAD: dict[type[Algorithm], dict[str, list[Any]]] = {
         "merge": ["mean", None],
     },
     Quantize: {
-        "bits": [5, 16, 4.0, True],
+        "bits": [7, 16, 4.0, True],
         "block": [0, 24, 4112],
         "rounding": ["up"],
         "error_feedback": [2],
+        "low_rank": [-1, 0.2, True],
         "seed": [-1],
     },
 }

@@ -13,6 +13,7 @@ from thinwire import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from thinwire.tensors.coded import CODEBOOKS
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 ROUNDINGS: list[Literal["nearest", "stochastic"]] = ["nearest", "stochastic"]
@@ -42,14 +43,15 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
         "warmup_steps": draw(st.integers(0, 2)),
         "power_iterations": draw(st.integers(1, 2)),
     }
-    bits, density = draw(st.sampled_from([2, 4, 8])), draw(st.floats(1e-3, 1))
+    bits, density = draw(st.sampled_from([*CODEBOOKS])), draw(st.floats(1e-3, 1))
+    entries: dict[str, Any] = {"bits": draw(st.sampled_from([2, 4, 8])), "chunk": draw(st.integers(1, 100))}
     block, rounding = 16 * draw(st.integers(1, 4)), draw(st.sampled_from(ROUNDINGS))
     kinds = [
         AllReduce(),
         PowerSGD(**settings, alternating=draw(st.booleans())),
         BatchedPowerSGD(**settings),
         Quantize(bits=bits, block=block, rounding=rounding, error_feedback=True),
-        TopK(density=density, bits=bits, chunk=draw(st.integers(1, 100)), error_decay=1, merge="members"),
+        TopK(density=density, **entries, error_decay=1, merge="members"),
     ]
     return draw(st.sampled_from(kinds))
 

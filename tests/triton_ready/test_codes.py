@@ -19,7 +19,7 @@ from triton_ready.interpreting import quiet
 
 pytestmark = quiet
 
-QUICK = {8, 4, 1}
+QUICK = {8, 5, 4, 1}
 every_bits = pytest.mark.parametrize(
     "bits", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in CODEBOOKS]
 )

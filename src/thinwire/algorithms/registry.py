@@ -105,6 +105,7 @@ REGISTRY: tuple[Registered, ...] = (
                 loses_more_than="Cast(dtype='bf16')",
                 loses_less_than="Quantize(bits=4)",
             ),
+            Variant("Quantize(bits=6)", Quantize(bits=6), 0.1, is_checked=True),
             Variant("Quantize(bits=4)", Quantize(bits=4), 0.3, is_checked=True, is_priced=True),
             Variant("Quantize(bits=2)", Quantize(bits=2), 0.7, is_checked=True, is_priced=True),
         ),

@@ -17,7 +17,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import no_algorithm
 from thinwire.comm import Layout
 from thinwire.errors import ConfigError
-from thinwire.local_sgd import elastic_local_sgd as elastic
+from thinwire.local_sgd import elastic_members as elastic
 from thinwire.local_sgd.averager import ModelAverager
 from thinwire.preload.settings import averaging_of
 from thinwire.sync import Settings

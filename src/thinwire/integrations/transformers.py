@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 
 from thinwire.adapters.attach import attach as attach_model
-from thinwire.adapters.start import ALONE
+from thinwire.adapters.common import ALONE
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import LOCAL_NAME, load, load_local, save, save_local

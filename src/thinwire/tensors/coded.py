@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from thinwire.errors import ConfigError
 
 MAX_BITS = 16
 GROUP = 8  # codes: the fewest that fill whole bytes, whatever the bits
-MAX_TOGETHER = 4  # bits of codes that are packed eight at a time; longer ones bit by bit, which are fewer
+MAX_TOGETHER = 7  # bits of codes that are packed eight at a time; longer ones bit by bit, which are fewer
 
 
 def packed_bytes(count: int, bits: int) -> int:
@@ -48,12 +49,11 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     wide = codes.to(torch.uint8)
     if count % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
-    # The eight bytes of a group are one whole number, in which its codes are pushed together. Codes below 16
+    # The eight bytes of a group are one whole number, in which its codes are pushed together. Codes below 128
     # leave the sign bit alone, so that shifts to the right bring in zeros.
     words = wide.contiguous().view(torch.int64)
-    for width in (8, 16, 32):
-        used = bits * width // 8
-        words = (words | (words >> (width - used))) & _fields(2 * width, 2 * used)
+    for shift, lower, upper in merges(bits):
+        words = (words & lower).bitwise_or_((words >> shift).bitwise_and_(upper))
     together = words.view(torch.uint8).view(*codes.shape[:-1], groups, GROUP)[..., :bits]
     return together.flatten(-2)[..., : packed_bytes(count, bits)]
 
@@ -76,19 +76,27 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
-    # Undo `pack`, backwards: halves are pulled apart, then quarters, then single codes.
     words = packed.new_zeros(*packed.shape[:-1], groups, GROUP)
     words[..., :bits] = packed.reshape(*packed.shape[:-1], groups, bits)
     apart = words.flatten(-2).view(torch.int64)
-    for width in (32, 16, 8):
-        used = bits * width // 8
-        apart = (apart | (apart << (width - used))) & _fields(width, used)
+    for shift, lower, upper in reversed(merges(bits)):
+        apart = (apart & lower).bitwise_or_((apart & upper) << shift)
     return apart.view(torch.uint8)[..., :count]
 
 
-def _fields(width: int, used: int) -> int:
-    """Return the mask of the lowest bits of every field of a number of 64 bits, none of which is the last."""
-    return sum(((1 << used) - 1) << start for start in range(0, 64, width))
+@cache
+def merges(bits: int) -> list[tuple[int, int, int]]:
+    """Return how eight codes, a byte each, are pushed together: in pairs, then in fours, then all.
+
+    Of each step: by how many bits the upper one of two neighbours moves down, the mask of all lower ones, and
+    that of the upper ones where they come to lie.
+    """
+    steps = []
+    for width in (8, 16, 32):
+        used = bits * width // 8
+        lower = sum(((1 << used) - 1) << start for start in range(0, 64, 2 * width))
+        steps.append((width - used, lower, lower << used))
+    return steps
 
 
 def _check_bits(bits: int) -> None:
@@ -120,6 +128,12 @@ def _symmetric(*magnitudes: float) -> tuple[float, ...]:
     return (*[-magnitude for magnitude in reversed(magnitudes) if magnitude], *magnitudes)
 
 
+def _linear(bits: int) -> Codebook:
+    """Return whole numbers, as many of both signs: the more levels, the less their distances matter."""
+    last = 2 ** (bits - 1) - 1
+    return Codebook(bits, tuple(map(float, range(-last, last + 1))), "largest", is_linear=True)
+
+
 # Relative squared error of one member's gradients in blocks of 64 (byte GPT with AdamW, mean of early, mid
 # and late in training):
 #   4 bits   these 0.0086; the best fifteen 0.0083; sixteen, without zero, 0.0073; NF4 0.0083; equally far
@@ -134,7 +148,7 @@ def _symmetric(*magnitudes: float) -> tuple[float, ...]:
 # last level, and there no level is raised by twice as much as another.
 CODEBOOKS: Mapping[int, Codebook] = MappingProxyType(
     {
-        8: Codebook(8, tuple(float(level) for level in range(-127, 128)), "largest", is_linear=True),
+        **{bits: _linear(bits) for bits in (8, 6, 5)},
         4: Codebook(4, _symmetric(*(float(k * (112 + k * k)) for k in range(8))), "largest", cubic=112),
         3: Codebook(3, _symmetric(0.245094, 0.756005, 1.343909, 2.151946), "least squares", reach=(1.8, 4.0)),
         2: Codebook(2, _symmetric(0.452780, 1.510418), "least squares", reach=(1.8, 3.2)),

@@ -50,8 +50,9 @@ def lloyd(count: int) -> np.ndarray:
 
 def reference_levels(bits: int) -> np.ndarray:
     """In units of the scale."""
-    if bits == 8:
-        return np.arange(-127, 128, dtype=np.float64)
+    if bits > 4:
+        last = 2 ** (bits - 1) - 1
+        return np.arange(-last, last + 1, dtype=np.float64)
     if bits == 4:
         return np.array([k * (112 + k * k) for k in range(-7, 8)], np.float64)
     return lloyd(2**bits) if bits > 1 else np.array([-1.0, 1.0])
@@ -307,7 +308,7 @@ def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatc
     step()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 6, 5, 4])
 def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels) -> None:
     blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
     one = torch.linspace(-1, 1, 64) ** 3

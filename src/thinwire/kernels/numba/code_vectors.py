@@ -26,7 +26,7 @@ from thinwire.kernels.numba.vectors import (
     tile,
     vector,
 )
-from thinwire.tensors.coded import CODEBOOKS
+from thinwire.tensors.coded import CODEBOOKS, merges
 
 WIDE = 4 * WIDTH
 """A tile's numbers: a block of the usual length, and four of the longest registers there are."""
@@ -230,13 +230,11 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
         builder.store(codes, _at(builder, address, codes.type), align=1)
         return
     eights = builder.bitcast(codes, ir.VectorType(INT64, codes.type.count // 8))
-    kind = eights.type
-    for width in (8, 16, 32):
-        used = bits * width // 8
-        shifted = builder.lshr(eights, _all(kind, width - used))
-        eights = builder.and_(builder.or_(eights, shifted), _all(kind, _fields(2 * width, 2 * used)))
+    for shift, lower, upper in merges(bits):
+        shifted = builder.and_(builder.lshr(eights, _all(eights.type, shift)), _all(eights.type, upper))
+        eights = builder.or_(builder.and_(eights, _all(eights.type, lower)), shifted)
     # The lowest bytes of each number of 64 bits, as many as a code has bits, one behind the other.
-    count = kind.count
+    count = eights.type.count
     kept = [8 * place + byte for place in range(count) for byte in range(bits)]
     packed = _shuffled(builder, builder.bitcast(eights, ir.VectorType(INT8, 8 * count)), kept)
     builder.store(packed, _at(builder, address, packed.type), align=1)
@@ -297,10 +295,10 @@ def _read(builder: Any, bits: int, address: Any, num_lanes: int) -> Any:
             for byte in range(8)
         ]
         eights = builder.bitcast(_shuffled(builder, packed, positions), ir.VectorType(INT64, count))
-        for width in (32, 16, 8):
-            used = bits * width // 8
-            shifted = builder.shl(eights, _all(eights.type, width - used))
-            eights = builder.and_(builder.or_(eights, shifted), _all(eights.type, _fields(width, used)))
+        for shift, lower, upper in reversed(merges(bits)):
+            above = builder.and_(eights, _all(eights.type, upper))
+            shifted = builder.shl(above, _all(eights.type, shift))
+            eights = builder.or_(builder.and_(eights, _all(eights.type, lower)), shifted)
         codes = builder.bitcast(eights, codes_type)
     return _levels(builder, bits, builder.zext(codes, ir.VectorType(INT32, num_lanes)))
 
@@ -323,13 +321,6 @@ def _levels(builder: Any, bits: int, positions: Any) -> Any:
         is_there = builder.icmp_unsigned(">=", positions, _all(positions.type, place))
         chosen = builder.select(is_there, _all(numbers, level), chosen)
     return chosen
-
-
-def _fields(width: int, used: int) -> int:
-    """Return the mask of the lowest bits of every field of a number of 64 bits."""
-    field = (1 << used) - 1
-    mask = sum(field << start for start in range(0, 64, width))
-    return mask - (1 << 64) if mask >> 63 else mask
 
 
 def _shuffled(builder: Any, bytes_: Any, positions: list[int]) -> Any:

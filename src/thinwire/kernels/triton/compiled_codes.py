@@ -157,7 +157,7 @@ def _scales_at(row, start):
 @triton.jit
 def _codes_at(row, share, start, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Return where their codes lie, in units of two bytes, since they begin at any even one; or in bytes."""
-    UNIT: tl.constexpr = tl.uint8 if BITS == 3 else tl.uint16
+    UNIT: tl.constexpr = tl.uint8 if BITS & (BITS - 1) else tl.uint16
     return (row + 2 * share + start.to(tl.int64) * (BLOCK * BITS // 8)).to(tl.pointer_type(UNIT))
 
 
@@ -167,18 +167,19 @@ def _write_codes(
     BLOCK: tl.constexpr, BITS: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Store codes; zeros in blocks that only fill up."""
+    # As many columns as fill whole units: of 5 bits two, which fill five bytes.
+    UNIT_BITS: tl.constexpr = 8 if BITS & (BITS - 1) else 16
+    COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 or BITS == 5 else 1)
+    UNITS: tl.constexpr = CODES * COLUMNS * BITS // UNIT_BITS
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     packed = tl.where(rows, tl.sum(positions << shifts[:, None], axis=0), 0)
-    # Several columns of few bits fill a unit, those of three bits three of them.
-    COLUMNS: tl.constexpr = 4 if BITS == 1 else (2 if BITS < 4 else 1)
-    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
     if COLUMNS > 1:
-        shifts = (tl.arange(0, COLUMNS) * (CODES * BITS)).to(tl.uint32)
-        parts = tl.reshape(packed, (OUTER * ROWS * INNER // COLUMNS, COLUMNS))
+        WORD: tl.constexpr = tl.uint64 if UNITS * UNIT_BITS > 32 else tl.uint32
+        shifts = (tl.arange(0, COLUMNS) * (CODES * BITS)).to(WORD)
+        parts = tl.reshape(packed, (OUTER * ROWS * INNER // COLUMNS, COLUMNS)).to(WORD)
         packed = tl.sum(parts << shifts[None, :], axis=1)
     r, column = _columns(OUTER, ROWS, INNER // COLUMNS)
     inside = (start + r < share) & (column < BLOCK // CODES // COLUMNS)
-    UNITS: tl.constexpr = CODES * COLUMNS * BITS // UNIT_BITS
     at = codes + (r * (BLOCK * BITS // UNIT_BITS) + column * UNITS)
     for unit in tl.static_range(UNITS):
         tl.store(at + unit, (packed >> (UNIT_BITS * unit)).to(codes.dtype.element_ty), inside)
@@ -187,14 +188,15 @@ def _write_codes(
 @triton.jit
 def _read_codes(codes, r, column, rows, BLOCK: tl.constexpr, BITS: tl.constexpr):
     """Return the codes that `_write_codes` has stored, uint32."""
-    UNIT_BITS: tl.constexpr = 8 if BITS == 3 else 16
+    UNIT_BITS: tl.constexpr = 8 if BITS & (BITS - 1) else 16
     shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
     inside = rows & (column < BLOCK // CODES)
     first_bit = column * (CODES * BITS)
     at = codes + (r * (BLOCK * BITS // UNIT_BITS) + first_bit // UNIT_BITS)
     packed = tl.load(at, inside, other=0).to(tl.uint32)
-    if CODES * BITS > UNIT_BITS:
-        packed |= tl.load(at + 1, inside, other=0).to(tl.uint32) << UNIT_BITS
+    # A column begins at the start or in the middle of a unit.
+    for unit in tl.static_range(1, (CODES * BITS + UNIT_BITS - 1) // UNIT_BITS):
+        packed |= tl.load(at + unit, inside, other=0).to(tl.uint32) << (UNIT_BITS * unit)
     packed = packed >> (first_bit % UNIT_BITS).to(tl.uint32)
     return (packed[None, :] >> shifts[:, None]) & ((1 << BITS) - 1)
 

@@ -17,7 +17,7 @@ WHOLE_BITS = tl.constexpr(0x4B400000)
 def level_of(positions, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
     """Return the levels at some positions, uint32."""
     HALF: tl.constexpr = LEVELS // 2
-    if BITS == 8 or CUBIC:
+    if BITS > 4 or CUBIC:
         found = (positions + (WHOLE_BITS - HALF)).to(tl.float32, bitcast=True) - WHOLE
         if CUBIC:
             found = _cubic(found, CUBIC)
@@ -49,7 +49,7 @@ def _near(units, MINUS: tl.constexpr):
 @triton.jit
 def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
     """Return the place of the nearest level, uint32; of two that are as near, the lower one."""
-    if BITS == 8:
+    if BITS > 4:
         positions = (units + WHOLE).to(tl.uint32, bitcast=True) - (WHOLE_BITS - LEVELS // 2)
     elif CUBIC:
         whole = _near(units, 0.5)
@@ -74,7 +74,7 @@ def nearest(units, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.c
 @triton.jit
 def drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: tl.constexpr):
     """Return the place of one of the two levels around each number, so that their mean is it."""
-    if BITS == 8 or CUBIC:
+    if BITS > 4 or CUBIC:
         whole = units + WHOLE
         if CUBIC:
             whole = _near(units, 0.0)
@@ -89,7 +89,7 @@ def drawn(units, uniform, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBI
             lower += (units >= tl.load(levels + place)).to(tl.uint32)
     below = level_of(lower, levels, BITS, LEVELS, CUBIC)
     share = units - below
-    if BITS != 8:
+    if BITS <= 4:
         # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
         share = tl.div_rn(share, level_of(lower + 1, levels, BITS, LEVELS, CUBIC) - below)
     return lower + (uniform < share).to(tl.uint32)

@@ -17,10 +17,10 @@ from thinwire.tensors.rounding import RandomBits
 # Numbers that a program holds; a longer block has one for itself.
 ELEMENTS = 2048
 
-# Numbers of a block that threads beside each other have, by bits. The fewer, the more of a block has one
-# thread, which finds the scale once for all; but codes of 8 bits are then written in too short pieces.
-# Found by trial on an H200.
-BESIDE = {8: 32, 4: 16, 3: 16, 2: 16, 1: 16}
+# Numbers of a block that threads beside each other have, in up to 4 bits and in more. The fewer, the more of
+# a block has one thread, which finds the scale once for all; but longer codes are then written in too short
+# pieces. Found by trial on an H200, of 4 and of 8 bits.
+BESIDE, BESIDE_OF_LONG = 16, 32
 
 # Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
@@ -183,7 +183,7 @@ def constants(codebook: Codebook, blocks: Blocks, **more: object) -> dict[str, o
 @lru_cache(maxsize=64)
 def _of_tiles(bits: int, block: int, is_aligned: bool) -> dict[str, object]:
     width = padded(block)
-    beside = min(BESIDE[bits], width)
+    beside = min(BESIDE if bits <= 4 else BESIDE_OF_LONG, width)
     return {
         **{"OUTER": width // beside, "ROWS": max(1, ELEMENTS // width), "INNER": beside // COLUMN},
         **{"BLOCK": block, "ALIGNED": is_aligned},
