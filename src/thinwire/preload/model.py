@@ -47,7 +47,7 @@ _state_of_ddp = DistributedDataParallel.__getstate__
 
 def _state_without_ours(model: DistributedDataParallel) -> dict[str, Any]:
     """Let scripts pickle and copy a model whole: what they get is as without the door."""
-    state: dict[str, Any] = _state_of_ddp(model)
+    state: dict[str, Any] = _state_of_ddp(model)  # type: ignore[no-untyped-call]
     if model in _attached:
         hooks = state["_forward_pre_hooks"].items()
         others = [(key, hook) for key, hook in hooks if not type(hook).__module__.startswith("thinwire.")]
