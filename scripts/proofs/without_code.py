@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -197,7 +198,7 @@ def run(command: list[str], folder: Path) -> tuple[list[float], str]:
         return json.loads(printed[0]), told
     (state,) = folder.glob("out/checkpoint-*/trainer_state.json")
     history = json.loads(state.read_text())["log_history"]
-    state.unlink()
+    shutil.rmtree(folder / "out")  # the next run would resume from there
     return [log["loss"] for log in history if "loss" in log], told
 
 
