@@ -233,8 +233,7 @@ def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
     with several_processes():
         trainer, again = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(again)
-        callback = ThinwireCallback(averaging)
-        trainer.add_callback(callback)
+        callback = attach(trainer, averaging)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert torch.equal(look.weights[2], again.begun)
         assert again.agreed == [True, False, True]
